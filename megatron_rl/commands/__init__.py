@@ -1,7 +1,7 @@
 """The commands of ``megatron-rl``, one file each: ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit status.
 
-The command line imports only the file of the command that is called. Its imports at the top are executed before the arguments
-are read, also by the launcher of the ranks; therefore ``run`` imports Megatron and SGLang itself.
+The command line imports only the file of the command that is called. Its imports at the top are executed before
+the arguments are read, also by the launcher of the ranks; therefore ``run`` imports Megatron and SGLang itself.
 """
 
 COMMANDS = {

@@ -1,9 +1,9 @@
 """``megatron-rl check``: replay the recorded steps of a released recipe, and report where this installation deviates from them.
 
-The recipe, its models and its prompts are made from a seed (``check_task.py``). Every stage gets the prompts and sampled tokens
-of the record, and its result is compared with the record: exactly for quantities without floating point, otherwise within the
-tolerance of the device (``check_compare.py``). The servers score the record's tokens instead of sampling, because a sampled token
-depends on the last bit of a log-prob.
+The recipe, its models and its prompts are made from a seed (``check_task.py``). Every stage gets the prompts and
+sampled tokens of the record, and its result is compared with the record: exactly for quantities without floating
+point, otherwise within the tolerance of the device (``check_compare.py``). The servers score the record's tokens
+instead of sampling, because a sampled token depends on the last bit of a log-prob.
 """
 
 import argparse

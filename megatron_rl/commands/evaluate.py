@@ -2,8 +2,8 @@
 
     megatron-rl evaluate --config recipe.yaml --policies outputs/run/policies/* eval.num_samples=4
 
-The results are written to evaluation.json in each folder. A folder that was already measured with the same settings is
-skipped, so a killed command can be repeated and continues from there.
+The results are written to evaluation.json in each folder. A folder that was already measured with the same
+settings is skipped, so a killed command can be repeated and continues from there.
 """
 
 import argparse

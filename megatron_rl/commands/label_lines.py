@@ -1,7 +1,8 @@
 """`megatron-rl label-lines`: label lines for a process reward model, by completing prefixes of programs and running them.
 
-Each response is scored first. While the search needs another prefix, K completions of the first lines are sampled on an SGLang
-server and scored; the prefix is "recoverable" if one passes. The output rows have ``line_labels`` and the evidence for them.
+Each response is scored first. While the search needs another prefix, K completions of the first lines are sampled
+on an SGLang server and scored; the prefix is "recoverable" if one passes. The output rows have ``line_labels`` and
+the evidence for them.
 
 Invariants:
 
@@ -12,8 +13,8 @@ Invariants:
 - An unscored completion is not a failure: a row whose label depends on one is skipped and counted, and the next run
   retries it.
 
-Waits: a row waits for its own K completions and their scores. At most ``max_rows_in_progress`` rows run at the same time,
-which keeps the servers busy.
+Waits: a row waits for its own K completions and their scores. At most ``max_rows_in_progress`` rows run at the
+same time, which keeps the servers busy.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """`megatron-rl score`: score a file of responses. Reads JSONL, writes the same rows with ``score``, ``detail`` and ``error``.
 
-Invariants: rows keep their order; every row is checked before the first one is scored, so bad data is refused with file, line and
-field; the output appears atomically; memory contains a few thousand rows, regardless of the file size.
+Invariants: rows keep their order; every row is checked before the first one is scored, so bad data is refused with
+file, line and field; the output appears atomically; memory contains a few thousand rows, regardless of the file
+size.
 
 Waits: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
 """

@@ -1,8 +1,8 @@
 """`megatron-rl select-prompts`: score prompts, decide, and write the kept rows with a report.
 
-Prompts are read once to check them. Scores come from select_prompts.scores_path or from the policy's own responses. The prompts
-are read again to write the kept rows unchanged. The same prompts and scores give the same bytes. Nothing is written before all
-inputs have been read; each file appears atomically.
+Prompts are read once to check them. Scores come from select_prompts.scores_path or from the policy's own
+responses. The prompts are read again to write the kept rows unchanged. The same prompts and scores give the same
+bytes. Nothing is written before all inputs have been read; each file appears atomically.
 """
 
 import argparse

@@ -4,9 +4,11 @@
     megatron-rl serve --config recipe.yaml --trainer node0 --api-key-env SGLANG_KEY rollout.tensor_parallel_size=2
     megatron-rl serve --config recipe.yaml --num-nodes 2 --node-rank 1 --first-node node4 rollout.tensor_parallel_size=16
 
-The last example is one server over two nodes: run the same command on each node, with its own --node-rank. Requests go to node 0.
+The last example is one server over two nodes: run the same command on each node, with its own --node-rank.
+Requests go to node 0.
 
-With a recipe these are the servers that the run itself would start, on all GPUs of this node; the trainer sends their weights.
+With a recipe these are the servers that the run itself would start, on all GPUs of this node; the trainer sends
+their weights.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     megatron-rl watch outputs/run
     megatron-rl watch outputs/run --once      # print once, for scripts, logs and pipes
 
-The run itself is not touched, so it may belong to another user and run on any node that shares the folder. Ctrl-C restores the
-screen; the view of a finished run ends automatically and stays on the screen.
+The run itself is not touched, so it may belong to another user and run on any node that shares the folder. Ctrl-C
+restores the screen; the view of a finished run ends automatically and stays on the screen.
 """
 
 import argparse

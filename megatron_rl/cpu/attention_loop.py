@@ -1,8 +1,9 @@
 """Attention of new tokens over SGLang's paged cache, as one compiled loop.
 
-Invariant: a token's result is computed in one order of operations, down to the last bit, regardless of the rest of the batch
-and of how much of its prefix was cached. Decode multiplies the query with one key at a time, prefill with sixteen transposed
-keys at a time; both add the same products in the same order. bfloat16 caches are computed in float32.
+Invariant: a token's result is computed in one order of operations, down to the last bit, regardless of the rest of
+the batch and of how much of its prefix was cached. Decode multiplies the query with one key at a time, prefill
+with sixteen transposed keys at a time; both add the same products in the same order. bfloat16 caches are computed
+in float32.
 
 Tensors are passed as addresses; the caller (``sglang_attention.py``) has checked their shapes and dtypes.
 """

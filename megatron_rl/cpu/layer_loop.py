@@ -1,10 +1,10 @@
 """All layers of a dense decoder (Llama, Qwen2, Qwen3) in one compiled call; PyTorch's own MKL multiplies the matrices.
 
-Between the layers of a small model Python takes several times as long as the arithmetic. Everything is float32, and
-tensors are passed as addresses; the caller (``sglang_dense.py``) has checked shapes, dtypes and strides.
+Between the layers of a small model Python takes several times as long as the arithmetic. Everything is float32,
+and tensors are passed as addresses; the caller (``sglang_dense.py``) has checked shapes, dtypes and strides.
 
-Invariant: if matrices are small, a token's result depends on nothing else in the batch, down to the last bit. MKL multiplies a
-few rows with other code than many, so such a matrix gets at least ``MIN_ROWS``.
+Invariant: if matrices are small, a token's result depends on nothing else in the batch, down to the last bit. MKL
+multiplies a few rows with other code than many, so such a matrix gets at least ``MIN_ROWS``.
 """
 
 import os

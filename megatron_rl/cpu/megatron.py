@@ -1,13 +1,13 @@
 """Runs Megatron Core on a CPU with gloo, without a fork: only device placement is redirected.
 
-Groups, schedules, collectives and optimizers stay Megatron's own code. The first import of ``megatron.core`` installs the
-redirection (``import_hook.py``); it does nothing where CUDA is available.
+Groups, schedules, collectives and optimizers stay Megatron's own code. The first import of ``megatron.core``
+installs the redirection (``import_hook.py``); it does nothing where CUDA is available.
 
-Every ``megatron.core`` module gets a private copy of the name ``torch``, in which device "cuda" means the CPU, streams
-and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays unchanged: wrapping its factory
-functions for the whole process breaks ``with torch.device("meta")``, and transformers then loads wrong weights
-silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``, ``Tensor.type`` and
-``Module.cuda``.
+Every ``megatron.core`` module gets a private copy of the name ``torch``, in which device "cuda" means the CPU,
+streams and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays unchanged: wrapping its
+factory functions for the whole process breaks ``with torch.device("meta")``, and transformers then loads wrong
+weights silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``,
+``Tensor.type`` and ``Module.cuda``.
 
 Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails when a name used here has moved.
 """

@@ -1,7 +1,7 @@
 """SGLang's small layers and its sampler on a CPU: a single compiled call each, instead of up to twenty PyTorch calls.
 
-Invariant: in dense float32 models a token's result depends on nothing else in the batch, down to the last bit. MKL multiplies
-a few rows with other code than many, so small matrices get at least ``MIN_ROWS``.
+Invariant: in dense float32 models a token's result depends on nothing else in the batch, down to the last bit. MKL
+multiplies a few rows with other code than many, so small matrices get at least ``MIN_ROWS``.
 """
 
 from collections.abc import Callable

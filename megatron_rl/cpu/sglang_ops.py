@@ -1,8 +1,9 @@
 """``TorchCpuPlatform``: SGLang 0.5.23 on plain PyTorch CPU operators, without sgl_kernel and Triton.
 
-Only SGLang imports this module, after ``sglang_platform.activate`` has named the class. This happens in the middle of
-``import sglang``, so the hooks import everything else of SGLang themselves. The hooks are called in this order:
-``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each scheduler.
+Only SGLang imports this module, after ``sglang_platform.activate`` has named the class. This happens in the middle
+of ``import sglang``, so the hooks import everything else of SGLang themselves. The hooks are called in this order:
+``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each
+scheduler.
 """
 
 import os
@@ -73,8 +74,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: Any) -> None:
         """Let DeepSeek's attention use the latent KV pool.
 
-        SGLang's fallback prefills with expanded keys and values, but ``torch_native`` reads the latent pool: wrong output without
-        an error.
+        SGLang's fallback prefills with expanded keys and values, but ``torch_native`` reads the latent pool: wrong
+        output without an error.
         """
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod

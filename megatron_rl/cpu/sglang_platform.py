@@ -1,9 +1,9 @@
 """Runs SGLang on a machine without a GPU: an out-of-tree platform made of plain PyTorch operators.
 
-SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and in
-every process that it spawns. Where CUDA is available ``activate`` returns None, and SGLang behaves as without this
-file. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` is in ``sglang_ops.py``, which SGLang
-imports once the platform is chosen.
+SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and
+in every process that it spawns. Where CUDA is available ``activate`` returns None, and SGLang behaves as without
+this file. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` is in ``sglang_ops.py``,
+which SGLang imports once the platform is chosen.
 """
 
 import multiprocessing
@@ -34,9 +34,9 @@ def activate() -> str | None:
 def _fork_workers() -> None:
     """Let the launching process fork its scheduler and detokenizer instead of spawning them.
 
-    A spawned process repeats all imports, about 12 s of CPU time each; a forked process starts immediately and shares
-    the memory. SGLang spawns because a CUDA context does not survive a fork. Here no CUDA context exists, and at that
-    moment the launching process runs one thread and has no event loop yet.
+    A spawned process repeats all imports, about 12 s of CPU time each; a forked process starts immediately and
+    shares the memory. SGLang spawns because a CUDA context does not survive a fork. Here no CUDA context exists,
+    and at that moment the launching process runs one thread and has no event loop yet.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,7 +1,8 @@
 """Starts a server without the parts that a CPU server never uses. Imports take nine tenths of the time until SGLang replies.
 
-Half of that time went to three causes: the garbage collector, which repeatedly scans the growing heap; ``torch.compile``, which
-loads Inductor for functions that are never compiled here; and the files of models that are not served.
+Half of that time went to three causes: the garbage collector, which repeatedly scans the growing heap;
+``torch.compile``, which loads Inductor for functions that are never compiled here; and the files of models that
+are not served.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Sixteen float32 lanes as one value of compiled code, and memory access by address.
 
-numba leaves vector instructions to LLVM, which splits a sum over lanes at will: another loop around the same values changes
-the last bits. These functions fix the order. Addresses are integers (``Tensor.data_ptr``) in bytes, counts and indices
-are in elements. Bounds are not checked; callers must do so.
+numba leaves vector instructions to LLVM, which splits a sum over lanes at will: another loop around the same
+values changes the last bits. These functions fix the order. Addresses are integers (``Tensor.data_ptr``) in bytes,
+counts and indices are in elements. Bounds are not checked; callers must do so.
 """
 
 from collections.abc import Callable

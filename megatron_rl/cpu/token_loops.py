@@ -1,7 +1,7 @@
 """The small layers of a model and seeded sampling, as compiled loops over the tokens of a batch.
 
-Invariant: a token's result depends only on its own row, down to the last bit. Tensors are passed as addresses of contiguous
-float32; the callers (``sglang_layers.py``) have checked that.
+Invariant: a token's result depends only on its own row, down to the last bit. Tensors are passed as addresses of
+contiguous float32; the callers (``sglang_layers.py``) have checked that.
 """
 
 from typing import NamedTuple
@@ -135,8 +135,8 @@ def _gumbel(hashed: int) -> float:
 def sample(logits: int, num_rows: int, size: int, draws: Draws, tokens: int, logprobs: int, weights: int) -> None:
     """Sample a token per row [size] of logits; the log-softmax of logits / temperature replaces the logits.
 
-    The token is the argmax of log-prob + Gumbel noise from a hash of (seed, position, token): SGLang's seeded sampling.
-    tokens: [num_rows] int64, logprobs: [num_rows] float32, weights: [size + lanes] float32.
+    The token is the argmax of log-prob + Gumbel noise from a hash of (seed, position, token): SGLang's seeded
+    sampling. tokens: [num_rows] int64, logprobs: [num_rows] float32, weights: [size + lanes] float32.
     """
     for i in range(num_rows):
         row, temperature = logits + 4 * i * size, splat(float_at(draws.temperatures, i))

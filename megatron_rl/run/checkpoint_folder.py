@@ -1,9 +1,9 @@
 """Reads and writes ``checkpoints/`` of a run as files: list, validate, decide what to remove. No Megatron, no torch.
 
-``step-N/`` has a folder per model, ``driver.json``, the arrays of its responses next to it (``driver.int32.npy``, one file per
-dtype, see ``json_with_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of the driver's files. Each
-model's folder has its own ``checksums.json``. ``latest.json`` names the newest checkpoint. Without torch, a folder can be
-checked before anything starts.
+``step-N/`` has a folder per model, ``driver.json``, the arrays of its responses next to it (``driver.int32.npy``,
+one file per dtype, see ``json_with_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of
+the driver's files. Each model's folder has its own ``checksums.json``. ``latest.json`` names the newest
+checkpoint. Without torch, a folder can be checked before anything starts.
 """
 
 import hashlib
@@ -169,8 +169,8 @@ def check_folder(folder: Path, models: list[str]) -> None:
 def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapping[int, float]) -> list[Path]:
     """Checkpoints that no keep rule covers: newest N, every k-th step, best evaluations, newest healthy one.
 
-    ``newest``: steps done at the newest checkpoint; folders of later steps belong to an abandoned future and are removable.
-    ``accuracies``: accuracy of each evaluation, keyed by steps done.
+    ``newest``: steps done at the newest checkpoint; folders of later steps belong to an abandoned future and are
+    removable. ``accuracies``: accuracy of each evaluation, keyed by steps done.
     """
     folders = saved_folders(checkpoints)
     saved = {num_steps_of(f): f for f in folders if num_steps_of(f) <= newest and (f / _DRIVER).is_file()}

@@ -1,8 +1,8 @@
 """Saves and loads a run's checkpoints. A checkpoint is complete, or it does not count.
 
-``checkpoints/step-N/`` has the state after N steps: the trained models (weights, optimizers, schedules), the slot pool with its
-unfinished trajectories, and the sampler. ``checkpoint_folder.py`` describes the files and detects damage. This module decides
-when they are written, which are kept, and which one a run resumes from.
+``checkpoints/step-N/`` has the state after N steps: the trained models (weights, optimizers, schedules), the slot
+pool with its unfinished trajectories, and the sampler. ``checkpoint_folder.py`` describes the files and detects
+damage. This module decides when they are written, which are kept, and which one a run resumes from.
 """
 
 import shutil
@@ -78,9 +78,9 @@ class Saver:
     def save(self, step: int, driver: dict[str, Any], *, weight_version: int, healthy: bool = True) -> str:
         """Save a checkpoint. Returns an empty string, or the problem; the run may continue, and the next step retries.
 
-        ``driver`` is the driver's own state: the pool, the KL controller. ``healthy``: the newest healthy checkpoint is kept
-        regardless of the keep rules. With run.async_save the checkpoint counts once ``settle`` has seen it complete; this method
-        waits for the previous one.
+        ``driver`` is the driver's own state: the pool, the KL controller. ``healthy``: the newest healthy
+        checkpoint is kept regardless of the keep rules. With run.async_save the checkpoint counts once ``settle``
+        has seen it complete; this method waits for the previous one.
         """
         # Only one background save may be in progress.
         problem = self.settle(wait=True)
@@ -136,8 +136,8 @@ class Saver:
     def load(self, take: Callable[[dict[str, Any]], None], *, healthy: bool = False) -> dict[str, Any] | None:
         """Load the newest complete checkpoint on every rank. Returns the driver's state, after ``take`` has restored it.
 
-        Returns None if there is none and run.resume=auto. With run.resume=true a damaged newest checkpoint raises UserError.
-        ``healthy``: consider only checkpoints saved while training showed no warning sign.
+        Returns None if there is none and run.resume=auto. With run.resume=true a damaged newest checkpoint raises
+        UserError. ``healthy``: consider only checkpoints saved while training showed no warning sign.
         """
         if problem := self.settle(wait=True):
             self.skipped.append(f"no checkpoint {problem}")

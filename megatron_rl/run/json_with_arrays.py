@@ -1,7 +1,7 @@
 """Converts nested lists and objects with arrays to JSON and one flat array per dtype: the format of a driver checkpoint.
 
-In the JSON an array is ``{"__array__": [dtype, start, length]}``, its span in the flat array of its dtype. Thousands of
-responses thus become a few large files and some lines each, not a JSON number per token.
+In the JSON an array is ``{"__array__": [dtype, start, length]}``, its span in the flat array of its dtype.
+Thousands of responses thus become a few large files and some lines each, not a JSON number per token.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Exports policies during a run, so that they can be evaluated over time without spending training time.
 
-``policies/step-N/`` is the policy after N steps as a Hugging Face folder. ``kept.json`` in it, written last, records when:
-``{"step": N, "trained_s": seconds}``. A policy is exported at the first step whose update ends at or after a multiple of
-``run.keep_policy_every_s``.
+``policies/step-N/`` is the policy after N steps as a Hugging Face folder. ``kept.json`` in it, written last,
+records when: ``{"step": N, "trained_s": seconds}``. A policy is exported at the first step whose update ends at or
+after a multiple of ``run.keep_policy_every_s``.
 """
 
 import json

@@ -60,8 +60,8 @@ def run_on_ranks(
     """Check the recipe, then run ``work`` on every rank; without a launcher, torchrun starts the ranks.
 
     ``writes_output_dir``: the command is a run with checkpoints, which can resume after a signal stops it.
-    ``check_inputs`` checks everything outside the recipe that would fail later. It is called once, by the process that
-    the user started or by rank 0 of an outer launcher.
+    ``check_inputs`` checks everything outside the recipe that would fail later. It is called once, by the process
+    that the user started or by rank 0 of an outer launcher.
     """
     try:
         with stopped_by_signals():

@@ -39,7 +39,8 @@ def check_output_dir(config: Config) -> None:
 def claimed_output_dir(config: Config) -> Iterator[Path]:
     """Lock the folder for this process until it ends, and yield it.
 
-    With run.overwrite the files of an earlier run are removed. Unfinished exports of a killed run are removed always.
+    With run.overwrite the files of an earlier run are removed. Unfinished exports of a killed run are removed
+    always.
     """
     check_output_dir(config)
     folder = Path(config.run.output_dir)

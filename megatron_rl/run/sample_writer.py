@@ -1,7 +1,7 @@
 """Stores a run's responses during training: bounded on disk, each step once, safe against kills.
 
-Waits: ``add`` waits for the previous step's write only; a checkpoint waits for the rows of its step (``settle``), so that a run
-resumed from it lacks none. Writing never raises into training.
+Waits: ``add`` waits for the previous step's write only; a checkpoint waits for the rows of its step (``settle``),
+so that a run resumed from it lacks none. Writing never raises into training.
 """
 
 import re

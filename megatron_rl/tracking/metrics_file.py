@@ -125,8 +125,9 @@ class MetricsTail:
 class MetricsWriter:
     """Appends one line per step to ``path``.
 
-    ``resume_step`` is the first step that will be logged (again): lines of that step and later are dropped. None keeps all
-    lines and appends; 0 starts an empty file. Raises OSError only from the constructor, before training starts.
+    ``resume_step`` is the first step that will be logged (again): lines of that step and later are dropped. None
+    keeps all lines and appends; 0 starts an empty file. Raises OSError only from the constructor, before training
+    starts.
     """
 
     def __init__(

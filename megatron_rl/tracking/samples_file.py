@@ -1,7 +1,7 @@
 """``samples/step_000005.parquet``: one row per stored response of a step, for any reader of Parquet.
 
-Invariants: a file appears atomically; steps count from 1, as in metrics.jsonl; a response has one row in each step in which it was
-stored; per-token columns have one entry per token of the response, not of the prompt.
+Invariants: a file appears atomically; steps count from 1, as in metrics.jsonl; a response has one row in each step
+in which it was stored; per-token columns have one entry per token of the response, not of the prompt.
 """
 
 import re
@@ -76,8 +76,9 @@ def sample_files(run: str | Path) -> dict[int, Path]:
 def write_samples(run: str | Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
     """Write the rows of a step. Raises OSError.
 
-    ``columns``: all of ``ROW_COLUMNS``. For ``TOKEN_COLUMNS``, an array per response (None in the column of values). For ``segments`` and
-    ``turns``, a list of tuples per response. For ``METRICS``, a mapping per response.
+    ``columns``: all of ``ROW_COLUMNS``. For ``TOKEN_COLUMNS``, an array per response (None in the column of
+    values). For ``segments`` and ``turns``, a list of tuples per response. For ``METRICS``, a mapping per
+    response.
     """
     import pyarrow
     import pyarrow.parquet

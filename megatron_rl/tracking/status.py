@@ -2,9 +2,9 @@
 
     {"state": "running", "host": "node7", "pid": 4711, "written_s": 1732180000.1, "stages": [["generate", 12.3]], ...}
 
-The driver's thread ``status`` replaces the file every ``EVERY_S`` seconds. A file that has not changed for ``SILENT_S`` belongs to
-a dead run, because a killed process cannot write its end. A reader needs only the file: no lock, no process of the same node,
-no write permission. Writing never raises into training.
+The driver's thread ``status`` replaces the file every ``EVERY_S`` seconds. A file that has not changed for
+``SILENT_S`` belongs to a dead run, because a killed process cannot write its end. A reader needs only the file: no
+lock, no process of the same node, no write permission. Writing never raises into training.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Activation memory of a training pass: the tensors that a layer saves per token for the backward pass. Pure.
 
-The table follows Megatron Core 0.16 with Transformer Engine's layers, flash attention and the fused SwiGLU: a linear layer
-saves its input, a norm its input, flash attention its queries, keys, values and output. Short-lived buffers (gradients,
-collectives) are not counted. The load of the experts is assumed to be even.
+The table follows Megatron Core 0.16 with Transformer Engine's layers, flash attention and the fused SwiGLU: a
+linear layer saves its input, a norm its input, flash attention its queries, keys, values and output. Short-lived
+buffers (gradients, collectives) are not counted. The load of the experts is assumed to be even.
 """
 
 from collections.abc import Iterable, Mapping
@@ -140,8 +140,9 @@ def chunked_logits_bytes(
 ) -> float:
     """Peak bytes in the policy's head on the last stage, while it turns hidden states of ``tokens`` tokens into log-probs.
 
-    Logits exist only for a chunk of tokens, in float32 (``models/logprobs.py``): six copies at a time in the backward pass, two
-    in the forward pass. The backward pass stores the head's gradient twice in float32 and once in the model's dtype.
+    Logits exist only for a chunk of tokens, in float32 (``models/logprobs.py``): six copies at a time in the
+    backward pass, two in the forward pass. The backward pass stores the head's gradient twice in float32 and once
+    in the model's dtype.
     """
     sizes, tp = dims(config), parallel.tensor_parallel_size
     chunk = min(tokens, max(_TOKENS_PER_CHUNK, _LOGITS_PER_CHUNK // sizes["vocab"]))

@@ -1,9 +1,9 @@
 """Seconds that a publish of weights takes, by broadcast or point to point. Pure.
 
-Each pipeline stage first gathers its full tensors, then sends them. A broadcast sends every tensor to every GPU of every
-server, and the stages broadcast in sequence. Point to point, each GPU receives only its own part. The driver sends one
-request per server and bucket while the previous bucket is in transit; these requests cost time only if buckets are small
-or servers are many.
+Each pipeline stage first gathers its full tensors, then sends them. A broadcast sends every tensor to every GPU of
+every server, and the stages broadcast in sequence. Point to point, each GPU receives only its own part. The driver
+sends one request per server and bucket while the previous bucket is in transit; these requests cost time only if
+buckets are small or servers are many.
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ def publish_seconds(
 ) -> float:
     """Seconds of one publish.
 
-    ``num_bytes``: size of the model in transit. ``num_stages``: pipeline stages of the trainer, which gather in parallel.
-    ``bucket_bytes``: bytes per request to a server.
+    ``num_bytes``: size of the model in transit. ``num_stages``: pipeline stages of the trainer, which gather in
+    parallel. ``bucket_bytes``: bytes per request to a server.
     """
     costs = costs or PublishCosts()
     gather = costs.gather * num_bytes / num_stages

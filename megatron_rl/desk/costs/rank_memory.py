@@ -1,9 +1,10 @@
 """Bytes that one model needs on a trainer rank. Pure.
 
-Each rank stores weights and gradients of its own parameters. The optimizer state is sharded over the ranks that have the
-same parameters (ZeRO-1, arXiv 1910.02054): the data- and context-parallel ranks; for experts, the ranks of a stage with the
-same experts. These three figures are exact: tests compare them with the parameters of ranks that Megatron has built.
-Megatron's buffers pad each tensor to 64 values, and each buffer to 128 per rank; that padding is not counted.
+Each rank stores weights and gradients of its own parameters. The optimizer state is sharded over the ranks that
+have the same parameters (ZeRO-1, arXiv 1910.02054): the data- and context-parallel ranks; for experts, the ranks
+of a stage with the same experts. These three figures are exact: tests compare them with the parameters of ranks
+that Megatron has built. Megatron's buffers pad each tensor to 64 values, and each buffer to 128 per rank; that
+padding is not counted.
 """
 
 from collections import Counter
@@ -90,8 +91,8 @@ def memory_by_rank(
 ) -> list[RankMemory]:
     """Memory of each pipeline rank, in order; all ranks of a stage need the same.
 
-    ``parallel`` must fit the model and ``num_ranks`` (``config.layout``). Not counted: fragmentation of PyTorch's allocator,
-    buffers of collectives (NCCL takes about 1 to 10 GB, more with many groups), and images.
+    ``parallel`` must fit the model and ``num_ranks`` (``config.layout``). Not counted: fragmentation of PyTorch's
+    allocator, buffers of collectives (NCCL takes about 1 to 10 GB, more with many groups), and images.
     """
     stages, states = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), states or States()
     data = num_ranks / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)

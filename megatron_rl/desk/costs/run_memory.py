@@ -1,9 +1,9 @@
 """Memory that a run needs on a GPU, stage by stage, and on a node's host. Pure.
 
-Each stage is represented by its fullest trainer rank. Weights, gradients and optimizer state are exact (``rank_memory``).
-Activations, logits and batches assume the longest sequences that the configuration allows; figures for libraries are rounded
-(constants below). An inactive model is offloaded to host memory if ``policy.offload`` or ``critic.offload`` says so.
-Gradients exist only during an update.
+Each stage is represented by its fullest trainer rank. Weights, gradients and optimizer state are exact
+(``rank_memory``). Activations, logits and batches assume the longest sequences that the configuration allows;
+figures for libraries are rounded (constants below). An inactive model is offloaded to host memory if
+``policy.offload`` or ``critic.offload`` says so. Gradients exist only during an update.
 """
 
 import math

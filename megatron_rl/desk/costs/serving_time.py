@@ -22,8 +22,8 @@ _BYTES = 2
 class ServerCosts:
     """Seconds that a server adds to the roofline, and the fractions of the peaks that it reaches.
 
-    Rounded figures, chosen with published steps at hand (docs/estimates.md: bandwidth C6, sequence_s C1 and C2, layer_s C10);
-    far_all_reduce_s is fitted to C4.
+    Rounded figures, chosen with published steps at hand (docs/estimates.md: bandwidth C6, sequence_s C1 and C2,
+    layer_s C10); far_all_reduce_s is fitted to C4.
     """
 
     bandwidth: float = 0.75

@@ -12,8 +12,9 @@ def straggler_factor(
 ) -> float:
     """Seconds of a batch's updates over those of evenly balanced ones: every update waits for its slowest replica.
 
-    ``costs``: cost of each sequence in the batch, in any unit. Updates and replicas get equal numbers of sequences in random
-    order, as in trainers that balance nothing or only whole batches. Returns the mean over ``num_deals`` fixed orders.
+    ``costs``: cost of each sequence in the batch, in any unit. Updates and replicas get equal numbers of sequences
+    in random order, as in trainers that balance nothing or only whole batches. Returns the mean over ``num_deals``
+    fixed orders.
     """
     slowest = 0.0
     for deal in range(num_deals):
@@ -29,7 +30,8 @@ def asynchronous_step_seconds(
 ) -> float:
     """Seconds of a step whose trainer takes batches that servers generate continuously.
 
-    ``stream``: servers' seconds per batch when they never drain. ``batch``: seconds from a batch's first token to its last if
-    its responses must start with weights at most ``staleness`` steps old; 0 if responses continue across a publish.
+    ``stream``: servers' seconds per batch when they never drain. ``batch``: seconds from a batch's first token to
+    its last if its responses must start with weights at most ``staleness`` steps old; 0 if responses continue
+    across a publish.
     """
     return max(train, stream, batch / staleness) + publish

@@ -4,8 +4,9 @@
     products = passes * forward FLOPs / (peak * fraction of the peak)
     experts  = cost of sending tokens to experts and back: traffic of the GPU's memory and of its network card
 
-One pass costs as much as a forward pass: log-probs take 1, an update 3, with full recomputation 4. Communication of tensor and
-data parallelism is assumed to be hidden, which holds within a node and with micro-batches of a few thousand tokens.
+One pass costs as much as a forward pass: log-probs take 1, an update 3, with full recomputation 4. Communication
+of tensor and data parallelism is assumed to be hidden, which holds within a node and with micro-batches of a few
+thousand tokens.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from megatron_rl.families.flops import flops_cost
 class Efficiency:
     """Fractions of a GPU's peak that a trainer reaches. Defaults: FP8 pretraining with fixed lengths and evenly loaded experts.
 
-    Fitted to three rows of Megatron-Bridge's performance summary, one constant each: Llama 3 8B (25.11), Qwen3 30B-A3B
-    (26.04.01) and DeepSeek-V3 (25.09), on H100.
+    Fitted to three rows of Megatron-Bridge's performance summary, one constant each: Llama 3 8B (25.11), Qwen3
+    30B-A3B (26.04.01) and DeepSeek-V3 (25.09), on H100.
     """
 
     products: float = 0.752

@@ -1,7 +1,7 @@
 """The task that ``megatron-rl check`` replays: prompts, a policy and a critic made from a seed, and the recipe.
 
-Weights come from numpy's ``RandomState``, whose stream never changes, so they are equal on every machine. The record of the
-released version is ``check_record.json`` in this folder.
+Weights come from numpy's ``RandomState``, whose stream never changes, so they are equal on every machine. The
+record of the released version is ``check_record.json`` in this folder.
 """
 
 import json

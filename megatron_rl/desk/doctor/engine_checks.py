@@ -1,7 +1,7 @@
 """``megatron-rl doctor`` on a recipe's trainer and servers: servers reply, take the trainer's weights, match its log-probs.
 
-Every rank of a launch calls ``engine_lines``; with ``python -m megatron_rl.desk.doctor.engine_checks JOB`` rank 0 writes the
-results into a file. Attached servers keep the weights of the check.
+Every rank of a launch calls ``engine_lines``; with ``python -m megatron_rl.desk.doctor.engine_checks JOB`` rank 0
+writes the results into a file. Attached servers keep the weights of the check.
 """
 
 import json

@@ -1,7 +1,7 @@
 """``megatron-rl doctor --hang RUN``: which process waits for which in a running run, with the stacks of all its processes.
 
-The command inspects the run from outside and changes nothing. Ranks, reward workers and managed servers write their stacks on a
-signal (``system/processes/process_probe.py``); servers are polled over HTTP.
+The command inspects the run from outside and changes nothing. Ranks, reward workers and managed servers write
+their stacks on a signal (``system/processes/process_probe.py``); servers are polled over HTTP.
 """
 
 import os

@@ -1,7 +1,7 @@
 """``megatron-rl doctor --invariance``: do all layouts compute the same?
 
-Invalid layouts are refused with the reason before anything starts. All others run under torchrun, one launch per number of
-ranks, and are compared with the reference layout: loss, gradient norm and weights after one update.
+Invalid layouts are refused with the reason before anything starts. All others run under torchrun, one launch per
+number of ranks, and are compared with the reference layout: loss, gradient norm and weights after one update.
 """
 
 import argparse
@@ -88,9 +88,10 @@ def check_invariance(
 ) -> list[Finding]:
     """The reference's row, then one row per layout, in the order of ``layouts``.
 
-    If the model's layers need sequence parallelism under tensor parallelism, layouts run with it and their rows report it.
-    ``dtype`` None: chosen by the device. ``tolerance`` None: chosen by dtype and device. Raises ConfigError or ModelError for
-    an invalid layout or model, DoctorError if the reference cannot run or its update is too small to compare.
+    If the model's layers need sequence parallelism under tensor parallelism, layouts run with it and their rows
+    report it. ``dtype`` None: chosen by the device. ``tolerance`` None: chosen by dtype and device. Raises
+    ConfigError or ModelError for an invalid layout or model, DoctorError if the reference cannot run or its update
+    is too small to compare.
     """
     from megatron_rl.families.facts import has_experts
     from megatron_rl.models.hf.megatron_config import needs_sequence_parallelism

@@ -1,13 +1,14 @@
 """Ranks of ``doctor --invariance``: one update of a model on fixed data, measured in each layout.
 
-Every rank of a launch runs ``python -m megatron_rl.desk.doctor.layout_ranks JOB``. For each layout of the job, the ranks load the
-model and take one optimizer step on the same packed batch; rank 0 writes loss, gradient norm and the difference of weights.
-The first layout of the first job is the reference. Its weights are saved to files, tensor by tensor; all other layouts are
-compared with these files while they stream by, so no rank ever stores two models.
+Every rank of a launch runs ``python -m megatron_rl.desk.doctor.layout_ranks JOB``. For each layout of the job, the
+ranks load the model and take one optimizer step on the same packed batch; rank 0 writes loss, gradient norm and
+the difference of weights. The first layout of the first job is the reference. Its weights are saved to files,
+tensor by tensor; all other layouts are compared with these files while they stream by, so no rank ever stores two
+models.
 
-The step is linear in the gradient (Adam's epsilon is far above any gradient), so a weight's difference is its gradient's
-difference, not rounding amplified to a full step. In bfloat16 the learning rate is higher, because the update must exceed the
-last of the 8 bits that are compared.
+The step is linear in the gradient (Adam's epsilon is far above any gradient), so a weight's difference is its
+gradient's difference, not rounding amplified to a full step. In bfloat16 the learning rate is higher, because the
+update must exceed the last of the 8 bits that are compared.
 """
 
 import gc
@@ -158,7 +159,8 @@ def _measure(
 def _compare(engine: Engine, with_folder: Path | None, write_folder: Path | None) -> float:
     """Stream the engine's weights, compare them with files in ``with_folder``, write them to ``write_folder``. Rank 0 does both.
 
-    Returns the largest difference, relative to the largest weight of its tensor; infinity if a difference is not a number.
+    Returns the largest difference, relative to the largest weight of its tensor; infinity if a difference is not a
+    number.
     """
     largest = 0.0
     if write_folder is not None:

@@ -1,7 +1,8 @@
 """``megatron-rl doctor --mismatch RUN``: which factor makes trainer and servers disagree.
 
-Factors that one trainer and its servers can fix are tried in a single launch of the run's ranks (``mismatch_ranks.py``). Expert
-parallelism and dtype need other ranks or servers: each is tried in a separate launch, and only while the mismatch persists.
+Factors that one trainer and its servers can fix are tried in a single launch of the run's ranks
+(``mismatch_ranks.py``). Expert parallelism and dtype need other ranks or servers: each is tried in a separate
+launch, and only while the mismatch persists.
 """
 
 import json

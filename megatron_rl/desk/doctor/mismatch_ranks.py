@@ -1,8 +1,8 @@
 """The trials of ``megatron-rl doctor --mismatch``: a run's trainer and its servers, with more and more factors held fixed.
 
-Every rank of a launch runs ``python -m megatron_rl.desk.doctor.mismatch_ranks JOB``; rank 0 writes the trials. Each trial samples the
-same prompts again with its own requests, and compares the servers' log-probs with the trainer's. Attached servers keep the
-trainer's weights if the trial of weights was reached.
+Every rank of a launch runs ``python -m megatron_rl.desk.doctor.mismatch_ranks JOB``; rank 0 writes the trials.
+Each trial samples the same prompts again with its own requests, and compares the servers' log-probs with the
+trainer's. Attached servers keep the trainer's weights if the trial of weights was reached.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """``megatron-rl doctor`` on ranks: can they communicate, and does an all-reduce give the same sum everywhere?
 
-Every rank of a launch calls ``rank_lines``; with ``python -m megatron_rl.desk.doctor.rank_checks JOB`` rank 0 writes the results
-into a file.
+Every rank of a launch calls ``rank_lines``; with ``python -m megatron_rl.desk.doctor.rank_checks JOB`` rank 0
+writes the results into a file.
 """
 
 import json

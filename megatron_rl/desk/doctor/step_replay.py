@@ -1,8 +1,8 @@
 """Replays recorded steps of a run: same prompts, recorded tokens, and the quantities that each stage computes here.
 
-Every stage of a step gets its usual inputs, except that tokens and their log-probs come from the record. A deviating stage
-therefore shows in its own step, and in later stages only to the extent that they depend on it. ``Quantities`` are small: one value per
-sequence, two per weight.
+Every stage of a step gets its usual inputs, except that tokens and their log-probs come from the record. A
+deviating stage therefore shows in its own step, and in later stages only to the extent that they depend on it.
+``Quantities`` are small: one value per sequence, two per weight.
 """
 
 import asyncio
@@ -120,7 +120,8 @@ def replay(
 ) -> Iterator[tuple[int, str, Quantities, Window]]:
     """Yields (step, stage, quantities, window after ``generate``). Stages of the trainer are collective.
 
-    ``rollout``: ``Recorded``, or a service that samples. ``wait_for`` runs a coroutine on the service's event loop.
+    ``rollout``: ``Recorded``, or a service that samples. ``wait_for`` runs a coroutine on the service's event
+    loop.
     """
     with build_rewards(config.reward) as rewards:
         grader = Grader(config.reward, rewards, inputs.tokenizer.decode, None)

@@ -25,8 +25,8 @@ def servers_beside(
 ) -> Iterator[tuple[RolloutService, WaitFor]]:
     """Yields the servers, and a function that runs a coroutine on their event loop until it returns. Driver only.
 
-    Servers are not restarted here: a lost server raises UserError, because its replacement might not reproduce the problem. A wait
-    beyond a run's longest timeout raises TimeoutError.
+    Servers are not restarted here: a lost server raises UserError, because its replacement might not reproduce the
+    problem. A wait beyond a run's longest timeout raises TimeoutError.
     """
     with event_loop_thread() as event_loop:
 

@@ -1,7 +1,8 @@
 """Finds which process waits for which, from snapshots of a run's processes. Pure.
 
-A rank waits for its peers if its innermost frames are in a collective. The driver waits for its servers and reward workers if its
-frames are in the stage runner. A process that waits for none, while others wait, is the process that they wait for.
+A rank waits for its peers if its innermost frames are in a collective. The driver waits for its servers and reward
+workers if its frames are in the stage runner. A process that waits for none, while others wait, is the process
+that they wait for.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Draws the report's charts as inline SVG with matplotlib, without pyplot; the page colors them.
 
-Colors are drawn as fixed hex values and then replaced by CSS variables of the same name, so that one picture follows
-the reader's light or dark theme. Text stays text (searchable, in the page's font). Figures are plain objects: any thread or
-process may draw. matplotlib's settings are global, so drawing takes a lock while they are changed.
+Colors are drawn as fixed hex values and then replaced by CSS variables of the same name, so that one picture
+follows the reader's light or dark theme. Text stays text (searchable, in the page's font). Figures are plain
+objects: any thread or process may draw. matplotlib's settings are global, so drawing takes a lock while they are
+changed.
 """
 
 import io

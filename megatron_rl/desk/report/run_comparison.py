@@ -1,7 +1,7 @@
 """Writes ``comparison.html``: several runs on one page.
 
-The page has the report's charts with a line per run, the keys in which the recipes differ, and lengths, stage times and memory
-side by side. The runs' folders are only read.
+The page has the report's charts with a line per run, the keys in which the recipes differ, and lengths, stage
+times and memory side by side. The runs' folders are only read.
 """
 
 import math

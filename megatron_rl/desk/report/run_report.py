@@ -1,8 +1,9 @@
 """Writes ``report.html``: the course of a run in one self-contained file.
 
-Reads ``metrics.jsonl``, ``timeline.json``, ``config.yaml`` and ``summary.json`` from the run's folder. Each may be missing: a panel
-without data shows the reason. The run may still be running. Safe to call from a thread or another process: figures are plain
-objects, and the file appears atomically. Takes one to two seconds, mostly to import matplotlib and to draw.
+Reads ``metrics.jsonl``, ``timeline.json``, ``config.yaml`` and ``summary.json`` from the run's folder. Each may be
+missing: a panel without data shows the reason. The run may still be running. Safe to call from a thread or another
+process: figures are plain objects, and the file appears atomically. Takes one to two seconds, mostly to import
+matplotlib and to draw.
 """
 
 import time

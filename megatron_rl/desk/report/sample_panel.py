@@ -1,7 +1,7 @@
 """The report's samples: stored responses inside the page, to filter and to inspect token by token, without a network.
 
-A page has a bounded part of the stored responses: some steps from the first to the newest, some responses per step, and the start
-and end of long ones.
+A page has a bounded part of the stored responses: some steps from the first to the newest, some responses per
+step, and the start and end of long ones.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Filters such as ``reward < 0.5 and length > 200``: column comparisons in Python's syntax. No code is executed.
 
-A comparison with a missing value is neither true nor false, and a row is kept only if the whole filter is true. ``reward is None``
-selects missing values.
+A comparison with a missing value is neither true nor false, and a row is kept only if the whole filter is true.
+``reward is None`` selects missing values.
 """
 
 import ast

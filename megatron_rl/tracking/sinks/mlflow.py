@@ -48,9 +48,9 @@ def _valid_name(name: str) -> str:
 class MLflowStore:
     """An MLflow run. ``uri`` "" means a SQLite store and an artifact folder in ``output_dir``.
 
-    ``params``: the configuration from ``flat_params``. ``parent``: name of the run that this one is listed under; created if the
-    experiment lacks it. ``model``: registered model that gets a new version for each folder sent. ``child``: name of a child
-    run to create under the run in ``output_dir``, instead of a separate run.
+    ``params``: the configuration from ``flat_params``. ``parent``: name of the run that this one is listed under;
+    created if the experiment lacks it. ``model``: registered model that gets a new version for each folder sent.
+    ``child``: name of a child run to create under the run in ``output_dir``, instead of a separate run.
     """
 
     name, key = "MLflow", "tracking.mlflow=false"

@@ -1,7 +1,7 @@
 """Writes a run to TensorBoard: event files in the run's folder ``tensorboard``.
 
-Each start or resume rewrites the files from ``metrics.jsonl``, so that each step appears once, regardless of earlier kills and
-rollbacks.
+Each start or resume rewrites the files from ``metrics.jsonl``, so that each step appears once, regardless of
+earlier kills and rollbacks.
 """
 
 import contextlib

@@ -204,8 +204,8 @@ class Warnings(NamedTuple):
 class TrainingConsole:
     """Displays a run from ``first_step`` to ``num_steps``. Context manager around the loop.
 
-    ``running`` returns the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``left_s`` returns the
-    seconds until the run's time limit. The display is live if the terminal can draw and CI is not set.
+    ``running`` returns the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``left_s``
+    returns the seconds until the run's time limit. The display is live if the terminal can draw and CI is not set.
     """
 
     def __init__(
