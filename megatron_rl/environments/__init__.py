@@ -1,1 +1,1 @@
-"""Dialogues: who answers the model's turns (``base.py``), by name (``by_name.py``)."""
+"""Environments respond to the model's turns: their interface (``base.py``), their registry (``by_name.py``), and two of them."""

@@ -254,7 +254,7 @@ def test_off_policy_sequence_mask_is_its_definition(batch: Ragged, delta: float)
         ({"rejection": "token", "rejection_low": 3.0}, "rejection_low, rejection_high: expected 0 <= low <= high"),
         ({"rejection": "k3", "rejection_high": -1.0}, "rejection_high: expected a finite number of at least 0"),
         ({"veto_below": -1.0}, "veto_below: expected a finite number of at least 0"),
-        ({"old_logprobs": torch.zeros(4)}, "old_logprobs: expected the form of rollout_logprobs"),
+        ({"old_logprobs": torch.zeros(4)}, "old_logprobs: expected the same form as rollout_logprobs"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "number of tokens 5, got 4"),
         ({"mask": torch.ones(4)}, r"mask: expected.*\[5\]"),
     ],
@@ -271,6 +271,6 @@ def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
 def test_a_token_without_a_log_prob_is_refused_by_its_place(pair_of_logprobs: tuple[float, float]):
     rollout, old = torch.zeros(2, 5)
     rollout[3], old[3] = pair_of_logprobs
-    with pytest.raises(ValueError, match="expected numbers wherever the mask counts, got .* at token 3"):
+    with pytest.raises(ValueError, match="expected numbers everywhere in the mask, got .* at token 3"):
         mismatch_correction(rollout, old, torch.ones(5), BOUNDS, weight="token")
     mismatch_correction(rollout, old, torch.tensor([1, 1, 1, 0, 1]), BOUNDS, weight="token")

@@ -234,9 +234,9 @@ def test_what_does_not_fit_is_refused_by_name():
     three = torch.zeros(3)
     with pytest.raises(ValueError, match="unknown KL estimator 'k4': expected one of k1, k2, k3, or an import path"):
         kl_estimate(three, three, "k4")
-    with pytest.raises(ValueError, match="reference_logprobs: expected the form of logprobs"):
+    with pytest.raises(ValueError, match="reference_logprobs: expected the same form as logprobs"):
         kl_loss(three, three.double(), three, kind="k3", coefficients=three)
-    with pytest.raises(ValueError, match="coefficients: expected one number for each token"):
+    with pytest.raises(ValueError, match="coefficients: expected one value per token"):
         kl_loss(three, three, three, kind="k3", coefficients=torch.zeros(2))
     with pytest.raises(ValueError, match="coefficients: expected a 1-D float32 or float64 tensor, got float 0.1"):
         kl_penalized_rewards(three, three, three, three, 0.1)

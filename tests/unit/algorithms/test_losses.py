@@ -202,7 +202,7 @@ def test_a_loss_cannot_be_changed():
     "change, message",
     [
         ({"mask": torch.ones(2)}, r"mask: expected.*\[3\].*got.*\[2\]"),
-        ({"old_logprobs": torch.zeros(3).double()}, "old_logprobs: expected the form of logprobs"),
+        ({"old_logprobs": torch.zeros(3).double()}, "old_logprobs: expected the same form as logprobs"),
         ({"logprobs": torch.zeros(3, dtype=torch.bfloat16)}, "logprobs: expected a 1-D float32 or float64"),
         ({"advantages": torch.zeros(3, 1)}, "advantages: expected a 1-D"),
         ({"clip_low": -0.1}, "clip_low: expected a finite number of at least 0"),

@@ -70,7 +70,7 @@ def test_no_tokens_at_all_are_accepted():
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(ValueError, match="rollout_logprobs: expected the form of old_logprobs"):
+    with pytest.raises(ValueError, match="rollout_logprobs: expected the same form as old_logprobs"):
         mismatch_metrics(torch.zeros(5), torch.zeros(4), torch.ones(5), BOUNDS)
     with pytest.raises(ValueError, match="number of tokens 4, got 5"):
         mismatch_metrics(torch.zeros(4), torch.zeros(4), torch.ones(4), BOUNDS)

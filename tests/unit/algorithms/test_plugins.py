@@ -218,7 +218,7 @@ def test_with_windows_an_advantage_by_import_path_that_reads_no_values_trains_wh
 def test_a_result_of_another_shape_is_refused_by_the_name_of_the_advantage():
     bounds, flags = torch.tensor([0, 2, 3]), torch.ones(2, dtype=torch.bool)
     episodes = Episodes(torch.ones(3), bounds, flags, flags, torch.zeros(2, dtype=torch.int64), gamma=1.0, lam=1.0)
-    with pytest.raises(ValueError, match=r"mistaken'.*for each token, \[3\], or for each sequence, \[2\], got"):
+    with pytest.raises(ValueError, match=r"mistaken'.*per token, \[3\], or per sequence, \[2\], got"):
         estimate_advantages(custom("mistaken"), {}, episodes)
 
 

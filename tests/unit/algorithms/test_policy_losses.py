@@ -225,7 +225,7 @@ class TestEveryLoss:
     @pytest.mark.parametrize(
         "change, message",
         [
-            ({"weights": torch.ones(4)}, "weights: expected one number for each token"),
+            ({"weights": torch.ones(4)}, "weights: expected one value per token"),
             ({"weights": torch.ones(5, dtype=torch.int64)}, "weights: expected a 1-D float32 or float64"),
             ({"clip_low": -1.0}, "clip_low: expected a finite number of at least 0"),
             ({"clip_high": math.inf}, "clip_high: expected a finite number of at least 0"),

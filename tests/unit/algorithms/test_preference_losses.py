@@ -109,7 +109,7 @@ class TestBradleyTerry:
         assert loss.sum == 1000.0 and chosen.grad.tolist() == [0.0, -1.0]
 
     def test_other_shapes_are_refused(self):
-        with pytest.raises(ValueError, match="rejected: expected the form of chosen"):
+        with pytest.raises(ValueError, match="rejected: expected the same form as chosen"):
             bradley_terry_loss(torch.zeros(2), torch.zeros(3))
         with pytest.raises(ValueError, match="chosen: expected a 1-D"):
             bradley_terry_coefficients(torch.zeros(2, 1), torch.zeros(2, 1))

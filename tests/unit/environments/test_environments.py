@@ -240,7 +240,7 @@ def test_environments_are_found_by_name_and_by_path():
         ("pag", {"max_attempts": 0}, "at least 1"),
         ("pag", {"wrong_verdict": "correct"}, "none ends with the other"),
         ("pag", {"wrong_verdict": "."}, "none ends with the other"),
-        ("calculator", {"result": "nothing"}, "one place"),
+        ("calculator", {"result": "nothing"}, "exactly once"),
         ("calculator", {"close_tag": ""}, "must not be empty"),
         (f"{__name__}:Needy", {}, "needs size"),
         (f"{__name__}:Roleless", {}, "first_role"),

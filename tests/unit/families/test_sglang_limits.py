@@ -69,7 +69,7 @@ def test_what_sglang_computes_otherwise_is_named_with_a_remedy(model: dict[str, 
 REFUSED_SHAPES = {
     "qwen2_yarn_one_group": "put attn_factor=",
     "qwen3_moe": "store a copy of model.embed_tokens.weight",
-    "qwen3_moe_sparse_step": "takes every layer for a mixture of experts",
+    "qwen3_moe_sparse_step": "treats every layer as a mixture of experts",
 }
 
 

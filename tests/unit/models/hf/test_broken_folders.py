@@ -85,7 +85,7 @@ def test_a_field_that_cannot_be_right_is_refused_by_its_name(field: str, values:
     ("text", "words"),
     [
         ("[" * 100_000, "not a JSON object"),
-        ('{"model_type": "qwen2", "model_type": "llama"}', "'model_type' stands in it twice"),
+        ('{"model_type": "qwen2", "model_type": "llama"}', "'model_type' occurs twice"),
         (b"\xff\xfe{}", "not a JSON object"),
         ('{"model_type": "qwen2", "hidden_size": ' + "1" * 5000 + "}", "not a JSON object"),
         ("", "not a JSON object"),
