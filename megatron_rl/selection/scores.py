@@ -1,7 +1,7 @@
-"""Scores of responses from a file, brought together with the prompts they belong to.
+"""Reads scores of responses from a file and assigns them to their prompts.
 
-The file has one row per response: the prompt's id and ``score``, a number or null for "could not be scored". What
-``megatron-rl score`` writes is such a file, and so is what ``generate.py`` leaves.
+The file has one row per response: the prompt's id and ``score``, a number, or null for an unscored response.
+``megatron-rl score`` and ``generate.py`` write such files.
 """
 
 import math
@@ -22,12 +22,16 @@ class Candidates:
     """The prompts to choose from, in the order of the files."""
 
     types: Mapping[str, str]
-    """Prompt id to type."""
+    """Maps prompt ids to types."""
     num_duplicates: int
 
 
 def read_candidates(files: Sequence[str], data: DataConfig) -> Candidates:
-    """Check every row; DataError on bad rows, on doubled ids (unless they are dropped) and when there are none."""
+    """Read and check all prompts.
+
+    Raises:
+        DataError: a bad row, a duplicate id (unless ``data`` drops duplicates), or no rows.
+    """
     types: dict[str, str] = {}
     places: dict[str, str] = {}
     num_duplicates = 0
@@ -44,14 +48,14 @@ def read_candidates(files: Sequence[str], data: DataConfig) -> Candidates:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores by prompt id; None: a response that could not be scored."""
+    """Scores of responses, keyed by prompt id; None is an unscored response."""
 
     scores: Mapping[str, Sequence[float | None]]
     num_foreign: int = 0
-    """Rows whose id is none of the prompts'."""
+    """Number of rows whose id belongs to no prompt."""
 
     def of(self, types: Mapping[str, str]) -> list[PromptScores]:
-        """One entry per prompt, in the order of ``types``; those without rows have no scores."""
+        """One entry per prompt, in the order of ``types``; prompts without rows have no scores."""
         return [
             PromptScores(
                 id=prompt_id,
@@ -64,7 +68,11 @@ class ScoreTable:
 
 
 def read_scores(path: str, types: Mapping[str, str], *, id_field: str) -> ScoreTable:
-    """DataError with place and field for rows without id or score, and when no row belongs to a prompt."""
+    """Read the scores of the prompts in ``types`` from ``path``.
+
+    Raises:
+        DataError: a row without a valid id or score (reported with file, line and field), or no row of any prompt.
+    """
     return _collect_scores(read_rows([path]), types, id_field=id_field, path=path)
 
 
@@ -82,18 +90,18 @@ def _collect_scores(
             num_foreign += 1
     if not scores:
         raise DataError(
-            f"{path}: none of its {num_foreign} rows has the id of a prompt in data.train_files; its rows need the "
+            f"{path}: none of {num_foreign} rows has the id of a prompt in data.train_files; rows need the "
             f"prompts' {id_field!r} (or id) and a score"
         )
     return ScoreTable(scores, num_foreign)
 
 
 def _prompt_id(row: Row, place: str, id_field: str) -> str:
-    found = lookup(row, id_field)
-    found = lookup(row, "id") if is_missing(found) else found
-    if is_missing(found) or isinstance(found, (dict, list, bool)):
-        raise DataError(f"{place}: field {id_field!r}: expected the prompt's id, got {describe(found)}")
-    return str(found)
+    value = lookup(row, id_field)
+    value = lookup(row, "id") if is_missing(value) else value
+    if is_missing(value) or isinstance(value, (dict, list, bool)):
+        raise DataError(f"{place}: field {id_field!r}: expected the prompt's id, got {describe(value)}")
+    return str(value)
 
 
 def _score(row: Mapping[str, Any], place: str) -> float | None:
