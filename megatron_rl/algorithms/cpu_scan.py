@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MIN_TOKENS_PER_THREAD = 1 << 18
-"""About half a millisecond of work, several times what starting a thread costs."""
+"""Tokens per thread: about half a millisecond of work, several times the cost of starting a thread."""
 
 
 def advantages_one_by_one(

@@ -67,7 +67,7 @@ def mean_and_deviation(values: Tensor, mask: Tensor) -> tuple[float, float]:
 
 @torch.no_grad()
 def boundary_mask(cu_seqlens: Tensor, finished: Tensor, n_ignore: int) -> Tensor:
-    """False on the last ``n_ignore`` tokens of each unfinished sequence, whose advantages have seen too few rewards.
+    """False on the last ``n_ignore`` tokens of each unfinished sequence, whose advantages cover too little of the future.
 
     Args:
         cu_seqlens: [N+1] int32 or int64.

@@ -208,7 +208,7 @@ def split_sizes(config: ModelConfig) -> dict[str, int]:
     if sizes["experts"]:
         split["moe_intermediate_size x n_shared_experts"] = sizes["shared_ffn"]
     if family_of(config).is_latent:
-        # Also divisible although they are replicated: Megatron builds these layers split and gathers them afterwards.
+        # Also divisible, although they end up replicated: Megatron builds these layers split before they are replaced.
         split["q_lora_rank"] = sizes["q_latent"]
         split["kv_lora_rank + qk_rope_head_dim"] = sizes["kv_down"]
     return split

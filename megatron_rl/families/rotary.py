@@ -1,4 +1,4 @@
-"""Rotary positions of a model, equal to those of transformers."""
+"""Rotary positions of a model, computed as in transformers."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def rope_parameters(config: ModelConfig) -> dict[str, Any]:
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """Frequencies of the rotary embedding, [rotated dimensions / 2] float32, and its factor on cosine and sine.
 
-    Both are equal to those of transformers.
+    Both are computed by the functions of transformers, or by the same formula for the default type.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

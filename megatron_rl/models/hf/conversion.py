@@ -38,7 +38,7 @@ _WHOLE = Shard(0, 1)
 _MTP_FOLDER = "mtp"
 """Subfolder of a distributed checkpoint with the multi-token-prediction layers, which are not part of Megatron's model."""
 _TRANSPOSED_MARK = "experts_as_transformers_saves_them"
-"""Empty file in a distributed checkpoint whose stacked experts came transposed and are written back so (``CheckpointSource``)."""
+"""Empty file that marks stacked experts as transposed in the source, so that ``--to hf`` restores this (``CheckpointSource``)."""
 _NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
 """Prefixes of keys in training checkpoints that are not weights."""
 

@@ -32,7 +32,7 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     model_type = read_model_json(folder).get("model_type")
     if not is_supported(model_type):
         raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
-    # Configurations of some families import torchvision's ops, which this project never calls.
+    # Declared first, because some families' configurations import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -67,7 +67,7 @@ class SharedSave:
                     raise OSError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(failures) if error))
                 self.finish(folder)
         except OSError as error:
-            # The other ranks wait for the folder's name: an empty name tells them that there is none.
+            # The other ranks wait for the folder's name: an empty name reports that there is none.
             if not is_announced:
                 collectives.broadcast_object("", what=self._what)
             return str(error)

@@ -50,7 +50,7 @@ def test_publish_accepts_only_valid_server_replies(tmp_path, at, bad):
 
     with local_service(answer) as service:
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
-        with pytest.raises(WeightSyncError, match=f"{service.url} answered (POST|GET) {at}"):
+        with pytest.raises(WeightSyncError, match=f"{service.url} replied to (POST|GET) {at}"):
             publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
 
 
@@ -75,7 +75,7 @@ def test_api_key_is_sent_with_every_call_and_never_shown(tmp_path):
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
         publisher.publish(WEIGHTS.items(), [address], 3)
         assert set(seen) == {"Bearer secret"} and "secret" not in f"{address} {address!r}"
-        with pytest.raises(WeightSyncError, match=f"{url} answered .* with 401: .*rollout.api_key_env"):
+        with pytest.raises(WeightSyncError, match=f"{url} replied to .* with 401: .*rollout.api_key_env"):
             publisher.publish(WEIGHTS.items(), [(url, 1, 1)], 3)
 
 
@@ -140,4 +140,4 @@ def test_failed_server_gets_no_more_buckets_while_others_continue():
         assert [body["bucket"] for _, body in first.requests] == [0, 1]
         assert [body["bucket"] for body in seen] == [0, 1, 2, 3]
     assert [error is None for error, _ in found] == [True, False, False, False]
-    assert "wrong shape" in str(found[1][0]) and "not asked" in str(found[2][0])
+    assert "wrong shape" in str(found[1][0]) and "no further request" in str(found[2][0])
