@@ -34,6 +34,7 @@ def _sequence_mean(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Mean over a response's tokens first, then over responses (GRPO, arXiv 2402.03300)."""
     bounds = check_cu_seqlens(cu_seqlens, len(mask))
     sequence_of = sequence_index(bounds, mask.device)
+    # Sequences without counted tokens give inf, which ``token_coefficients`` replaces by 0.
     return 1.0 / sequence_sums(mask.double(), sequence_of, len(bounds) - 1)[sequence_of]
 
 

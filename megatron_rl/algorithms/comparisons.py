@@ -45,6 +45,7 @@ def group_advantages(
     centered = groups.rewards - groups.mean
     if scale_by_std:
         variance = groups.sums(centered.square()) / (groups.size - 1).clamp(min=1)
+        # Uniform groups may divide by 0 here; the next line replaces their result by 0.
         centered = centered / variance.sqrt()
     return groups.scatter(torch.where(groups.is_uniform, 0.0, centered))
 

@@ -166,6 +166,7 @@ class _Rules:
         entry = register.CORRECTION_WEIGHTS.find(self.weight)
         in_blocks = entry.local and register.REJECTIONS.find(self.rejection).local
         bound = check_positive("max_weight", self.max_weight) if entry.bounded else math.inf
+        # float64 only for weights that are divided by their mean afterwards; otherwise the dtype of the result.
         sums, raw = _Sums(), np.zeros(len(mask), np.float64 if normalize else array(old_logprobs[:0]).dtype)
         kept = np.zeros(len(mask), bool)
         for block in counted_ratios(old_logprobs, rollout_logprobs, mask, bounds, at_once=not in_blocks):

@@ -50,6 +50,7 @@ def value_by_position(
     starts = (counts[:, None] * torch.arange(int(num_bins) + 1) + int(num_bins) - 1) // int(num_bins)
     tokens = starts.diff(dim=1).sum(0).double().to(values.device)
     value, target = torch.zeros(2, int(num_bins), dtype=torch.float64)
+    # array() shares memory with its tensor, so the loop adds to ``value`` and ``target`` in place.
     for per_token, sums in ((values, value), (returns, target)):
         run(sums_by_position, array(per_token), array(inside), array(bounds), array(starts), array(sums))
     columns = {"value": value, "return": target, "advantage": target - value}

@@ -115,6 +115,7 @@ def _masked_loss(  # noqa: PLR0913  each number is a term of the formula
     too_high = (advantages > 0) & (current > old_logprobs) & (distance > clip_high)
     too_low = (advantages <= 0) & (current < old_logprobs) & (distance > clip_low)
     ratio = log_ratio.exp()
+    # The ratio is computed from detached log-probs, so the gradient flows through ``kept`` only.
     token_loss = keep(-advantages * ratio.clamp(max=max_ratio) * kept, ~(too_high | too_low))
     metrics = ratio_metrics(log_ratio, ratio, mask, clip_fractions(too_low, too_high))
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)

@@ -116,6 +116,7 @@ def kl_loss(
     coefficients = check_factor("coefficients", coefficients, "logprobs", logprobs)
     inside = (mask != 0) & (coefficients != 0)
     active = mask * inside
+    # Masked before the estimate, because inf or NaN of the reference times a coefficient of 0 would be NaN.
     divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
     token_loss = divergence * keep(coefficients, inside)
     denominator = mask_total(mask, logprobs.dtype)

@@ -120,6 +120,7 @@ def counted_ratios(
     starts = F.pad(counts_by_sequence(mask, bounds).cumsum(0), (1, 0))
     for first, end in [(0, len(bounds) - 1)] if at_once else sequence_blocks(starts):
         tokens = slice(int(bounds[first]), int(bounds[end]))
+        # A span may cross the block's border, so the spans that overlap the block are clipped to it.
         within = slice(np.searchsorted(runs[:, 1], tokens.start, "right"), np.searchsorted(runs[:, 0], tokens.stop))
         block_runs = np.clip(runs[within], tokens.start, tokens.stop) - tokens.start
         log_ratio = np.empty(int(starts[end] - starts[first]))
@@ -155,6 +156,7 @@ class RatioSums:
             return dict(EQUAL_POLICIES)
         num_tokens = float(counts.sum())
         excess, excess_square = self._excess / num_tokens, self._excess_square / num_tokens
+        # E[rho^2] - 1 as 2 E[rho - 1] + E[(rho - 1)^2], which is precise near rho = 1.
         chi2, products = 2.0 * excess + excess_square, sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return {
             "kl": -float(sums.sum()) / num_tokens,

@@ -126,6 +126,7 @@ def gspo_loss(
         sequence_of = sequence_index(bounds, logprobs.device)
         # float64, because clip ranges are a few 1e-4, close to the error of a float32 sum over thousands of tokens.
         means = sequence_sums((log_ratio * coefficients * mask).double(), sequence_of, len(bounds) - 1)
+    # kept - kept.detach() is 0 but has a gradient: the ratio's value is the sequence's, its gradient the token's own.
     ratio = (means[sequence_of].to(logprobs.dtype) + (kept - kept.detach())).clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     fractions = clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
@@ -170,6 +171,7 @@ def cispo_loss(
     kept = keep(logprobs, mask)
     log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
+    # The ratio is computed from detached log-probs, so the gradient flows through ``kept`` only.
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
     metrics = ratio_metrics(log_ratio, ratio, mask, clip_fractions(ratio < lowest, ratio > highest))
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)

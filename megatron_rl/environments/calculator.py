@@ -137,13 +137,14 @@ def _divide(a: int | float, b: int | float) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
+    # Checked before computing, because a huge integer power would take too long.
     if abs(exponent) > 1000 or (abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > MAX_DIGITS):
         raise _CalculatorError("too large")
     return base**exponent
 
 
 def _bounded(number: int | float | complex) -> int | float:
-    if isinstance(number, complex) or number != number:
+    if isinstance(number, complex) or number != number:  # only NaN differs from itself
         raise _CalculatorError("no real number")
     if abs(number) >= 10**MAX_DIGITS:
         raise _CalculatorError("too large")

@@ -55,6 +55,7 @@ class Pag(Environment):
         """
         if max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {max_attempts}")
+        # A text that ends with the other would match both verdicts.
         verdicts = [_letters(correct_verdict), _letters(wrong_verdict)]
         if not all(verdicts) or verdicts[0].endswith(verdicts[1]) or verdicts[1].endswith(verdicts[0]):
             raise ValueError(

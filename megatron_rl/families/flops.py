@@ -72,6 +72,7 @@ def _passed_weights(matrix: _Matrix, text: ModelConfig, sizes: Mapping[str, int]
     """Number of weights that multiply one token, on average."""
     name, shape, is_stacked = matrix
     passed = prod(sizes[size] for size in shape)
+    # A rule has one expert's tensors, or all experts' if they are stacked; a token passes num_experts_per_tok of them.
     if ".experts." in name:
         passed *= text.num_experts_per_tok
     return passed / sizes["experts"] if is_stacked else passed

@@ -74,6 +74,7 @@ def entries(config: ModelConfig, role: Role) -> list[Entry]:
     rules.append(_fill(_FINAL_NORM, sizes, hf_prefix=text))
     if role == "critic":
         rules.append(_fill(_VALUE_OUTPUT, sizes))
+    # A tied head is the embedding and has no separate tensor.
     elif not config.tie_word_embeddings:
         rules.append(_fill(_LM_HEAD, sizes))
     return rules

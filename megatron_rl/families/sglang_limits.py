@@ -103,6 +103,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 def _sglang_scale(served: Served, rope: Mapping[str, Any], factor: float) -> float:
     """Factor of SGLang on cosine and sine, without ``attn_factor``."""
     mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    # Only these families have defaults for both scales; the others ignore one without the other.
     if served.rope_is_yarn:
         mscale, all_dims = 1.0 if mscale is None else mscale, 0.0 if all_dims is None else all_dims
     if mscale is None or all_dims is None:

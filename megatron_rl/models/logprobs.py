@@ -123,9 +123,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_scores = torch.zeros_like(p)
             if grad_logprobs is not None:
                 grad_scores -= p * grad_logprobs[chunk, None]
-                here, column = _columns(local_targets[chunk], rows)
+                is_local, column = _columns(local_targets[chunk], rows)
                 if rows > 0:
-                    grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * here)[:, None])
+                    grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * is_local)[:, None])
             if grad_entropy is not None:
                 grad_scores -= grad_entropy[chunk, None] * p * (log_p + entropy[chunk, None])
             grad_scores[:, ctx.columns] = 0.0  # excluded scores are constants, even if one was the target
@@ -147,8 +147,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _columns(local_targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Flags [n] of the targets among this rank's ``rows``, and a valid column [n] for each target."""
-    here = (local_targets >= 0) & (local_targets < rows)
-    return here, local_targets.clamp(0, max(rows - 1, 0))
+    is_local = (local_targets >= 0) & (local_targets < rows)
+    return is_local, local_targets.clamp(0, max(rows - 1, 0))
 
 
 def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -159,11 +159,11 @@ def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup 
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
     # In place, because a second [n, rows] would double the memory of a chunk.
     scores -= maximum[:, None]
-    here, column = _columns(local_targets, rows)
+    is_local, column = _columns(local_targets, rows)
     target_score = scores.gather(1, column[:, None])[:, 0] if rows > 0 else scores.new_zeros(n)
     weights = scores.exp()
     # One collective for all three sums.
-    sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(here, target_score, 0.0)])
+    sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(is_local, target_score, 0.0)])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     total, weighted, target = sums

@@ -78,6 +78,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         "data.use_chat_template": data.use_chat_template,
         "data.system_prompt": data.system_prompt,
     }
+    # Through JSON, so that these settings compare equal to settings read from a file.
     return json.loads(json.dumps(settings))
 
 
@@ -189,6 +190,7 @@ async def generate_scores(
     try:
         await asyncio.gather(*workers)
     finally:
+        # After a failure the other workers must not write to the score file, which the caller closes.
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)

@@ -33,11 +33,11 @@ def read_candidates(files: Sequence[str], data: DataConfig) -> Candidates:
         DataError: a bad row, a duplicate id (unless ``data`` drops duplicates), or no rows.
     """
     types: dict[str, str] = {}
-    places: dict[str, str] = {}
+    sources: dict[str, str] = {}
     num_duplicates = 0
-    for row, place in read_rows(files, split=data.split):
-        content = read_content(row, place, data)
-        if is_duplicate(content, places, data):
+    for row, source in read_rows(files, split=data.split):
+        content = read_content(row, source, data)
+        if is_duplicate(content, sources, data):
             num_duplicates += 1
         else:
             types[content.id] = content.type
@@ -81,9 +81,9 @@ def _collect_scores(
 ) -> ScoreTable:
     scores: dict[str, list[float | None]] = defaultdict(list)
     num_foreign = 0
-    for row, place in rows:
-        prompt_id = _prompt_id(row, place, id_field)
-        score = _score(row, place)
+    for row, source in rows:
+        prompt_id = _prompt_id(row, source, id_field)
+        score = _score(row, source)
         if prompt_id in types:
             scores[prompt_id].append(score)
         else:
@@ -96,20 +96,20 @@ def _collect_scores(
     return ScoreTable(scores, num_foreign)
 
 
-def _prompt_id(row: Row, place: str, id_field: str) -> str:
+def _prompt_id(row: Row, source: str, id_field: str) -> str:
     value = lookup(row, id_field)
     value = lookup(row, "id") if is_missing(value) else value
     if is_missing(value) or isinstance(value, (dict, list, bool)):
-        raise DataError(f"{place}: field {id_field!r}: expected the prompt's id, got {describe(value)}")
+        raise DataError(f"{source}: field {id_field!r}: expected the prompt's id, got {describe(value)}")
     return str(value)
 
 
-def _score(row: Mapping[str, Any], place: str) -> float | None:
+def _score(row: Mapping[str, Any], source: str) -> float | None:
     if "score" not in row:
-        raise DataError(f"{place}: field 'score' is missing; write it with megatron-rl score (fields: {sorted(row)})")
+        raise DataError(f"{source}: field 'score' is missing; write it with megatron-rl score (fields: {sorted(row)})")
     score = row["score"]
     if score is None:
         return None
     if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-        raise DataError(f"{place}: field 'score': expected a finite number or null, got {describe(score)}")
+        raise DataError(f"{source}: field 'score': expected a finite number or null, got {describe(score)}")
     return float(score)

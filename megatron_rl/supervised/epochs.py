@@ -14,5 +14,6 @@ def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[in
     generator = np.random.default_rng(seed)
     while True:
         order = generator.permutation(num_rows)
+        # max(1, ...), so that fewer rows than ``batch_size`` still give a batch.
         for start in range(0, max(1, num_rows - batch_size + 1), batch_size):
             yield order[start : start + batch_size].tolist()

@@ -100,6 +100,7 @@ class BradleyTerry:
 
     def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
         batch = example_batch(examples, self._tokenizer.vision)
+        # Two passes, because a score's gradient depends on the other score of its pair, which may be on another rank.
         predictions = self._scores(group, batch)
         pair_coefs = algorithms.bradley_terry_coefficients(*map(torch.from_numpy, predictions.values()))
         coefs = torch.stack(pair_coefs, dim=1).flatten() / len(examples)
@@ -184,6 +185,7 @@ class Pairwise:
     def metrics(self, predictions: Predictions) -> dict[str, float]:
         first, second = (torch.from_numpy(predictions[name]) for name in ("chosen_first", "chosen_second"))
         scores = torch.as_tensor(algorithms.pairwise_score(first, second))
+        # The log of a saturated probability (0) would make the loss infinite.
         tiny = torch.finfo(torch.float64).tiny
         return {
             "loss": -0.5 * float((first.clamp(min=tiny).log() + (1.0 - second).clamp(min=tiny).log()).mean()),
@@ -280,10 +282,10 @@ def example_batch(examples: Sequence[Example], vision: Vision | None) -> PackedB
     return replace(batch, images=images)
 
 
-def on_last_tokens(batch: PackedBatch, numbers: torch.Tensor) -> torch.Tensor:
-    """[T] float32: ``numbers`` [N] on the last token of each sequence, 0 elsewhere."""
+def on_last_tokens(batch: PackedBatch, values: torch.Tensor) -> torch.Tensor:
+    """[T] float32: ``values`` [N] on the last token of each sequence, 0 elsewhere."""
     field = torch.zeros(len(batch.tokens))
-    field[batch.cu_seqlens[1:] - 1] = numbers.to(field)
+    field[batch.cu_seqlens[1:] - 1] = values.to(field)
     return field
 
 
