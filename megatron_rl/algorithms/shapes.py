@@ -94,7 +94,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tenso
 
 
 def check_fraction(name: str, value: float) -> float:
-    """``value`` as a float within [0, 1]."""
+    """Return ``value`` as a float. Raises ValueError unless it is within [0, 1]."""
     number = float(value)
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name}: expected a number within [0, 1], got {value!r}")
@@ -102,7 +102,7 @@ def check_fraction(name: str, value: float) -> float:
 
 
 def check_not_negative(name: str, value: float) -> float:
-    """``value`` as a finite float of at least 0."""
+    """Return ``value`` as a float. Raises ValueError unless it is finite and at least 0."""
     number = float(value)
     if not (math.isfinite(number) and number >= 0.0):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
@@ -110,7 +110,7 @@ def check_not_negative(name: str, value: float) -> float:
 
 
 def check_positive(name: str, value: float) -> float:
-    """``value`` as a float above 0."""
+    """Return ``value`` as a float. Raises ValueError unless it is above 0."""
     if not value > 0.0:
         raise ValueError(f"{name}: expected a number above 0, got {value!r}")
     return float(value)

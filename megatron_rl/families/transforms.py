@@ -114,7 +114,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The gate's rows, then the up projection's rows, on each rank."""
+    """Gate and up projection in one parameter: on each rank the gate's rows, then the up projection's rows."""
 
     is_split = True
 

@@ -72,7 +72,7 @@ def _float32_note(config: TransformerConfig, longest: int) -> str:
 
 
 def mark_split_gradients(module: nn.Module, sequence_parallel: bool) -> None:
-    """Mark parameters whose gradient, under sequence parallelism, covers only the rank's own tokens.
+    """Mark the module's parameters if, under sequence parallelism, their gradients cover only the rank's own tokens.
 
     Megatron sums the gradients of marked parameters over the tensor-parallel group.
     """

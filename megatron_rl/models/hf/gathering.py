@@ -104,7 +104,10 @@ def gather(
 
 
 def messages(held: Iterable[Held], to: Destination) -> Iterator[list[Held]]:
-    """Group consecutive entries of one sender and dtype into messages; an entry that is not sent is a message alone."""
+    """Group consecutive entries with the same sender and dtype into messages.
+
+    An entry whose sender is also its destination needs no sending and forms a separate message.
+    """
     run: list[Held] = []
     num_bytes = 0
     for item in held:
