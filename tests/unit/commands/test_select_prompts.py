@@ -136,7 +136,7 @@ def test_bad_settings_are_one_line_errors_and_nothing_is_written(folder, capsys,
         ({"id": "math00", "score": "high"}, "expected a finite number or null, got str"),
         ({"id": "math00", "score": True}, "expected a finite number or null, got bool"),
         ({"id": "math00", "score": float("nan")}, "expected a finite number or null, got float"),
-        ({"id": "other", "score": 1.0}, "none of its 1 rows has the id of a prompt"),
+        ({"id": "other", "score": 1.0}, "none of 1 rows has the id of a prompt"),
     ],
 )
 def test_bad_scores_are_rejected_with_file_and_line(folder, capsys, row, message):
@@ -255,10 +255,10 @@ def test_additional_samples_extend_the_stored_scores(tmp_path):
 
 def test_scores_of_other_settings_are_rejected(tmp_path):
     generate(tmp_path / "s.jsonl", FakeEngine(), settings={"policy.path": "a", "run.seed": 1})
-    with pytest.raises(UserError, match="policy.path was 'a', now 'b'.*delete it or give another run.output_dir"):
+    with pytest.raises(UserError, match="policy.path was 'a', now 'b'.*delete it or set another run.output_dir"):
         generate(tmp_path / "s.jsonl", FakeEngine(), settings={"policy.path": "b", "run.seed": 1})
     (tmp_path / "s.settings.json").unlink()
-    with pytest.raises(UserError, match="does not say how they were made"):
+    with pytest.raises(UserError, match="does not have their settings"):
         generate(tmp_path / "s.jsonl", FakeEngine(), settings={"policy.path": "a", "run.seed": 1})
 
 
