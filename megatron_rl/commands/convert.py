@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Nothing is computed; models are only described, which the layers for GPUs cannot do without memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_rl.config.schema import Mtp, ParallelConfig
-    from megatron_rl.models.hf.conversion import convert
+    from megatron_rl.models.conversion import convert
     from megatron_rl.models.hf.folder import uncopied_files
 
     done = convert(

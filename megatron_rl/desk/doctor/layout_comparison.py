@@ -139,7 +139,7 @@ def check_invariance(
 
 
 def _own_dtype() -> str:
-    from megatron_rl.models.layers import has_transformer_engine
+    from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     return default_dtype(has_engine=has_transformer_engine())
 
@@ -147,7 +147,7 @@ def _own_dtype() -> str:
 def _tolerances(dtype: str, has_experts: bool) -> Tolerances:
     import torch
 
-    from megatron_rl.models.layers import has_transformer_engine
+    from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     return tolerances_for(
         dtype, on_gpu=torch.cuda.is_available(), has_engine=has_transformer_engine(), has_experts=has_experts
@@ -228,7 +228,7 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) ->
 
     from megatron_rl.errors import ModelError
     from megatron_rl.models.hf.megatron_config import check_layout
-    from megatron_rl.models.layers import has_transformer_engine
+    from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     parallel, data_parallel_size = parse_layout(layout)
     problems = list(layout_problems(parallel, None))

@@ -53,7 +53,7 @@ class ReportPage:
     summary: tuple[tuple[str, str], ...]
     config_text: str
     samples: str = ""
-    """A section of its own, as HTML (``sample_panel``)."""
+    """A section of its own, as HTML (``run_report.samples_html``)."""
     tables: tuple[ReportTable, ...] = ()
 
 

@@ -37,7 +37,7 @@ def test_only_a_process_that_becomes_a_server_goes_without_collector_and_compile
 
 def test_transformers_imports_neither_sklearn_nor_scipy_but_others_can():
     program = (
-        "import sys\nfrom megatron_rl.cpu.torchvision import declare_torchvision_ops\ndeclare_torchvision_ops()\n"
+        "import sys\nfrom megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops\ndeclare_torchvision_ops()\n"
         "import transformers.generation.candidate_generator as generator\n"
         "import transformers.loss.loss_for_object_detection\n"
         "assert 'sklearn' not in sys.modules and 'scipy' not in sys.modules, 'imported after all'\n"

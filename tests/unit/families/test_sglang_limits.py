@@ -113,7 +113,7 @@ def test_only_commands_that_sample_are_refused(tmp_path) -> None:
 
 def test_factors_are_those_of_the_libraries() -> None:
     """The two numbers compared above are what transformers and SGLang compute."""
-    from megatron_rl.cpu.torchvision import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     import torch
