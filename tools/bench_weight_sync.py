@@ -55,7 +55,7 @@ def make_model(folder: Path, arguments: dict) -> None:
     """A configuration without weights: both sides begin with random ones."""
     from transformers import AutoConfig
 
-    from megatron_rl.cpu.torchvision import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     hidden = arguments["hidden"]
@@ -110,7 +110,7 @@ def run_rank(arguments: dict) -> None:
 def open_servers(arguments: dict, group) -> Iterator[list]:
     from megatron_rl.rollout.server_pool import ServerPool
     from megatron_rl.rollout.sglang.process.options import ServerOptions
-    from megatron_rl.rollout.sglang.process.server import detect_device
+    from megatron_rl.system.gpu.gpu_environment import detect_device
     from megatron_rl.weights.bucket_plan import ServerAddress
 
     size = arguments["server_tp"]

@@ -19,7 +19,7 @@ class Tokenizer:
     """Text to ids and back; raises DataError when the folder has no tokenizer or it does not fit the model."""
 
     def __init__(self, path: str | Path) -> None:
-        from megatron_rl.cpu.torchvision import declare_torchvision_ops
+        from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
         declare_torchvision_ops()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -18,10 +18,9 @@ from typing import Self
 from megatron_rl.config.derived import model_vocab_size
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
+from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerError, ServerLost
 from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.process.server import ServerError
 from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
 

@@ -132,6 +132,10 @@ class ServerBusy(RetryableRequestError):
         self.retry_after_s = retry_after_s
 
 
+class ServerError(UserError, RuntimeError):
+    """A server did not start, did not come up in time, or cannot be restarted; the message names the remedy."""
+
+
 class ServerLost(UserError, RuntimeError):
     """No live server answered. ``url`` is the last one tried, ``waited_s`` how long the caller waited in all."""
 

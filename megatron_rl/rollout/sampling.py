@@ -4,18 +4,22 @@ Invariant: a seed follows from run.seed and from what the sample is of, never fr
 run that goes on after a kill samples what an uninterrupted one would have.
 """
 
+import asyncio
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.trajectory import Prompt
+from megatron_rl.data.trajectory import Prompt, TokenParts
 from megatron_rl.data.vision import ImageProcessor
-from megatron_rl.rollout.requests import GenerationRequest, RouteShape
-from megatron_rl.rollout.sglang.wire.image_inputs import TokenIds, images_of_request, sent_ids
+from megatron_rl.rollout.requests import GenerationRequest, RequestImages, RouteShape
 
 _MAX_SEED = 2**31 - 1
+TokenIds = Sequence[int] | np.ndarray | TokenParts
 
 
 @dataclass(frozen=True)
@@ -108,3 +112,21 @@ def text_digest(text: str) -> bytes:
     """12 bytes that stand for ``text``."""
     # Ids come from JSON, which may hold half a surrogate pair.
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).digest()
+
+
+async def images_of_request(vision: ImageProcessor | None, prompt: Prompt) -> RequestImages | None:
+    """The prompt's images, read and encoded on other threads than the event loop's; None for a model without vision."""
+    if vision is None:
+        return None
+    if not prompt.images:
+        return RequestImages(vision.image_token_id)
+    # One encoding serves all samples of a group: a request that is cancelled leaves it to the others.
+    data = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(vision.wire(image))) for image in prompt.images))
+    return RequestImages(vision.image_token_id, data, sum(vision.num_tokens(image) for image in prompt.images))
+
+
+def sent_ids(vision: ImageProcessor | None, prompt: Prompt, token_ids: TokenIds) -> TokenIds:
+    """``token_ids`` (the prompt, and what follows it) as a request carries them."""
+    if vision is None or not prompt.images:
+        return token_ids
+    return vision.collapsed(np.asarray(token_ids), prompt.images)

@@ -24,12 +24,13 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import read_model_json
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.attached_server import AttachedServer, discovery_source
 from megatron_rl.rollout.sglang.process.options import ServerOptions
-from megatron_rl.rollout.sglang.process.server import Progress, ServerError, SglangServer, count_gpus, detect_device
+from megatron_rl.rollout.sglang.process.server import Progress, SglangServer
 from megatron_rl.rollout.sglang.process.server_compatibility import disagreements, model_differences, nccl_of
 from megatron_rl.rollout.sglang.wire.routes import returns_routes
-from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, nccl_values
+from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, count_gpus, detect_device, nccl_values
 from megatron_rl.system.http.url_files import named_urls
 from megatron_rl.system.processes.host_memory import num_ranks_here
 

@@ -35,16 +35,16 @@ from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.rollout.generation import GenerationPlan, make_plan
 from megatron_rl.rollout.recovering_client import RecoveringClient
-from megatron_rl.rollout.requests import ServerLost
+from megatron_rl.rollout.requests import ServerError, ServerLost
 from megatron_rl.rollout.sampling import SamplingOverrides
 from megatron_rl.rollout.server_discovery import follow_discovery
 from megatron_rl.rollout.server_pool import Server, ServerDifference, ServerPool, attach_one, open_servers
-from megatron_rl.rollout.sglang.process.server import ServerError, detect_device
 from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerFailed
+from megatron_rl.system.gpu.gpu_environment import detect_device
 from megatron_rl.system.http.json_http import ApiKey
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError

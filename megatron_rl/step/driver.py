@@ -8,7 +8,7 @@ import asyncio
 import functools
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,12 @@ from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.output import lock_output_dir
 from megatron_rl.run.policy_exports import PolicyExporter
 from megatron_rl.run.recorded_prompts import write_first_prompts
-from megatron_rl.run.recorder import Recorder
+from megatron_rl.run.recorder import Recorder, WriteReport
 from megatron_rl.run.summary import RunSummary, print_summary, summarize, write_summary
 from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.graph import Stage
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
 from megatron_rl.step.run_inputs import RunInputs, describe_prompts, make_inputs
@@ -53,20 +54,20 @@ from megatron_rl.training.trainer_ranks import trainer_ranks
 _STALL_MARGIN_S = 60.0
 
 
-def train(config: Config, spawned: ServerPool | None = None) -> None:
+def train(config: Config, spawned: ServerPool | None = None, write_report: WriteReport | None = None) -> None:
     """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir.
 
-    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``).
+    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``). ``write_report``: None: no report.html.
     """
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config), signals) as group:
         if group is not None:
-            summary = _drive(config, group, signals, spawned, freeze_policy=False)
+            summary = _drive(config, group, signals, spawned, write_report, freeze_policy=False)
     if group is not None:
         print_summary(config, summary)
 
 
-def critic_pretrain(config: Config, spawned: ServerPool | None = None) -> None:
+def critic_pretrain(config: Config, spawned: ServerPool | None = None, write_report: WriteReport | None = None) -> None:
     """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has settled.
 
     It starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
@@ -76,7 +77,7 @@ def critic_pretrain(config: Config, spawned: ServerPool | None = None) -> None:
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config, freeze_policy=True), signals) as group:
         if group is not None:
-            _drive(config, group, signals, spawned, freeze_policy=True)
+            _drive(config, group, signals, spawned, write_report, freeze_policy=True)
             group.save_hf("critic", output_path)
 
 
@@ -97,13 +98,19 @@ def pretraining_config(config: Config) -> Config:
 
 
 def _drive(
-    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, *, freeze_policy: bool
+    config: Config,
+    group: TrainerGroup,
+    signals: StopSignals,
+    spawned: ServerPool | None,
+    write_report: WriteReport | None,
+    *,
+    freeze_policy: bool,
 ) -> RunSummary:
     """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
     back: Rollback | None = None
     while True:
         try:
-            return _drive_until_it_dies(config, group, signals, spawned, back, freeze_policy=freeze_policy)
+            return _drive_until_it_dies(config, group, signals, spawned, write_report, back, freeze_policy=freeze_policy)
         except Rollback as found:
             back, spawned = found, None  # stopped with the attempt
             group.release()
@@ -116,7 +123,14 @@ def _drive(
 
 
 def _drive_until_it_dies(
-    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, back: Rollback | None, *, freeze_policy: bool
+    config: Config,
+    group: TrainerGroup,
+    signals: StopSignals,
+    spawned: ServerPool | None,
+    write_report: WriteReport | None,
+    back: Rollback | None,
+    *,
+    freeze_policy: bool,
 ) -> RunSummary:
     """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
     with ExitStack() as stack:
@@ -132,19 +146,11 @@ def _drive_until_it_dies(
         restored = found or _beginning(inputs.pool)
         first_step = restored["num_steps_done"]
         title, spelling = _title(config, freeze_policy), inputs.tokenizer.spelling
-        recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling))
+        recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling, write_report=write_report))
         _note_what_is_there(recorder, saver, _checkpoint_note(config, first_step if found else None), group, inputs)
         event_loop = stack.enter_context(event_loop_thread())
         graph = graph_of(config)
-        runner = StageRunner(
-            graph,
-            event_loop,
-            stall_timeout_s=stall_timeout_s(config),
-            on_span=recorder.stage_done,
-            heartbeat=group.heartbeat,
-            stop_requested=lambda: signals.requested,
-        )
-        recorder.running = runner.running
+        runner = _stage_runner(config, graph, event_loop, recorder, group, signals)
         rewards = stack.enter_context(build_rewards(config.reward))
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder, spawned))
         # The weights of a checkpoint are published under the number that they had.
@@ -175,6 +181,26 @@ def _drive_until_it_dies(
             group.save_hf("policy", str(folder / "policy"))
             recorder.exported(folder / "policy", group.heartbeat)
     return summary
+
+
+def _stage_runner(
+    config: Config,
+    graph: Sequence[Stage],
+    event_loop: asyncio.AbstractEventLoop,
+    recorder: Recorder,
+    group: TrainerGroup,
+    signals: StopSignals,
+) -> StageRunner:
+    runner = StageRunner(
+        graph,
+        event_loop,
+        stall_timeout_s=stall_timeout_s(config),
+        on_span=recorder.stage_done,
+        heartbeat=group.heartbeat,
+        stop_requested=lambda: signals.requested,
+    )
+    recorder.running = runner.running
+    return runner
 
 
 def _note_what_is_there(recorder: Recorder, saver: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:

@@ -30,8 +30,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.gpt import PackedGPTModel
-from megatron_rl.models.hf.torch_dist import check_metadata
+from megatron_rl.models.layers.gpt import PackedGPTModel
+from megatron_rl.models.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
 from megatron_rl.system.files.atomic_files import replace_folder, write_atomic

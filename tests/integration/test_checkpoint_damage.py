@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_rl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.tensor_sources import WeightsError
-from megatron_rl.models.hf.torch_dist import MegatronCheckpoint
+from megatron_rl.models.torch_dist import MegatronCheckpoint
 from megatron_rl.parallel import topology
 from megatron_rl.system.files.checksums import checksums
 from megatron_rl.system.processes import host_memory

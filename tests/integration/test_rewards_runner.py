@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.score import score_file
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.error_rate_alarm import RewardAlarm, check_error_rate
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.score_file import score_file
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.frames import pack
 from megatron_rl.rewards.workers.processes import RewardRunner

@@ -19,14 +19,14 @@ import psutil
 import pytest
 import torch
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.rollout.requests import Generation, GenerationRequest, RequestRejected, ServerLost
+from megatron_rl.rollout.requests import Generation, GenerationRequest, RequestRejected, ServerError, ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.attached_server import AttachedServer
 from megatron_rl.rollout.sglang.process.options import ServerOptions
-from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer, group_members, is_healthy
+from megatron_rl.rollout.sglang.process.server import SglangServer, group_members, is_healthy
 from megatron_rl.rollout.sglang.process.server_compatibility import disagreements, nccl_of
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Sequence
+from typing import Any
 
 
 def positive_int(text: str) -> int:
@@ -26,3 +27,11 @@ def positive_number(text: str) -> float:
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Paths of recipes, and ``key=value`` overrides."""
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
+    """Parse ``key=value`` overrides to options; values are YAML, dots nest."""
+    from omegaconf import OmegaConf
+
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    return {str(key): value for key, value in options.items()} if isinstance(options, dict) else {}

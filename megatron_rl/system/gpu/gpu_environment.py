@@ -1,4 +1,4 @@
-"""What environment variables have to say about GPUs, the same for trainer ranks and servers. Imports no torch.
+"""What environment variables have to say about GPUs, the same for trainer ranks and servers; which GPUs torch finds.
 
 A broadcast of weights runs in one NCCL communicator of trainer ranks and server workers. NCCL fails or hangs there where the
 two sides have different values of ``NCCL_DEFAULTS``, which SGLang sets to 0 in a server that has none.
@@ -70,3 +70,18 @@ def without_expandable_segments(environ: Mapping[str, str]) -> dict[str, str]:
         if kept.pop(name, "") and settings:
             kept[name] = ",".join(settings)
     return kept
+
+
+def detect_device() -> str:
+    """cuda where torch finds a GPU, else cpu; UserError where a GPU is required and none is found."""
+    import torch
+
+    found = torch.cuda.is_available()
+    check_required_gpus(int(found))
+    return "cuda" if found else "cpu"
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

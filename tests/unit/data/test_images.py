@@ -29,7 +29,7 @@ from megatron_rl.data.vision import ImageProcessor, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
 from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
-from megatron_rl.rollout.sglang.wire.image_inputs import images_of_request
+from megatron_rl.rollout.sampling import images_of_request
 from megatron_rl.rollout.sglang.wire.protocol import validate
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch

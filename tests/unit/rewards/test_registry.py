@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.rewards import registry, rules
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
 from megatron_rl.rewards.rules.code import CodeOptions
+from megatron_rl.rewards.rules.format import score
 
 NEW_REWARD = """
 from megatron_rl.rewards import Score, register
@@ -53,7 +54,6 @@ def test_the_sandbox_imports_nothing_of_the_trainer() -> None:
         "megatron_rl.graders",
         "megatron_rl.cpu",
         "megatron_rl.cpu.import_hook",
-        "megatron_rl.cpu.transformers_imports",
     }
 
 
@@ -77,3 +77,24 @@ def test_options_of_a_dataclass_reach_the_function_as_one_value() -> None:
         "setup": "x = 1",
         "options": CodeOptions(disk_limit_mb=3),
     }
+
+
+def test_a_registered_reward_is_found_by_name_and_by_path() -> None:
+    by_name = registry.resolve("format")
+    assert registry.resolve(by_name.path) is by_name
+    assert by_name.path == "megatron_rl.rewards.rules.format:score"
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(registry.RewardError, match="is megatron_rl.rewards.rules.math:score already"):
+        registry.register("math")(score)
+    assert registry.resolve("math").function.__module__ == "megatron_rl.rewards.rules.math"
+
+
+def test_a_reward_that_workers_cannot_import_is_refused() -> None:
+    def local(response: str, answer: str) -> float:
+        return 0.0
+
+    registry._check_function(registry.resolve("math"))
+    with pytest.raises(registry.RewardError, match="cannot import"):
+        registry._check_function(registry.Reward("local", local))

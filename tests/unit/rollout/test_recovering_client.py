@@ -11,9 +11,8 @@ from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.rollout.recovering_client import RecoveringClient
-from megatron_rl.rollout.requests import ServerLost
+from megatron_rl.rollout.requests import ServerError, ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.process.server import ServerError
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 from tests.unit.rollout.sglang.balance.test_client import FakeServer, request_of
 

@@ -9,8 +9,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import server_discovery
 from megatron_rl.rollout.recovering_client import RecoveringClient
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.process.server import ServerError
 from megatron_rl.system.http.url_files import named_urls
 from tests.unit.rollout.sglang.balance.kv_server import KvServer
 from tests.unit.rollout.sglang.balance.test_client import request_of

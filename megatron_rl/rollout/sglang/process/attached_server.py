@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.liveness import generates_token
-from megatron_rl.rollout.sglang.process.server import Progress, ServerError, is_healthy
+from megatron_rl.rollout.sglang.process.server import Progress, is_healthy
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply, as_object
 from megatron_rl.system.http.json_http import HttpError, HttpThread, bearer, get_once
 from megatron_rl.system.http.url_files import named_urls, urls_of_workers

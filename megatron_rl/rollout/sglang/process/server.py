@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.errors import UserError
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.cleanup import (
     remove_shared_memory,
     temporary_files_in,
@@ -34,7 +34,6 @@ from megatron_rl.rollout.sglang.process.cleanup import (
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
 from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, start_failure
 from megatron_rl.system.files.atomic_files import new_temporary_folder
-from megatron_rl.system.gpu.gpu_environment import check_required_gpus
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 
 logger = logging.getLogger(__name__)
@@ -47,10 +46,6 @@ _STOP_GRACE_S = 15.0
 _MAX_PORT_ATTEMPTS = 3
 
 Progress = Callable[[str], None]
-
-
-class ServerError(UserError, RuntimeError):
-    """A server did not start, did not come up in time, or cannot be restarted; the message names the remedy."""
 
 
 # Runs before the server in its process: ask the kernel to kill it when its parent dies, then become the server.
@@ -297,21 +292,6 @@ def _check_model_folder(model_path: str) -> None:
             f"no config.json in the model folder {model_path!r}. Expected a local Hugging Face model folder "
             "(config.json, safetensors, tokenizer); download the model first or correct policy.path."
         )
-
-
-def detect_device() -> str:
-    """cuda where torch finds a GPU, else cpu; UserError where a GPU is required and none is found."""
-    import torch
-
-    found = torch.cuda.is_available()
-    check_required_gpus(int(found))
-    return "cuda" if found else "cpu"
-
-
-def count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def is_healthy(url: str, timeout_s: float) -> bool:

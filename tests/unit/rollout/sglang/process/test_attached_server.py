@@ -4,9 +4,9 @@ import pytest
 from aiohttp import web
 
 from megatron_rl.config.schema import Config, Placement, PolicyConfig, RolloutConfig
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import attach_one, open_servers
 from megatron_rl.rollout.sglang.process.attached_server import AttachedServer
-from megatron_rl.rollout.sglang.process.server import ServerError
 from tests.unit.local_service import local_service
 
 INFO = {"startup_time": 1.0, "random_seed": 2, "launch_command": "serve", "tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu"}

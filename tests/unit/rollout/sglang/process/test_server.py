@@ -14,10 +14,11 @@ from megatron_rl import cli
 from megatron_rl.config.checks.servers import address_problems
 from megatron_rl.config.schema import Config, Placement, RolloutConfig
 from megatron_rl.rollout import server_pool as pool
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.cleanup import write_secret
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
-from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer, free_port, group_members, port_is_free
+from megatron_rl.rollout.sglang.process.server import SglangServer, free_port, group_members, port_is_free
 from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, remedy, start_failure
 from tests.unit.local_service import local_service
 
