@@ -40,10 +40,9 @@ class DamagedCheckpoint(UserError):
 class Manifest:
     """What is known of a checkpoint without its contents."""
 
-    healthy: bool = True
+    healthy: bool
     """Training showed no sign of having died when it was saved."""
-    files: Mapping[str, tuple[int, str]] | None = None
-    """None: written before there were manifests."""
+    files: Mapping[str, tuple[int, str]]
 
 
 def folder_name(num_steps: int) -> str:
@@ -124,8 +123,6 @@ def latest_folder(checkpoints: Path) -> Path | None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises DamagedCheckpoint."""
     path = folder / _MANIFEST
-    if not path.exists():
-        return Manifest()
     content = _json(path)
     try:
         files = parse_checksums(content.get("files"))
@@ -146,19 +143,17 @@ def read_driver(folder: Path) -> dict[str, Any]:
     if steps != num_steps_of(folder):
         raise DamagedCheckpoint(f"{path} is of {steps} steps, its folder of {num_steps_of(folder)}")
     try:
-        names = dict(state.pop("arrays", {}))  # checkpoints that lack it hold their numbers as JSON
+        names = dict(state.pop("arrays"))
         arrays = {name: np.load(folder / Path(file).name, allow_pickle=False) for name, file in names.items()}
         whole: dict[str, Any] = unflatten_state(state, arrays)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: its arrays cannot be read: {error}") from error
     return whole
 
 
 def check_folder(folder: Path, models: list[str]) -> None:
     """All but the contents of the models' files, which their ranks compare. Raises DamagedCheckpoint."""
-    manifest = read_manifest(folder)
-    if manifest.files is not None:
-        _raise_first(damaged(folder, manifest.files))
+    _raise_first(damaged(folder, read_manifest(folder).files))
     for model in models:
         _raise_first(_wrong_sizes(folder / model))
     if not (folder / _DRIVER).is_file():
@@ -194,13 +189,11 @@ def _wrong_sizes(model: Path) -> Iterator[str]:
     if not (model / "metadata.json").is_file():
         yield f"{model / 'metadata.json'} is missing"
         return
-    expected: Checksums = {}
-    if (model / MODEL_CHECKSUMS).exists():
-        try:
-            expected = parse_checksums(_json(model / MODEL_CHECKSUMS))
-        except ValueError as error:
-            yield f"{model / MODEL_CHECKSUMS}: {error}"
-            return
+    try:
+        expected = parse_checksums(_json(model / MODEL_CHECKSUMS))
+    except ValueError as error:
+        yield f"{model / MODEL_CHECKSUMS}: {error}"
+        return
     for name, (size, _) in expected.items():
         path = model / name
         if not path.is_file():
