@@ -397,7 +397,7 @@ def generate(
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = RouteShape(layers, top_k, experts) if arguments.routes else None
-    json_arrays._in_background().result()  # compiles
+    json_arrays.loops_in_background().result()  # compiles
     plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes, vision=vision), decode=str)
     batch = BatchConfig(num_prompts_per_step=arguments.slots, num_samples_per_prompt=1, window_tokens=arguments.window)
     config = Config(batch=batch, rollout=RolloutConfig(num_workers=arguments.workers))

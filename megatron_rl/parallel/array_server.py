@@ -6,10 +6,6 @@ driver's, which ranks hear over the control group, and the table of the addresse
 job it is not encrypted. The process ends with the one that started it.
 """
 
-import hmac
-import os
-import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +17,16 @@ import pyarrow.flight as flight
 
 from megatron_rl.errors import UserError
 from megatron_rl.system.files.shared_file import MappedFiles
-from megatron_rl.system.processes.signals import STOP_SIGNALS, die_with_parent
+from megatron_rl.system.processes.child_process import (
+    SECRET_BYTES,
+    WITHOUT_GPU,
+    begin_child,
+    is_secret,
+    new_secret,
+    read_secret,
+    start_module,
+)
 
-_SECRET_BYTES = 32
 _BATCH_BYTES = 1 << 24
 """Small arrays travel together: a message for each would take longer than its bytes."""
 _SCHEMA = pa.schema([("bytes", pa.uint8())])
@@ -69,8 +72,8 @@ class ArrayServer(flight.FlightServerBase):
         self._secret = secret
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
-        secret, table = ticket.ticket[:_SECRET_BYTES], ticket.ticket[_SECRET_BYTES:]
-        if not hmac.compare_digest(secret, self._secret):
+        secret, table = ticket.ticket[:SECRET_BYTES], ticket.ticket[SECRET_BYTES:]
+        if not is_secret(secret, self._secret):
             raise flight.FlightUnauthenticatedError("it asks with another secret than this run's")
         return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 6)))
 
@@ -94,18 +97,10 @@ def _batch(pieces: list[np.ndarray]) -> pa.RecordBatch:
 
 def start_array_server(host: str) -> ArrayServerAddress:
     """A server of this machine's arrays, which others reach as ``host``; it ends with this process."""
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.parallel.array_server", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-        env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-    )
-    assert process.stdin is not None and process.stdout is not None
-    with process.stdin, process.stdout:  # the secret stands in no command line
-        process.stdin.write(secret)
-        process.stdin.close()
+    secret = new_secret()
+    process = start_module("megatron_rl.parallel.array_server", message=secret, stdout=subprocess.PIPE, environment=WITHOUT_GPU)
+    assert process.stdout is not None
+    with process.stdout:
         port = process.stdout.readline().decode().strip()
     if not port:
         raise UserError("the process that serves arrays to ranks on other machines did not start; its traceback stands above")
@@ -113,10 +108,8 @@ def start_array_server(host: str) -> ArrayServerAddress:
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    server = ArrayServer(sys.stdin.buffer.read(_SECRET_BYTES))
+    begin_child(int(sys.argv[1]))
+    server = ArrayServer(read_secret())
     print(server.port, flush=True)
     server.serve()
 

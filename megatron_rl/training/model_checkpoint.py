@@ -84,19 +84,6 @@ class CheckpointWrite:
                     replace_folder(self._partial, self._folder)
 
 
-def save_checkpoint(
-    folder: str | Path,
-    chunks: Sequence[PackedGPTModel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> None:
-    """Write ``folder``; one that exists is replaced once the new one is complete. Raises CheckpointNotSaved.
-
-    ``chunks`` are the bare GPTModel chunks (no DDP around them).
-    """
-    start_checkpoint(folder, chunks, optimizer, scheduler, in_background=False).finish()
-
-
 def start_checkpoint(
     folder: str | Path,
     chunks: Sequence[PackedGPTModel],
@@ -156,7 +143,7 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
+    """Restore in place what ``start_checkpoint`` wrote, from the same or another parallel layout.
 
     Raises CheckpointError where there is no whole checkpoint, and where it is of another model.
     """
@@ -203,8 +190,6 @@ def _problems(folder: Path) -> Iterator[str]:
         return
     try:
         expected = parse_checksums(json.loads((folder / _CHECKSUMS_FILE).read_bytes()))
-    except FileNotFoundError:
-        expected = {}  # written before there were checksums
     except (OSError, ValueError, RecursionError) as error:
         yield f"{folder / _CHECKSUMS_FILE} cannot be read: {error}"
         return

@@ -105,7 +105,8 @@ def check_invariance(
     if needs_sequence_parallelism(hf_config):
         reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
     checked = {name: _size_and_refusal(hf_config, name, dtype) for name in (reference, *layouts)}
-    sizes, refusals = ({name: pair[i] for name, pair in checked.items()} for i in (0, 1))
+    sizes = {name: size for name, (size, _) in checked.items()}
+    refusals = {name: refusal for name, (_, refusal) in checked.items()}
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
     wanted = [name for name in dict.fromkeys(layouts) if not refusals[name] and name != reference]

@@ -5,10 +5,10 @@ program (program_process.py), one its tests (trusted_process.py).
 
 Invariants:
 
-- A program passed only if the referee says that all tests held. Program and tests never share an interpreter.
+- A program passed only if the referee reports that all tests passed. Program and tests never share an interpreter.
 - ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
-- What a program does is an Outcome. BadTestsError: the tests cannot run, whatever the program. SandboxError: the sandbox
-  failed. A program can bring about neither.
+- The result of a program is an Outcome. BadTestsError: the tests cannot run, regardless of the program. SandboxError: the
+  sandbox failed. A program can cause neither.
 - Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
 
 Thread safe; runs are one at a time.
@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Self
 
+from megatron_rl.graders.sandbox.channel import pack_frame, read_frame
 from megatron_rl.graders.sandbox.guards import visible_paths
-from megatron_rl.graders.sandbox.supervisor import HEADER
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
-"""Beyond the deadline, for the supervisor to kill and answer; then it is lost itself."""
+"""Time after the deadline in which the supervisor must kill and reply; then it counts as lost."""
 _MAX_VERDICT_BYTES = 1 << 16
 LEVELS = ("namespaces", "filter")
 _BOOT = (
@@ -59,15 +59,15 @@ class Program:
     code: str
     tests: str | Sequence[str]
     prompt_code: str = ""
-    """What the code continues, or what its imports and helpers come from."""
+    """Text that the code continues, or that its imports and helpers come from."""
     entry_point: str = ""
     setup: str = ""
-    """Runs before the code, and before the tests."""
+    """Code that runs before the program, and before the tests."""
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use."""
+    """Limits of one program."""
 
     time_s: float = 3.0
     """CPU time of program and tests together, once what they import is loaded."""
@@ -75,15 +75,15 @@ class ProgramLimits:
     """Address space of the program's process."""
     disk_mb: int = 16
     num_processes: int = 16
-    """Threads: no process can be started."""
+    """Number of threads; no process can be started."""
     wall_s: float = 4.5
-    """By the clock, waiting and imports included."""
+    """Seconds by the clock, waiting and imports included."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
     num_passed: int
-    """Asserts that held, where they are counted one by one."""
+    """Asserts that passed, if they are counted one by one."""
     num_failed: int
     detail: str
 
@@ -97,10 +97,12 @@ class CaseResult:
 
 
 class Sandbox:
-    """Args:
-    level: How programs are confined; None takes the first of ``LEVELS`` that this machine can do.
-    allow_unsandboxed: Run with resource limits only where it can do none of them.
-    preload: Modules that programs often import, loaded once.
+    """Runs programs with their tests in one supervisor's processes.
+
+    Args:
+        level: Kind of confinement; None takes the first of ``LEVELS`` that this machine supports.
+        allow_unsandboxed: Run with resource limits only, if the machine supports no level.
+        preload: Modules that programs often import, loaded once.
     """
 
     def __init__(
@@ -113,11 +115,16 @@ class Sandbox:
         self.level = ""
         """The level in use, once started."""
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor; None if none was started."""
+        return self._supervisor.process.pid if self._supervisor else None
+
     def start(self) -> None:
-        """Start the supervisor. ``run`` does it too, and starts a lost one again.
+        """Start the supervisor. ``run`` also starts it, and restarts a lost one.
 
         Raises:
-            SandboxError: no level works here, with what was refused.
+            SandboxError: no level works on this machine; the message lists the refusals.
         """
         failures = []
         for level in self._levels:
@@ -182,7 +189,7 @@ class Sandbox:
 
         Raises:
             BadTestsError: tests that do not compile, cannot run or test nothing.
-            SandboxError: no verdict, and not by the program's doing.
+            SandboxError: no verdict, for a reason that the program did not cause.
         """
         shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
         tests = program.tests if isinstance(program.tests, str) else "\n".join(program.tests)
@@ -200,7 +207,7 @@ class Sandbox:
             }
         ).encode()
         with self._lock:
-            for is_last_try in (False, True):  # a supervisor that somebody killed is replaced once
+            for is_last_try in (False, True):  # a killed supervisor is replaced once
                 if self._supervisor is None or self._supervisor.process.poll() is not None:
                     self.start()
                 try:
@@ -218,7 +225,7 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                control.sendall(HEADER.pack(len(request)) + request)
+                control.sendall(pack_frame(request))
                 socket.send_fds(control, [b"f"], [theirs.fileno()])
             ours.settimeout(max(deadline - time.monotonic(), 0.001))
             with contextlib.suppress(OSError):  # the referee has ended: the reply says why
@@ -231,7 +238,7 @@ class Sandbox:
             return reply, text
 
     def close(self) -> None:
-        """End the supervisor and all that it runs. It can be started again."""
+        """End the supervisor and everything that it runs. ``start`` restarts it."""
         if self._supervisor is None:
             return
         process, control = self._supervisor
@@ -256,11 +263,11 @@ class _SupervisorHandle(NamedTuple):
 
 
 class _Lost(Exception):
-    """The supervisor died or does not answer."""
+    """The supervisor died or does not reply."""
 
 
 def _bubblewrap() -> list[str]:
-    """The command that puts a supervisor into namespaces: no network, no other process, no file but what it needs."""
+    """The command that puts a supervisor into namespaces: no network, no other process, no file except those it needs."""
     package = str(Path(__file__).resolve().parents[2])
     shown = [word for path in [*visible_paths(), package] for word in ("--ro-bind", path, path)]
     options = (
@@ -271,26 +278,20 @@ def _bubblewrap() -> list[str]:
 
 
 def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
-    length = HEADER.unpack(_receive(control, HEADER.size, deadline))[0]
-    return json.loads(_receive(control, length, deadline))
-
-
-def _receive(control: socket.socket, size: int, deadline: float) -> bytes:
-    parts = []
-    while size:
+    def read(size: int) -> bytes:
         control.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            part = control.recv(size)
-        except TimeoutError as error:
-            raise _Lost("does not answer") from error
-        except OSError as error:
-            raise _Lost(f"is gone: {error}") from error
-        if not part:
-            raise _Lost("is gone")
-        parts.append(part)
-        size -= len(part)
+        return control.recv(size)
+
+    try:
+        body = read_frame(read)
+    except TimeoutError as error:
+        raise _Lost("does not answer") from error
+    except OSError as error:
+        raise _Lost(f"is gone: {error}") from error
+    if body is None:
+        raise _Lost("is gone")
     control.settimeout(None)
-    return b"".join(parts)
+    return json.loads(body)
 
 
 def _read_some(channel: socket.socket) -> bytes:
@@ -312,7 +313,7 @@ def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
     except ValueError:
         verdict = None
     if reply["ended_by"] or verdict is None:
-        # Nothing of the program has run before it is asked: until then all is the tests' doing.
+        # The program runs only once the tests call it: any earlier failure is caused by the tests.
         how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
         if not has_started:
             raise BadTestsError(f"before they ask for the program: {how}")

@@ -7,9 +7,7 @@ rank. Who waits for whom: the driver for these ranks, at most ``parallel.collect
 """
 
 import os
-import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +24,7 @@ from megatron_rl.parallel.array_server import ArrayServerAddress, start_array_se
 from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import start_worker
 from megatron_rl.system.files.shared_file import NODE, SharedArrays, SharedFile, address_of
+from megatron_rl.system.processes.child_process import new_secret
 from megatron_rl.training.array_transport import ArrayTransport, Errand, Reach, ask
 
 _MAX_DEATHS = 5
@@ -133,7 +132,7 @@ _STARTED: list[_StartedWorkers] = []
 
 
 def _start(num_workers: int) -> _StartedWorkers:
-    host, secret = _own_address(), secrets.token_bytes(32)
+    host, secret = _own_address(), new_secret()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listeners = []
     for _ in range(num_workers):
@@ -167,10 +166,7 @@ def _keep_alive(listener: socket.socket, file_fd: int, secret: bytes) -> None:
     num_deaths = 0
     while num_deaths < _MAX_DEATHS:
         began_s = time.monotonic()
-        process = start_worker("listen", listener.fileno(), file_fd, subprocess.PIPE)
-        assert process.stdin is not None
-        with process.stdin:  # the secret stands in no command line
-            process.stdin.write(secret)
+        process = start_worker("listen", listener.fileno(), file_fd, secret)
         status = process.wait()
         num_deaths = 1 if time.monotonic() - began_s > _GOOD_LIFE_S else num_deaths + 1
         again = "it is started again" if num_deaths < _MAX_DEATHS else f"it died {num_deaths} times, and is not started again"

@@ -18,10 +18,8 @@ import asyncio
 import contextlib
 import math
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +42,7 @@ from megatron_rl.rollout.workers.worker_messages import (
 )
 from megatron_rl.system.files.shared_file import NODE, FarView, Place, SharedView
 from megatron_rl.system.http.json_http import NoHttpReply
+from megatron_rl.system.processes.child_process import WITHOUT_GPU, describe_end, start_module, wait_or_kill
 
 _SILENCE_S = SILENCE_S
 _MAX_DEATHS = 5
@@ -244,21 +243,10 @@ class _WorkerSlot:
         )
 
 
-def start_worker(mode: str, connection_fd: int, file_fd: int, stdin: int) -> subprocess.Popen[bytes]:
-    """``mode`` as in ``worker_process.py``."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "megatron_rl.rollout.workers.worker_process",
-            mode,
-            *map(str, (connection_fd, file_fd, os.getpid())),
-        ],
-        stdin=stdin,
-        pass_fds=(connection_fd, file_fd),
-        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-        env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-    )
+def start_worker(mode: str, connection_fd: int, file_fd: int, secret: bytes = b"") -> subprocess.Popen[bytes]:
+    """Start a rollout worker; ``mode`` as in ``worker_process.py``."""
+    module, fds = "megatron_rl.rollout.workers.worker_process", (connection_fd, file_fd)
+    return start_module(module, mode, *fds, message=secret, pass_fds=fds, environment=WITHOUT_GPU)
 
 
 class _Process:
@@ -280,7 +268,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         file_fd = os.memfd_create("megatron_rl_rollout")
         with theirs:
-            process = start_worker("serve", theirs.fileno(), file_fd, subprocess.DEVNULL)
+            process = start_worker("serve", theirs.fileno(), file_fd)
         reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_BYTES)
         loop, lines = asyncio.get_running_loop(), list[WorkerConnection]()
 
@@ -323,7 +311,7 @@ class _Process:
     async def _read(self) -> None:
         failure = await self._line.read()
         status = await self._end()
-        how = failure or self._killed_for or _how_it_ended(status)
+        how = failure or self._killed_for or ("does not end" if status is None else describe_end(status))
         self._on_end(self, how)
         self._line.lose(WorkerLost(f"rollout worker (process {self.pid}) {how}"))
 
@@ -339,25 +327,7 @@ class _Process:
 
     async def _end(self) -> int | None:
         """Its exit status, once it has ended; it does so by itself when the connection is closed."""
-        if not self._killed_for:
-            await asyncio.to_thread(self._wait_or_kill)
-        else:
-            await asyncio.to_thread(self._wait)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # A killed worker that has not ended by then is killed once more, which changes nothing.
+            await asyncio.to_thread(wait_or_kill, self._process, _END_TIMEOUT_S / 2, _END_TIMEOUT_S)
         return self._process.returncode
-
-    def _wait_or_kill(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S / 2)
-            return
-        self._process.kill()
-        self._wait()
-
-    def _wait(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
-
-
-def _how_it_ended(status: int | None) -> str:
-    if status is None:
-        return "does not end"
-    return f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"

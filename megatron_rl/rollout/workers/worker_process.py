@@ -1,4 +1,4 @@
-"""A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process serve SOCKET FILE PARENT`` (two fds and a pid).
+"""A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process PARENT serve SOCKET FILE`` (a pid and two fds).
 
 It makes the calls that its owner sends (``worker_pool.py``), all at once, or passes them on to a worker of another node,
 and sends each reply back; it also decodes tokens. It ends when its owner closes the connection or is gone, and leaves every
@@ -11,9 +11,7 @@ know the secret, but what is large, the routes, stays in its file there. It ends
 import asyncio
 import contextlib
 import gc
-import hmac
 import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,12 +41,11 @@ from megatron_rl.rollout.workers.worker_relay import Relay
 from megatron_rl.system.files.shared_file import Place, SharedFile
 from megatron_rl.system.http.json_http import HttpSession
 from megatron_rl.system.processes import process_probe
-from megatron_rl.system.processes.signals import STOP_SIGNALS, die_with_parent
+from megatron_rl.system.processes.child_process import SECRET_BYTES, begin_child, is_secret, read_secret
 
 _WAIT_SHARE = 0.01
 """A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
 _MAX_WAIT_S = 0.25
-_SECRET_BYTES = 32
 _SECRET_TIMEOUT_S = 30.0
 
 
@@ -182,7 +179,7 @@ async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> No
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError, TimeoutError):
                 async with asyncio.timeout(_SECRET_TIMEOUT_S):
-                    known = hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), secret)
+                    known = is_secret(await reader.readexactly(SECRET_BYTES), secret)
                 if known:  # before the first pickle is read
                     await _serve(_CallHandler(http, file, writer, is_far=True), reader, file)
 
@@ -191,20 +188,17 @@ async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> No
 
 
 def main(arguments: list[str]) -> None:
-    mode, *numbers = arguments
-    socket_fd, file_fd, parent_pid = map(int, numbers)
-    die_with_parent(parent_pid, signal.SIGKILL)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    parent_pid, mode, socket_fd, file_fd = arguments
+    begin_child(int(parent_pid))
     process_probe.enable_probe("rollout worker")
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
-    connection = socket.socket(fileno=socket_fd)
+    connection = socket.socket(fileno=int(socket_fd))
     if mode == "listen":
         # Each array by itself: several connections have theirs freed in the same file.
-        asyncio.run(listen(connection, SharedFile(file_fd, large_bytes=0), sys.stdin.buffer.read(_SECRET_BYTES)))
+        asyncio.run(listen(connection, SharedFile(int(file_fd), large_bytes=0), read_secret()))
     else:
-        asyncio.run(serve(connection, SharedFile(file_fd)))
+        asyncio.run(serve(connection, SharedFile(int(file_fd))))
     os._exit(0)  # nothing is left to do, and modules need a while to say goodbye
 
 

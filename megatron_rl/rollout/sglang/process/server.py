@@ -9,7 +9,6 @@ server keeps its URL over restarts; its ``incarnation`` counts them, so whoever 
 weight-sync group, current weights) sees that it is gone. Every wait has a deadline and says who waited for whom.
 """
 
-import contextlib
 import logging
 import os
 import shutil
@@ -20,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -35,6 +35,7 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions, server_com
 from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, start_failure
 from megatron_rl.system.files.atomic_files import new_temporary_folder
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
+from megatron_rl.system.processes.child_process import start_on_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,11 @@ class SglangServer:
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._started_at = time.monotonic()
         self._folder = new_temporary_folder("sglang")
-        self._process = self._spawn_watched(server_command(self.options, self.port, write_secret(self.options, self._folder)))
+        command = server_command(self.options, self.port, write_secret(self.options, self._folder))
+        try:
+            self._process = start_on_own_thread(partial(self._popen, command), f"sglang-{self.port}")
+        except OSError as error:
+            raise ServerError(f"cannot start {command[0]}: {error}") from error
         self.incarnation += 1
 
     def wait_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
@@ -210,34 +215,6 @@ class SglangServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-
-    def _spawn_watched(self, command: list[str]) -> subprocess.Popen[bytes]:
-        """Start ``command`` from a thread that lives as long as the server.
-
-        The kernel's signal on the parent's death is tied to the *thread* that forked: started from a short-lived
-        thread, the server would die with that thread.
-        """
-        started: list[subprocess.Popen[bytes] | OSError] = []
-        ready = threading.Event()
-
-        def watch() -> None:
-            try:
-                process = self._popen(command)
-            except OSError as error:
-                started.append(error)
-                ready.set()
-                return
-            started.append(process)
-            ready.set()
-            # Not process.wait(): it holds a lock under which poll() calls a dead server alive.
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-
-        threading.Thread(target=watch, name=f"sglang-{self.port}", daemon=True).start()
-        ready.wait()
-        if isinstance(started[0], OSError):
-            raise ServerError(f"cannot start {command[0]}: {started[0]}") from started[0]
-        return started[0]
 
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         assert self._folder is not None, "spawn() makes it"

@@ -1,12 +1,13 @@
-"""The long lists of an answer, token ids and ``[log-prob, id, null]``, read into arrays without a Python object per token.
+"""Reads the long lists of a reply, token ids and ``[log-prob, id, null]``, into arrays without a Python object per token.
 
-``read_json`` gives what orjson would, with ``NumberList`` and ``PairList`` in the place of those lists. Nothing is decided here:
-an answer in which they are not written as SGLang 0.5.23 writes them goes to orjson whole, and ``response_validation.py`` says what
-is wrong with it. So does a short one, and all of them until the loops are compiled: that takes a second or two on a
-thread of its own, once in a process, and is not cached on disk (see ``algorithms/cpu_scan.py``).
+``read_json`` returns what orjson would, but with ``NumberList`` and ``PairList`` instead of those lists. It checks nothing: if the
+lists are not formatted as SGLang 0.5.23 formats them, orjson reads the whole reply, and ``response_validation.py`` reports what is wrong
+with it. orjson also reads short replies, and all replies until the loops are compiled. Compiling takes a second or two on a
+separate thread, once per process, and is not cached on disk (see ``algorithms/cpu_scan.py``).
 
-Log-probs are the float32 nearest to the float64 that the text names, as numpy makes them of Python's numbers: where a quick
-product of digits and a power of ten leaves a doubt, the answer goes to orjson.
+A log-prob is the float32 nearest to the float64 in the text, as numpy would convert it. If the quick product of digits and a
+power of ten leaves a doubt, orjson reads the reply. The reader saves a rollout worker about half of its CPU time for replies
+without routes, and costs time for replies with routes, so ``batch_call.py`` sends these to orjson (docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import numpy as np
 import orjson
 
 SHORTEST = 1 << 15
-"""Bytes of an answer that is worth it: about a thousand tokens."""
+"""Bytes of the shortest reply that is worth it: about a thousand tokens."""
 _IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
 _SURE = 2.0**-50
 """More than the relative error of the quick product."""
@@ -38,8 +39,8 @@ class PairList(NamedTuple):
 
 
 def read_json(content: bytes) -> Any:
-    """Raises ValueError where it is no JSON."""
-    if len(content) >= SHORTEST and (loops := _in_background()).done():
+    """Parse a reply. Raises ValueError if it is not JSON."""
+    if len(content) >= SHORTEST and (loops := loops_in_background()).done():
         found = with_arrays(content, *loops.result())
         if found is not None:
             return found
@@ -47,9 +48,9 @@ def read_json(content: bytes) -> Any:
 
 
 def with_arrays(content: bytes, read_ids: Callable[..., int], read_pairs: Callable[..., int]) -> Any:
-    """None where the long lists are not written as expected."""
+    """Parse ``content`` with the compiled loops. Returns None if the long lists are not formatted as expected."""
     text = np.frombuffer(content, np.uint8)
-    # No part of a JSON string: its quotes have a backslash before them.
+    # Inside a JSON string these keys cannot occur, because quotes are escaped there.
     ids, pairs = list(_spans(content, _IDS, b"]")), list(_spans(content, _PAIRS, b"]]"))
     cuts = sorted([*ids, *pairs])
     if any(one[1] > two[0] for one, two in pairwise(cuts)):
@@ -93,7 +94,8 @@ def _room(span: tuple[int, int], shortest: int) -> np.ndarray:
 
 
 @cache
-def _in_background() -> "Future[tuple[Callable[..., int], Callable[..., int]]]":
+def loops_in_background() -> "Future[tuple[Callable[..., int], Callable[..., int]]]":
+    """The result of ``compiled_loops``, which starts to compile on a separate thread with the first call."""
     return ThreadPoolExecutor(1, thread_name_prefix="compile").submit(compiled_loops)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def command(pid: str) -> bytes:
 
 def survivors(sandbox: Sandbox) -> list[int]:
     """Processes that a program of ``sandbox`` started: forks of the supervisor, or others with the mark."""
-    below = {sandbox._supervisor.process.pid}
+    below = {sandbox.pid}
     parents = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -251,15 +252,15 @@ def test_many_callers_share_a_sandbox(sandbox: Sandbox) -> None:
 def test_a_lost_helper_is_replaced() -> None:
     with Sandbox() as fresh:
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
-        first = fresh._supervisor.process.pid
-        fresh._supervisor.process.kill()
-        fresh._supervisor.process.wait()
+        first = fresh.pid
+        os.kill(fresh.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, fresh.pid, os.WEXITED | os.WNOWAIT)
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
-        assert fresh._supervisor.process.pid != first
+        assert fresh.pid != first
 
 
 def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
-    threading.Timer(0.3, sandbox._supervisor.process.kill).start()
+    threading.Timer(0.3, os.kill, (sandbox.pid, signal.SIGKILL)).start()
     endless = "import os, time\ntry: os.fork()\nexcept OSError: pass\nwhile True: pass"
     outcome = sandbox.run(Program(endless, TESTS), ProgramLimits(time_s=1.0, wall_s=20.0))
     assert not outcome.passed  # the second helper ran it to its limit
@@ -272,7 +273,7 @@ def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
 def test_everything_ends_with_a_killed_client() -> None:
     script = (
         "from megatron_rl.graders.sandbox.sandbox import *\n"
-        "s = Sandbox(); s.start(); print(s._supervisor.process.pid, flush=True)\n"
+        "s = Sandbox(); s.start(); print(s.pid, flush=True)\n"
         "s.run(Program('import os, time\\nos.fork()\\ntime.sleep(1000)', 'assert f()'), ProgramLimits(time_s=100, wall_s=100))\n"
     )
     client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -310,7 +311,7 @@ def test_folders_of_killed_helpers_are_removed() -> None:
         except SandboxError as error:
             pytest.skip(f"this kernel cannot: {error}")
         assert not old.exists() and living.exists()
-        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox._supervisor.process.pid}_*"))
+        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox.pid}_*"))
         assert len(folders) == 1
     living.rmdir()
     assert not folders.pop().exists()

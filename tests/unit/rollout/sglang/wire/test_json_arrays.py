@@ -91,7 +91,7 @@ def test_a_text_beside_a_log_prob_goes_to_orjson():
 
 def test_long_answers_are_checked_as_short_ones_are(monkeypatch):
     monkeypatch.setattr(json_arrays, "SHORTEST", 1)
-    json_arrays._in_background().result()
+    json_arrays.loops_in_background().result()
     request = GenerationRequest("r", (3, 4), 4)
 
     def parsed(pairs, **changes):
