@@ -43,7 +43,7 @@ from megatron_rl.rollout.sglang.process.server import ServerError, detect_device
 from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.rollout.windows import WindowGenerator
-from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
+from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerFailed
 from megatron_rl.system.http.json_http import ApiKey
 from megatron_rl.weights.bucket_plan import ServerAddress
