@@ -78,7 +78,8 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.parallel import topology as topologies
     from megatron_rl.system.processes.signals import die_with_parent
     from megatron_rl.training.engine import Engine
-    from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+    from megatron_rl.training.trainer_group import TrainerGroup
+    from megatron_rl.training.trainer_rank import TrainerRank
 
     die_with_parent()
     parallel, _ = parse_layout(arguments["layout"])

@@ -8,7 +8,7 @@ job it is not encrypted. The process ends with the one that started it.
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.files.shared_file import MappedFiles
+from megatron_rl.system.files.shared_file import bytes_at
 from megatron_rl.system.processes.child_process import (
     SECRET_BYTES,
     WITHOUT_GPU,
@@ -33,19 +33,42 @@ _SCHEMA = pa.schema([("bytes", pa.uint8())])
 
 
 class ArrayServerAddress(NamedTuple):
-    """Where arrays of another machine are served."""
+    """The address of a process that serves the arrays of a machine."""
 
     location: str
     secret: str
 
 
+class Reachability(NamedTuple):
+    """The arrays that the ranks of a replica can map, and the servers of all others. Nodes are numbered as in addresses."""
+
+    node: int
+    """The node whose files the replica's receiving rank can map; -1: none."""
+    by_all: bool
+    """True if all ranks of the replica can map them."""
+    services: Mapping[int, ArrayServerAddress | None]
+    """Node -> the server of its arrays."""
+
+    def maps(self, nodes: set[int]) -> bool:
+        """True if each rank can map all that lies on these nodes."""
+        return self.by_all and nodes <= {self.node}
+
+    def read(self, node: int, addresses: np.ndarray) -> np.ndarray:
+        """[bytes] uint8: the arrays of ``node`` at ``addresses`` [k, 4], one behind the other. Raises as ``read_arrays``."""
+        found, end = np.empty(int(addresses[:, -1].sum()), np.uint8), 0
+        for chunk in read_arrays(addresses, None if node == self.node else self.services[node]):
+            found[end : end + len(chunk)] = chunk
+            end += len(chunk)
+        return found
+
+
 def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> Iterator[np.ndarray]:
-    """The bytes of the arrays at ``addresses`` [k, 6], back to back in stretches: mapped here, or from their machine's service.
+    """The bytes of the arrays at ``addresses`` [k, 4], back to back in stretches: mapped here, or from their machine's service.
 
     Raises UserError where the service does not answer, or not in full.
     """
     if service is None:
-        yield from (np.frombuffer(raw, np.uint8) for raw in MappedFiles().all_at(addresses))
+        yield from bytes_at(addresses)
         return
     ticket = flight.Ticket(bytes.fromhex(service.secret) + np.ascontiguousarray(addresses, np.int64).tobytes())
     num_bytes, expected = 0, int(addresses[:, -1].sum())
@@ -65,7 +88,7 @@ def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> It
 
 
 class ArrayServer(flight.FlightServerBase):
-    """Of whatever this process can map."""
+    """Serves all arrays that this process can map."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__("grpc://0.0.0.0:0")
@@ -75,7 +98,7 @@ class ArrayServer(flight.FlightServerBase):
         secret, table = ticket.ticket[:SECRET_BYTES], ticket.ticket[SECRET_BYTES:]
         if not is_secret(secret, self._secret):
             raise flight.FlightUnauthenticatedError("it asks with another secret than this run's")
-        return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 6)))
+        return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 4)))
 
 
 def _batches(addresses: np.ndarray) -> Iterator[pa.RecordBatch]:

@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerError, ServerLost
 from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
+from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
 

@@ -42,7 +42,7 @@ from megatron_rl.rollout.server_pool import Server, ServerDifference, ServerPool
 from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.rollout.windows import WindowGenerator
-from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
+from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerFailed
 from megatron_rl.system.gpu.gpu_environment import detect_device
 from megatron_rl.system.http.json_http import ApiKey

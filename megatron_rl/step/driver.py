@@ -206,7 +206,7 @@ def _stage_runner(
 def _note_what_is_there(recorder: Recorder, saver: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:
     for text in saver.skipped:
         recorder.console.warning(text)
-    for text in filter(None, (checkpoints, *group.notes, group.ways.note, *describe_prompts(inputs))):
+    for text in filter(None, (checkpoints, *group.notes, group.transport.note, *describe_prompts(inputs))):
         recorder.console.note(text)
 
 
@@ -302,7 +302,7 @@ def _rollout(
     console = recorder.console
     trainer = replace(
         _trainer_side(config, group, runner, recorder),
-        far_workers=lambda number: start_on_nodes(group.ways, number, console.note, console.warning),
+        far_workers=lambda number: start_on_nodes(group.transport, number, console.note, console.warning),
     )
     return open_rollout(
         config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned

@@ -36,7 +36,8 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.wire.routes import route_shape
 from megatron_rl.training.build_engines import build_engine
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 from tests.tiny_models import make_tiny_model
 
 RECIPE = """

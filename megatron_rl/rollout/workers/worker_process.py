@@ -23,6 +23,7 @@ import tokenizers
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.requests import BatchCall, BatchReply, Generation
 from megatron_rl.rollout.sglang.wire.batch_call import exchange
+from megatron_rl.rollout.workers.remote_calls import Relay, RemoteCall, RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_connection import AT_ONCE
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import (
@@ -30,15 +31,11 @@ from megatron_rl.rollout.workers.worker_messages import (
     CallRequest,
     Cancel,
     DetokenizeRequest,
-    Drop,
     Free,
     Ping,
-    RemoteCall,
-    RemoteWorkerInfo,
     SetTokenizer,
 )
-from megatron_rl.rollout.workers.worker_relay import Relay
-from megatron_rl.system.files.shared_file import Place, SharedFile
+from megatron_rl.system.files.shared_file import ArrayRange, SharedFile
 from megatron_rl.system.http.json_http import HttpSession
 from megatron_rl.system.processes import process_probe
 from megatron_rl.system.processes.child_process import SECRET_BYTES, begin_child, is_secret, read_secret
@@ -78,10 +75,9 @@ class _CallHandler:
                 self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
             case Cancel(number) if number in self._running:
                 self._running[number].cancel()
-            case Drop(start):
-                self._file.drop(start)
-            case Free(start, num_bytes):
-                self._file.free(start, num_bytes)
+            case Free(ranges):
+                for first, num_bytes in ranges:
+                    self._file.free(first, num_bytes)
             case Ping():
                 self._send(message)
 
@@ -125,7 +121,7 @@ class _CallHandler:
 
     def _frame(self, messages: list[Any]) -> list[bytes | memoryview]:
         try:
-            return frame(messages, self._place_of(messages))
+            return frame(messages, self._range_of(messages))
         except Exception as error:  # a foreign exception may refuse to be pickled
             if len(messages) > 1:
                 return [part for message in messages for part in self._frame([message])]
@@ -133,17 +129,17 @@ class _CallHandler:
             text = f"{type(error).__name__}: {error}, of a reply {reply.error!r}"
             return frame([CallReply(reply.number, error=RuntimeError(text))], self._file.put)
 
-    def _place_of(self, messages: Sequence[Any]) -> Callable[[memoryview], Place | None]:
-        """Where the messages' arrays go: into this worker's file, or they lie elsewhere already."""
+    def _range_of(self, messages: Sequence[Any]) -> Callable[[memoryview], ArrayRange | None]:
+        """Puts the messages' arrays into this worker's file, unless they lie in another worker's already."""
         if self._is_far:
             large = {start for message in messages for start in _routes_of(message)}
             return lambda raw: self._file.put(raw) if _start_of(raw) in large else None
 
-        def place(raw: memoryview) -> Place:
-            found = (relay.place_of(raw) for relay in self._relays.values())
-            return next(filter(None, found), None) or self._file.put(raw)
+        def found(raw: memoryview) -> ArrayRange:
+            elsewhere = (relay.range_of(raw) for relay in self._relays.values())
+            return next(filter(None, elsewhere), None) or self._file.put(raw)
 
-        return place if self._relays else self._file.put
+        return found if self._relays else self._file.put
 
 
 def _routes_of(message: Any) -> set[int]:
@@ -195,8 +191,7 @@ def main(arguments: list[str]) -> None:
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
     connection = socket.socket(fileno=int(socket_fd))
     if mode == "listen":
-        # Each array by itself: several connections have theirs freed in the same file.
-        asyncio.run(listen(connection, SharedFile(int(file_fd), large_bytes=0), read_secret()))
+        asyncio.run(listen(connection, SharedFile(int(file_fd)), read_secret()))
     else:
         asyncio.run(serve(connection, SharedFile(int(file_fd))))
     os._exit(0)  # nothing is left to do, and modules need a while to say goodbye

@@ -105,11 +105,11 @@ def test_routes_of_a_window_align_with_their_tokens():
     stale.routes = RouteRecord(0, np.full((4, 2, 2), 2, dtype=np.int16))
     answered = trajectory_of(segment(2, 1), message_segment((9, 9), weight_version=1, step=1, turn=0))
     answered.routes = RouteRecord(1, np.full((5, 2, 2), 4, dtype=np.int16))
-    parts = window_routes([grown, stale, answered, trajectory_of()], 1)
-    assert parts is not None
-    routes = parts.joined([t.num_tokens for t in (grown, stale, answered, trajectory_of())])
+    rows = window_routes([grown, stale, answered, trajectory_of()], 1)
+    assert rows is not None
+    routes = rows.packed(np.array([t.num_tokens for t in (grown, stale, answered, trajectory_of())]))
     expected = [3] * 7 + [0] + [0] * 5 + [4] * 5 + [0] * 2 + [0] * 3
-    assert routes.shape == (len(expected), 2, 2) and routes.dtype == torch.int16
+    assert routes.shape == (len(expected), 2, 2) and routes.dtype == np.int16
     assert routes[:, 0, 0].tolist() == expected and (routes == routes[:, :1, :1]).all()
     assert window_routes([stale], 1) is None
 
