@@ -25,7 +25,7 @@ def modules_after(code: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-def test_a_new_file_in_a_room_of_rewards_is_all_that_a_reward_needs(
+def test_new_reward_needs_only_a_file_in_a_reward_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "even_length.py").write_text(NEW_REWARD)
@@ -39,7 +39,7 @@ def test_a_new_file_in_a_room_of_rewards_is_all_that_a_reward_needs(
         del registry._registry._by_name["even"]
 
 
-def test_a_worker_imports_its_own_reward_only() -> None:
+def test_worker_imports_only_its_own_reward() -> None:
     found = modules_after(
         "from megatron_rl.rewards.registry import resolve\nresolve('megatron_rl.rewards.rules.regex:score')"
     )
@@ -66,12 +66,12 @@ def test_the_sandbox_imports_nothing_of_the_trainer() -> None:
         ({"response": "x"}, "response is given by the caller"),
     ],
 )
-def test_options_of_a_dataclass_are_checked_like_any_other(options: dict, message: str) -> None:
+def test_dataclass_options_are_checked_like_other_options(options: dict, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         check_options(resolve("code"), options)
 
 
-def test_options_of_a_dataclass_reach_the_function_as_one_value() -> None:
+def test_dataclass_options_are_passed_as_one_value() -> None:
     reward = resolve("code")
     assert reward.arguments({"disk_limit_mb": 3, "setup": "x = 1"}) == {
         "setup": "x = 1",

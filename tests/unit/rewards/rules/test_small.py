@@ -1,4 +1,4 @@
-"""The format, choice, grounding and regex rewards, and the registry that names them."""
+"""The format, choice, grounding and regex rewards, and their registry."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ plain_text = st.text(st.characters(exclude_characters="<>"), max_size=30)
 
 
 @given(plain_text, plain_text)
-def test_the_format_holds_exactly_with_one_thought_and_a_solution(thought: str, solution: str) -> None:
+def test_format_reward_needs_exactly_one_thought_and_a_solution(thought: str, solution: str) -> None:
     response = f"<think>{thought}</think>{solution}"
     expected = (thought.strip(), solution.strip()) if solution.strip() else None
     assert format_reward.split_thought(response) == expected
@@ -45,11 +45,11 @@ def test_the_format_holds_exactly_with_one_thought_and_a_solution(thought: str, 
         "<THINK>a</THINK>42",
     ],
 )
-def test_anything_else_is_zero_before_another_reward_looks(response: str) -> None:
+def test_malformed_response_scores_0_before_the_inner_reward(response: str) -> None:
     assert value_of(format_reward.score(response, "42", then="math")) == 0.0
 
 
-def test_only_the_solution_is_judged() -> None:
+def test_format_reward_passes_only_the_solution() -> None:
     assert value_of(format_reward.score("<think>41</think>42", "42", then="math")) == 1.0
     assert value_of(format_reward.score("<think>\\boxed{42}</think>41", "42", then="math")) == 0.0
     boxed = {"then": "math", "then_options": {"extract": "boxed"}}
@@ -73,17 +73,17 @@ def test_only_the_solution_is_judged() -> None:
         "answer: option B",
     ],
 )
-def test_a_letter_counts_where_an_answer_stands(response: str) -> None:
+def test_letter_counts_only_in_an_answer_position(response: str) -> None:
     assert choice.score(response, "(B)").value == 1.0
     assert choice.score(response, "A").value == 0.0
 
 
 @pytest.mark.parametrize("response", ["A cat sat there", "I think so", "", "Because", "The answer is a cat", "Z"])
-def test_words_are_no_picks(response: str) -> None:
+def test_words_are_not_picks(response: str) -> None:
     assert [choice.score(response, letter).value for letter in "ABI"] == [0.0] * 3
 
 
-def test_a_truth_that_is_no_letter_is_unscored() -> None:
+def test_ground_truth_that_is_not_a_letter_is_unscored() -> None:
     assert choice.score("B", "Paris").value is None
     assert choice.score("B", "E", letters="ABCD").value is None
 
@@ -135,7 +135,7 @@ def test_the_last_tag_counts() -> None:
 # -------------------------------------------------------------------------------------------------------------- regex
 
 
-def test_the_truth_is_the_pattern() -> None:
+def test_regex_reward_uses_the_ground_truth_as_pattern() -> None:
     assert instruction.score("say Hello twice", "hel+o").value == 0.0
     assert instruction.score("say Hello twice", "hel+o", ignore_case=True).value == 1.0
     assert instruction.score("hello there", "hel+o", match="fullmatch").value == 0.0
@@ -152,13 +152,13 @@ def test_a_registered_reward_is_found_by_name_and_by_path() -> None:
     assert by_name.path == "megatron_rl.rewards.rules.format:score"
 
 
-def test_a_name_is_given_once() -> None:
+def test_reward_name_can_be_registered_only_once() -> None:
     with pytest.raises(registry.RewardError, match="is megatron_rl.rewards.rules.math:score already"):
         registry.register("math")(format_reward.score)
     assert registry.resolve("math").function.__module__ == "megatron_rl.rewards.rules.math"
 
 
-def test_a_reward_that_workers_cannot_import_is_refused() -> None:
+def test_reward_that_workers_cannot_import_is_rejected() -> None:
     def local(response: str, answer: str) -> float:
         return 0.0
 
