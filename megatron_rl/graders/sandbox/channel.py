@@ -1,4 +1,4 @@
-"""Frames of JSON over a pair of pipes, between a referee and a player."""
+"""Frames of JSON over a pair of pipes, between the test process and the program process."""
 
 import json
 import os
@@ -12,7 +12,7 @@ _HEADER = struct.Struct("!I")
 
 
 class Gone(BaseException):
-    """The other side has ended, or does not keep to the protocol. Not an Exception: tests must not catch it."""
+    """The other side has exited or violated the protocol. Not an Exception, so that tests cannot catch it."""
 
 
 class Wire:
@@ -20,7 +20,7 @@ class Wire:
         self.files = (read_fd, write_fd)
 
     def send(self, message: Any) -> None:
-        """Raises Unsendable, before anything is sent, if the frame is too large."""
+        """Send one frame. Raises Unsendable, before any byte is sent, if the frame is too large."""
         body = write_text(message)
         if len(body) > _MAX_FRAME_BYTES:
             raise Unsendable(f"more than {_MAX_FRAME_BYTES >> 20} MB")
@@ -38,9 +38,9 @@ class Wire:
         try:
             message = json.loads(self._read(length))
         except (ValueError, RecursionError) as error:
-            raise Gone("the program sent something that is no answer") from error
+            raise Gone("the program sent an invalid reply") from error
         if type(message) is not dict:
-            raise Gone("the program sent something that is no answer")
+            raise Gone("the program sent an invalid reply")
         return message
 
     def _read(self, size: int) -> bytes:

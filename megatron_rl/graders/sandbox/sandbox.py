@@ -1,17 +1,17 @@
 """Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
 
-A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes for each program: one runs the
-program (player.py), one its tests (referee.py).
+A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes per program: one runs the
+program (player.py), the other its tests (referee.py).
 
 Invariants:
 
-- A program passed only if the referee says that all tests held. Program and tests never share an interpreter.
+- A program passes only if the test process reports that all tests held. Program and tests never share an interpreter.
 - ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
-- What a program does is an Outcome. BadTestsError: the tests cannot run, whatever the program. SandboxError: the sandbox
-  failed. A program can bring about neither.
-- Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
+- Any behavior of a program results in an Outcome. BadTestsError: the tests cannot run with any program. SandboxError:
+  the sandbox failed. A program can cause neither.
+- Without guards against the network, other processes and other files nothing runs, unless ``allow_unsandboxed`` is set.
 
-Thread safe; runs are one at a time.
+Thread-safe; runs are serialized.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from megatron_rl.graders.sandbox.supervisor import HEADER
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
-"""Beyond the deadline, for the supervisor to kill and answer; then it is lost itself."""
+"""Seconds after the deadline for the supervisor to kill and reply; after that the supervisor counts as lost."""
 _MAX_VERDICT_BYTES = 1 << 16
 LEVELS = ("namespaces", "filter")
 _BOOT = (
@@ -47,11 +47,11 @@ _Level = Literal["namespaces", "filter", "none"]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not run a program; says nothing about the program."""
+    """The sandbox could not run a program; the error implies nothing about the program."""
 
 
 class BadTestsError(ValueError):
-    """The tests cannot be run, whatever the program."""
+    """The tests cannot run with any program."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +59,31 @@ class Program:
     code: str
     tests: str | Sequence[str]
     prompt_code: str = ""
-    """What the code continues, or what its imports and helpers come from."""
+    """Code that ``code`` continues, or that provides its imports and helpers."""
     entry_point: str = ""
     setup: str = ""
-    """Runs before the code, and before the tests."""
+    """Source that runs before the code, and before the tests."""
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use."""
+    """Resource limits of one program."""
 
     time_s: float = 3.0
-    """CPU time of program and tests together, once what they import is loaded."""
+    """CPU seconds of program and tests together, not counting their imports."""
     memory_mb: int = 512
-    """Address space of the program's process."""
+    """Address space of the program's process, in MiB."""
     disk_mb: int = 16
     num_processes: int = 16
-    """Threads: no process can be started."""
+    """Maximum number of threads; child processes cannot be started."""
     wall_s: float = 4.5
-    """By the clock, waiting and imports included."""
+    """Wall-clock seconds, including waiting and imports."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     num_passed: int
-    """Asserts that held, where they are counted one by one."""
+    """Number of asserts that held; counted one by one only with partial credit."""
     num_failed: int
     detail: str
 
@@ -97,10 +97,12 @@ class Outcome:
 
 
 class Sandbox:
-    """Args:
-    level: How programs are confined; None takes the first of ``LEVELS`` that this machine can do.
-    allow_unsandboxed: Run with resource limits only where it can do none of them.
-    preload: Modules that programs often import, loaded once.
+    """A sandbox with one supervisor process.
+
+    Args:
+        level: Confinement level; None takes the first of ``LEVELS`` that this machine supports.
+        allow_unsandboxed: Run with resource limits only if the machine supports no level.
+        preload: Modules that programs often import, loaded once.
     """
 
     def __init__(
@@ -111,13 +113,13 @@ class Sandbox:
         self._lock = threading.Lock()
         self._supervisor: _Supervisor | None = None
         self.level = ""
-        """The level in use, once started."""
+        """Level in use, once started."""
 
     def start(self) -> None:
-        """Start the supervisor. ``run`` does it too, and starts a lost one again.
+        """Start the supervisor. ``run`` also starts it, and restarts a lost one.
 
         Raises:
-            SandboxError: no level works here, with what was refused.
+            SandboxError: no level works on this machine; the message has the failures.
         """
         failures = []
         for level in self._levels:
@@ -141,7 +143,7 @@ class Sandbox:
         self.close()
         raise SandboxError(
             f"programs cannot be confined on this machine ({'; '.join(failures)}); expected bubblewrap and namespaces, or "
-            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them without"
+            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them unconfined"
         )
 
     def _launched(self, level: str, errors: IO[bytes]) -> "_Supervisor":
@@ -163,7 +165,7 @@ class Sandbox:
                 stderr=errors,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                # Nothing of the trainer's environment: it may hold credentials.
+                # Pass nothing of the trainer's environment, which may contain credentials.
                 env={
                     **kept,
                     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -178,11 +180,11 @@ class Sandbox:
         """Run a program with its tests.
 
         Args:
-            partial: Count failing asserts instead of stopping at the first one.
+            partial: Count failing asserts instead of stopping at the first failure.
 
         Raises:
             BadTestsError: tests that do not compile, cannot run or test nothing.
-            SandboxError: no verdict, and not by the program's doing.
+            SandboxError: no verdict, for a reason that the program did not cause.
         """
         shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
         tests = program.tests if isinstance(program.tests, str) else "\n".join(program.tests)
@@ -200,7 +202,7 @@ class Sandbox:
             }
         ).encode()
         with self._lock:
-            for is_last_try in (False, True):  # a supervisor that somebody killed is replaced once
+            for is_last_try in (False, True):  # a supervisor that was killed is replaced once
                 if self._supervisor is None or self._supervisor.process.poll() is not None:
                     self.start()
                 try:
@@ -212,7 +214,7 @@ class Sandbox:
         raise AssertionError("the last try returns or raises")
 
     def _converse(self, request: bytes, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
-        """(the supervisor's reply, the referee's verdict)."""
+        """(supervisor's reply, verdict of the test process)."""
         assert self._supervisor is not None
         control = self._supervisor.control
         ours, theirs = socket.socketpair()
@@ -221,7 +223,7 @@ class Sandbox:
                 control.sendall(HEADER.pack(len(request)) + request)
                 socket.send_fds(control, [b"f"], [theirs.fileno()])
             ours.settimeout(max(deadline - time.monotonic(), 0.001))
-            with contextlib.suppress(OSError):  # the referee has ended: the reply says why
+            with contextlib.suppress(OSError):  # the test process has exited; the reply has the reason
                 ours.sendall(task)
                 ours.shutdown(socket.SHUT_WR)
             reply = _reply(control, deadline)
@@ -231,7 +233,7 @@ class Sandbox:
             return reply, text
 
     def close(self) -> None:
-        """End the supervisor and all that it runs. It can be started again."""
+        """End the supervisor and all its processes. The sandbox can be started again."""
         if self._supervisor is None:
             return
         process, control = self._supervisor
@@ -256,11 +258,11 @@ class _Supervisor(NamedTuple):
 
 
 class _Lost(Exception):
-    """The supervisor died or does not answer."""
+    """The supervisor exited or does not reply."""
 
 
 def _bubblewrap() -> list[str]:
-    """The command that puts a supervisor into namespaces: no network, no other process, no file but what it needs."""
+    """Command that puts a supervisor into namespaces: no network, no other processes, only the files that it needs."""
     package = str(Path(__file__).resolve().parents[2])
     shown = [word for path in [*visible_paths(), package] for word in ("--ro-bind", path, path)]
     options = (
@@ -312,10 +314,10 @@ def _outcome(reply: dict[str, Any], text: bytes) -> Outcome:
     except ValueError:
         verdict = None
     if reply["ended_by"] or verdict is None:
-        # Nothing of the program has run before it is asked: until then all is the tests' doing.
+        # The program starts at the tests' first request, so earlier failures are caused by the tests.
         how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
         if not has_started:
-            raise BadTestsError(f"before they ask for the program: {how}")
+            raise BadTestsError(f"before their first use of the program: {how}")
         return Outcome(0, 1, how)
     if "bad_tests" in verdict:
         raise BadTestsError(verdict["bad_tests"])
@@ -333,4 +335,4 @@ def _how_it_ended(status: int) -> str:
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
         return "time limit (CPU)"
-    return f"died of {signal.Signals(number).name}"
+    return f"killed by {signal.Signals(number).name}"

@@ -1,4 +1,4 @@
-"""Programs and tests that hold: what tests may do with a program that runs in another process, and what they may not."""
+"""Programs and tests that must pass: supported and unsupported uses of a program that runs in another process."""
 
 HONEST = {
     "arguments change in place": (
@@ -130,7 +130,7 @@ OPERATED = {
     ),
     "lists of its own": ("class V(list): pass", "assert V([1]) == [1]"),
 }
-"""What right programs lose: their objects are called and asked for attributes, nothing else. They fail."""
+"""Correct programs that fail in the sandbox, because their objects support only calls and attribute access."""
 
 INSEPARABLE = {
     "classes": ("class V: pass", "assert isinstance(V(), V)"),
