@@ -1,14 +1,16 @@
-"""Arrays that several processes of a machine read: one process writes them into a file without a name, others map it.
+"""Arrays shared by several processes of a machine: one process writes them into an unnamed file, others map it.
 
-The file (memfd) is a row of *extents*. Its writer fills one after the other and never writes to one twice; who reads maps
-whole extents, and arrays are views of them. An extent's memory is free once nothing refers to it: nothing is left of the
-file, however its processes end, and no size of /dev/shm limits it. Arrays of the file are read-only.
+The file (memfd) is a sequence of *extents*. Its writer fills one extent after another and never writes to the same
+place twice; readers map whole extents, and arrays are views of them. An extent's memory is freed once nothing refers to
+it. The file disappears with its processes, however they end, and no size of /dev/shm limits it. Arrays of the file are
+read-only.
 
-An array says itself where it lies (``address_of``). Another process of the same user on the same machine opens the file as
-/proc/PID/fd/NUMBER of one that has mapped the array, for as long as that one refers to it.
+The address of an array follows from the array itself (``address_of``). Another process of the same user on the same
+machine opens the file as /proc/PID/fd/NUMBER of a process that has mapped the array, as long as that process refers to
+the array.
 
-An array of another node has an address too, and a stand-in here (``FarView``): of its shape, without its content. Nodes are
-numbered; 0 is the driver's.
+An array of another node also has an address, and a local proxy (``FarView``) with its shape but without its content.
+Nodes are numbered; 0 is the driver's.
 """
 
 import mmap
@@ -22,39 +24,40 @@ import numpy as np
 
 _EXTENT_BYTES = 1 << 24
 _LARGE_BYTES = 1 << 20
-"""An array from this size on has an extent of its own: a small one that lives longer would keep its memory."""
+"""Arrays of at least this size get their own extent; in a shared extent, a long-lived small array would keep their
+memory."""
 _ALIGNMENT = 64
 _MOST_AT_ONCE = 1024
-"""Parts of a write; what POSIX systems take (IOV_MAX)."""
+"""Maximum number of buffers per write; the POSIX limit (IOV_MAX)."""
 
 
 class Place(NamedTuple):
-    """Of an array in a file."""
+    """Location of an array in a file."""
 
     start: int
-    """Of the extent, in the file."""
+    """Start of the extent in the file, in bytes."""
     extent_bytes: int
     offset: int
-    """In the extent."""
+    """Offset in the extent, in bytes."""
     num_bytes: int
 
 
 NODE = 1 << 32
-"""What the number of a process of node n has n times added to it in an address."""
+"""Factor of the node's number in an address: ``node * NODE + pid``."""
 
 
 class Address(NamedTuple):
-    """Of an array on this machine, or on another node."""
+    """Address of an array on this machine or on another node."""
 
     pid: int
-    """And the node: ``node * NODE + pid``."""
+    """Process id with its node: ``node * NODE + pid``."""
     fd: int
-    """Of the file, in the process ``pid``."""
+    """File descriptor of the file in the process ``pid``."""
     place: Place
 
 
 class _OpenFile:
-    """A file that stays open as long as something refers to it."""
+    """File that stays open as long as an object refers to it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = os.dup(fd)
@@ -66,12 +69,12 @@ class _OpenFile:
 
 
 class Extent(mmap.mmap):
-    """A mapped part of a file."""
+    """A mapped extent of a file."""
 
     file: "_OpenFile | FarView"
     start: int
     address: int
-    """In this process's memory."""
+    """Start of the mapping in this process's memory."""
 
     @classmethod
     def of(cls, file: _OpenFile, start: int, num_bytes: int) -> "Extent":
@@ -79,7 +82,7 @@ class Extent(mmap.mmap):
 
     @classmethod
     def far(cls, file: "FarView", start: int, num_bytes: int) -> "Extent":
-        """Of another node: addresses, behind which is no memory."""
+        """Extent of another node: its addresses have no content."""
         return cls(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)._at(file, start)
 
     def _at(self, file: "_OpenFile | FarView", start: int) -> Self:
@@ -89,7 +92,7 @@ class Extent(mmap.mmap):
 
 
 def address_of(array: np.ndarray) -> Address | None:
-    """Where other processes find an array without gaps; None: in this process's own memory."""
+    """Address of a contiguous array for other processes; None if the array is in private memory."""
     extent = _extent_of(array)
     if extent is None:
         return None
@@ -108,20 +111,21 @@ def _place(extent: Extent, array: np.ndarray) -> Place:
 
 
 class SharedFile:
-    """The writer's side."""
+    """Writer of a shared file."""
 
     def __init__(self, fd: int, large_bytes: int | None = None) -> None:
-        """``large_bytes``: arrays from this size on have an extent of their own; it goes on behind what an earlier writer wrote."""
+        """``large_bytes``: arrays of at least this size get their own extent. Appends after the content of an earlier
+        writer."""
         allow_many_files()
         self._file = _OpenFile(fd)
         self._end = os.fstat(fd).st_size
         self._large_bytes = _LARGE_BYTES if large_bytes is None else large_bytes
         self._extents: dict[int, mmap.mmap] = {}
         self._open, self._used = -1, _EXTENT_BYTES
-        """Start of the extent that small arrays go to, and how much of it is taken."""
+        """Start of the extent for small arrays, and the number of bytes used in it."""
 
     def put(self, raw: memoryview) -> Place:
-        """Copies an array into the file."""
+        """Copy an array into the file."""
         if raw.nbytes >= self._large_bytes:
             num_bytes = -(-raw.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             start, offset = self._new_extent(num_bytes), 0
@@ -137,7 +141,7 @@ class SharedFile:
         return Place(start, num_bytes, offset, raw.nbytes)
 
     def put_together(self, parts: Sequence[np.ndarray]) -> Place:
-        """Copies arrays without gaps into the file, back to back; some of them have bytes."""
+        """Copy contiguous arrays into the file without gaps; at least one must not be empty."""
         num_bytes = sum(part.nbytes for part in parts)
         if num_bytes < _LARGE_BYTES:
             return self.put(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]).data)
@@ -147,7 +151,7 @@ class SharedFile:
         return Place(start, extent_bytes, 0, num_bytes)
 
     def _write(self, start: int, parts: Sequence[Any]) -> None:
-        """By calls of the system: a fault for each new page of a mapping would take about as long as the copy."""
+        """Write with system calls, because a page fault per new page of a mapping takes about as long as the copy."""
         waiting = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes][::-1]
         while waiting:
             start += (written := os.pwritev(self._file.fd, waiting[: -_MOST_AT_ONCE - 1 : -1], start))
@@ -160,13 +164,14 @@ class SharedFile:
         return memoryview(self._extents[place.start])[place.offset : place.offset + place.num_bytes].toreadonly()
 
     def drop(self, start: int) -> None:
-        """The reader has nothing of this extent any more; its memory is free once nothing here has."""
+        """Release an extent that the reader no longer uses; its memory is freed once nothing in this process refers to
+        it."""
         extent = self._extents.pop(start)
-        # Not earlier: a writer that ends must leave what it has sent.
+        # Not at exit: arrays that a writer has sent must survive the writer.
         weakref.finalize(extent, _forget, self._file, start, len(extent)).atexit = False
 
     def free(self, start: int, num_bytes: int) -> None:
-        """The reader has nothing of this extent any more, whoever wrote it."""
+        """Release an extent that the reader no longer uses, regardless of its writer."""
         if start in self._extents:
             self.drop(start)
         else:
@@ -185,7 +190,7 @@ def _forget(file: _OpenFile, start: int, num_bytes: int) -> None:
 
 
 class SharedView:
-    """The reader's side. ``on_drop(start)`` is called, on any thread, when nothing refers to an extent any more."""
+    """Reader of a shared file. ``on_drop(start)`` is called, on any thread, once nothing refers to an extent."""
 
     def __init__(self, fd: int, on_drop: Callable[[int], None]) -> None:
         allow_many_files()
@@ -193,7 +198,7 @@ class SharedView:
         self._on_drop = on_drop
         self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
         self._newest: Extent | None = None
-        """The extent that the writer fills: kept, as further arrays will come in it."""
+        """Extent that the writer fills; kept mapped, because more arrays will arrive in it."""
 
     def at(self, place: Place) -> memoryview:
         extent = self._extents.get(place.start)
@@ -205,16 +210,16 @@ class SharedView:
         return memoryview(extent)[place.offset : place.offset + place.num_bytes]
 
     def place_of(self, raw: memoryview) -> Place | None:
-        """Where an array lies in the file; None: elsewhere."""
+        """Location of an array in the file; None if the array is elsewhere."""
         extent = _extent_of(raw)
         return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self._file else None
 
 
 class FarView:
-    """Stands for arrays in a file of another node. ``on_drop(start, num_bytes)`` as ``SharedView``'s."""
+    """Proxy for arrays in a file of another node. ``on_drop(start, num_bytes)``: as in ``SharedView``."""
 
     def __init__(self, pid: int, fd: int, on_drop: Callable[[int, int], None] = lambda start, num_bytes: None) -> None:
-        """``pid``: with the node, as in an address."""
+        """``pid``: process id with its node, as in an address."""
         self.pid, self.fd = pid, fd
         self._on_drop = on_drop
         self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
@@ -227,13 +232,14 @@ class FarView:
         return memoryview(extent)[place.offset : place.offset + place.num_bytes].toreadonly()
 
     def place_of(self, raw: memoryview) -> Place | None:
-        """As ``SharedView.place_of``."""
+        """Location of an array; same as ``SharedView.place_of``."""
         extent = _extent_of(raw)
         return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self else None
 
 
 class SharedArrays:
-    """Arrays of this process that others of the machine can map; each is there as long as something here refers to it."""
+    """Arrays of this process that other processes of the machine can map; each exists as long as an object refers to
+    it."""
 
     def __init__(self) -> None:
         fd = os.memfd_create("megatron_rl_arrays")
@@ -242,19 +248,19 @@ class SharedArrays:
         os.close(fd)
 
     def put(self, array: np.ndarray) -> np.ndarray:
-        """``array``, which has an address then: itself, or a copy."""
+        """Return ``array`` itself if it has an address, or a copy that has one."""
         if not array.nbytes or (array.flags.c_contiguous and _extent_of(array) is not None):
             return array
         place = self._file.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return np.frombuffer(self._view.at(place), array.dtype).reshape(array.shape)
 
     def put_together(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """[bytes] uint8: copies of ``arrays`` without gaps, back to back; some of them have bytes."""
+        """[bytes] uint8: copies of ``arrays`` without gaps; at least one must not be empty."""
         return np.frombuffer(self._view.at(self._file.put_together(arrays)), np.uint8)
 
 
 class MappedFiles:
-    """Reads arrays of other processes. What it has mapped stays so until it is closed or forgotten."""
+    """Reads arrays of other processes. Mappings stay until the object is closed or dropped."""
 
     def __init__(self) -> None:
         allow_many_files()
@@ -262,13 +268,13 @@ class MappedFiles:
         self._extents: dict[tuple[int, int, int], Extent] = {}
 
     def at(self, address: Address) -> memoryview:
-        """Raises OSError where this process cannot open the other's file: it is of another user or machine, or gone."""
+        """View of an array. Raises OSError if its file cannot be opened: other user, other machine, or process gone."""
         pid, fd, place = address
         extent = self._extent(pid, fd, place.start, place.extent_bytes)
         return memoryview(extent)[place.offset : place.offset + place.num_bytes]
 
     def all_at(self, addresses: np.ndarray) -> list[memoryview]:
-        """``at`` of each of ``addresses`` [k, 6], the numbers of an ``Address``; nothing lies anywhere."""
+        """Views of several arrays; ``addresses`` [k, 6] are the fields of ``Address``. Empty arrays have no location."""
         found = []
         for pid, fd, start, extent_bytes, offset, num_bytes in addresses.tolist():
             extent = memoryview(self._extent(pid, fd, start, extent_bytes)) if num_bytes else memoryview(b"")
@@ -292,6 +298,6 @@ class MappedFiles:
 
 
 def allow_many_files() -> None:
-    """As many open files as the system lets this process have: each mapped extent counts as one."""
+    """Raise the limit of open files to the hard limit, because each mapped extent counts as one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,5 @@
-"""What lies in a shared file has one address everywhere, and its memory and its descriptors go with the last who refers to it."""
+"""An array of a shared file has one address everywhere; its memory and descriptors are freed with the last reference.
+"""
 
 import gc
 import os
@@ -20,18 +21,18 @@ print(sum(sum(files.at(Address(pid, fd, Place(*place)))) for pid, fd, *place in 
 
 
 def read_elsewhere(addresses: list[Address]) -> int:
-    """The sum of all their bytes, as another process reads them."""
+    """Sum of all bytes of the arrays, as read by another process."""
     numbers = [str(number) for pid, fd, place in addresses for number in (pid, fd, *place)]
     return int(subprocess.run([sys.executable, "-c", READER, *numbers], check=True, capture_output=True).stdout)
 
 
 def num_held(path: str) -> int:
-    """Bytes of memory that a file takes."""
+    """Bytes of memory that a file occupies."""
     gc.collect()
     return os.stat(path).st_blocks * 512
 
 
-def test_another_process_reads_views_of_any_kind_at_their_addresses() -> None:
+def test_other_processes_read_views_of_any_kind_at_their_addresses() -> None:
     arrays, rng = SharedArrays(), np.random.default_rng(1)
     kept, found, expected = [], [], 0
     for shape in ((5,), (3000, 7), (2_000_000,), (40, 3, 2)):
@@ -45,7 +46,7 @@ def test_another_process_reads_views_of_any_kind_at_their_addresses() -> None:
     assert read_elsewhere(found) == expected
 
 
-def test_what_has_an_address_is_not_copied_again_and_what_has_none_says_so() -> None:
+def test_array_with_an_address_is_not_copied_again() -> None:
     arrays = SharedArrays()
     array = arrays.put(np.arange(10))
     assert arrays.put(array[3:]).base is array.base and address_of(arrays.put(array[::2])) is not None
@@ -55,7 +56,7 @@ def test_what_has_an_address_is_not_copied_again_and_what_has_none_says_so() -> 
         array[0] = 1
 
 
-def test_memory_and_descriptors_go_with_the_last_reference() -> None:
+def test_memory_and_descriptors_are_freed_with_the_last_reference() -> None:
     before = len(os.listdir("/proc/self/fd"))
     arrays = SharedArrays()
     kept = arrays.put(np.ones(3 << 20, np.uint8))
@@ -74,7 +75,7 @@ def test_memory_and_descriptors_go_with_the_last_reference() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_reader_of_a_file_that_is_gone_or_anothers_hears_so() -> None:
+def test_reading_a_file_that_is_gone_raises() -> None:
     arrays = SharedArrays()
     address = address_of(arrays.put(np.ones(5)))
     assert address is not None
@@ -84,8 +85,8 @@ def test_a_reader_of_a_file_that_is_gone_or_anothers_hears_so() -> None:
         MappedFiles().at(address._replace(pid=2**22 + 1))
 
 
-def test_a_workers_arrays_stay_readable_by_others_after_its_end() -> None:
-    """The driver's view of a worker's file is what the address names, not the worker."""
+def test_worker_arrays_stay_readable_after_the_worker_ends() -> None:
+    """The driver's view of a worker's file is addressed by the driver's process, not the worker's."""
     fd = os.memfd_create("worker")
     worker, view = SharedFile(fd), SharedView(fd, lambda start: None)
     array = np.frombuffer(view.at(worker.put(memoryview(np.full(100, 3, np.uint8)))), np.uint8)
