@@ -63,7 +63,7 @@ def test_the_sandbox_imports_nothing_of_the_trainer() -> None:
         ({"time_limit": 1.0}, "no option 'time_limit'; its options: .*time_limit_s.*did you mean 'time_limit_s'"),
         ({"process_limit": 1.5}, "option process_limit must be an integer, got 1.5"),
         ({"partial_credit": 1}, "option partial_credit must be true or false, got 1"),
-        ({"response": "x"}, "response is given by the caller"),
+        ({"response": "x"}, "response is set by the caller"),
     ],
 )
 def test_dataclass_options_are_checked_like_other_options(options: dict, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Laws of generation in windows: dialogues, FIRE and over-sampling, against an engine that keeps SGLang's promises.
+"""Laws of generation in windows: dialogues, FIRE and over-sampling, against a fake server with SGLang's guarantees.
 
 The engine draws each token from (seed, position, history, temperature), stops at stop tokens and at stop strings of
 which it sees what it generated in this request alone, and returns what it has when it is aborted.

@@ -99,7 +99,7 @@ HONEST = {
         "assert np.allclose(f(np.ones(2))[0], 2)",
     ),
 }  # fmt: skip
-"""(program, tests) by what they need."""
+"""Maps the required feature to (program, tests)."""
 
 NODES = """class Node:
     def __init__(self, value, next=None): self.value, self.next = value, next
@@ -149,4 +149,4 @@ INSEPARABLE = {
     "nothing asked": ("def f(): return 1", "assert 1 == 1"),
     "their own fault": ("def f(): return 1", "x = [][1]\nassert f() == 1"),
 }  # fmt: skip
-"""Tests that cannot be run, whatever the program: unscored."""
+"""Tests that cannot run with any program; the response is unscored."""
