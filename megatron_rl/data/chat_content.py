@@ -151,6 +151,7 @@ def _frames(part: Mapping[str, Any], place: str, folder: Folder) -> list[tuple[f
             f"{place}: frames: expected a list of images, got {describe(frames)}; cut videos into frames first"
         )
     seconds = _timestamps(part, len(frames), place)
+    # Sources are created for all frames, also those not shown, so that a missing file is an error in any plan.
     plan = plan_video(len(frames), max_tokens=folder.max_video_tokens, levels=folder.frame_levels)
     sources = [image_source(frame, folder.path, f"{place}: frame {i}") for i, frame in enumerate(frames, start=1)]
     return [(seconds[i], replace(sources[i], max_tokens=plan.max_frame_tokens)) for i in plan.frames]

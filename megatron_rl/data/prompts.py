@@ -145,6 +145,7 @@ def check_files(
     with file, line and field.
     """
     num_by_type: Counter[str] = Counter()
+    # Rows of different types may lack a field, but a field that no row has is a typo.
     never_seen = set(data.reward_fields)
     for row, place in read_rows(files, split=data.split):
         content = read_content(row, place, data)
@@ -333,6 +334,7 @@ def _message(message: Any, where: str, folder: Folder) -> tuple[Message, list[Im
 
 def _answer(row: Row, place: str, data: DataConfig) -> str:
     value = lookup(row, data.answer_field)
+    # A blank ground truth counts as missing: no response could match it.
     is_blank = isinstance(value, str) and not value.strip()
     missing = is_missing(value) or is_blank
     if missing and not data.answer_required:

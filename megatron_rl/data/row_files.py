@@ -272,6 +272,7 @@ def _problem(row: Any) -> str:
 
 
 def _unusable(value: Any) -> str:
+    # Walk level by level instead of recursing, because hostile nesting would exhaust the stack.
     level = [value]
     for _ in range(_MAX_DEPTH):
         texts = [part for part in level if isinstance(part, str)]

@@ -48,6 +48,7 @@ class PromptSampler:
         self._streams: dict[str, _Stream] = {}
         for name in sorted(num_by_type) if weighted else [_EVERYTHING]:
             members = [prompt for prompt in prompts if not weighted or prompt.type == name]
+            # crc32 instead of hash(), which differs between processes.
             stream_seed = [seed, zlib.crc32(name.encode())] if weighted else [seed]
             self._streams[name] = _Stream(members, stream_seed, shuffle)
         last = mixture or (num_by_type if weighted else {_EVERYTHING: 1.0})
@@ -113,6 +114,7 @@ class _Stream:
         self._epoch, self._position = epoch, position
         self._order = np.arange(len(self._prompts))
         if self._shuffle:
+            # Seeded per epoch, so that a resumed run rebuilds the order without replaying earlier epochs.
             np.random.default_rng([*self._seed, epoch]).shuffle(self._order)
 
 

@@ -104,6 +104,7 @@ class Vision:
                 f"image processor makes {self.num_tokens(ref)} of {facts.width} x {facts.height} pixels; raise "
                 "data.video_frame_tokens, or give frames of a less extreme shape"
             )
+        # Keyed by content: the same image in several rows or files is read and encoded once.
         self._sources.setdefault((facts.digest, source.max_tokens), (source, ref))
         return ref
 
@@ -295,6 +296,6 @@ class _Texts:
             while self._num_bytes > self._max_bytes and len(self._futures) > 1:
                 oldest = next(iter(self._futures.values()))
                 if not oldest.done():
-                    return
+                    return  # its size is not known yet; eviction continues when it is done
                 self._num_bytes -= len(oldest.result())
                 self._futures.popitem(last=False)

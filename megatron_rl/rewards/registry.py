@@ -113,6 +113,7 @@ def _check_function(reward: Reward) -> None:
         or inspect.isasyncgenfunction(function)
     ):
         raise RewardError(f"reward {reward.name!r}: expected a plain function or an async one, got {function!r}")
+    # "<" marks lambdas and functions defined inside others, which a worker cannot import either.
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise RewardError(
             f"reward {reward.name!r}: a worker process cannot import {reward.path}; "
@@ -166,6 +167,7 @@ def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequen
     # A row field that the options set is an option like any other.
     from_rows = [name for name in row_fields if name not in options]
     _registry.check_options(reward, options, given=[*_response_and_answer(reward.function), *from_rows])
+    # Options are sent to workers as JSON: reject others here, before a worker process starts.
     try:
         json.dumps(dict(options))
     except TypeError as error:

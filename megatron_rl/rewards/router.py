@@ -98,6 +98,7 @@ class Route:
         if score.value is None or self.declared is None:
             return score
         low, high = self.declared
+        # Values within the tolerance are clamped below, so that the trainer never sees a value outside the range.
         slack = _RANGE_TOLERANCE * max(1.0, abs(low), abs(high))
         if not low - slack <= score.value <= high + slack:
             error = f"reward {self.reward.name} gave {score.value:g}, outside its declared range [{low:g}, {high:g}]"
@@ -142,6 +143,7 @@ def _route(config: RewardRouteConfig, timeout_s: float, place: str) -> Route:
     reward = resolve(config.name)
     check_options(reward, config.options, required_fields(reward, config.options))
     timeout_s = config.timeout_s or timeout_s
+    # A reward that ends its own work scores a slow item; if the runner's timeout came first, the item would be unscored.
     own_limit_s = wall_limit_s(reward, config.options)
     if own_limit_s is not None and own_limit_s >= timeout_s:
         raise RewardError(
@@ -165,6 +167,7 @@ def _rescaling(values: Sequence[float], declared: Range | None, reward: Reward, 
 
 
 def _check_commensurable(routes: Mapping[str, Route]) -> None:
+    # One reward for all types is comparable with itself, even if its range is not declared.
     if len({route.key for route in routes.values()}) == 1 and len({route.range for route in routes.values()}) == 1:
         return
     ranges = {type_: route.range for type_, route in routes.items() if route.range is not None}
@@ -269,6 +272,7 @@ def build_rewards(config: RewardConfig) -> "RewardRouter":
                         row_fields=route.row_fields,
                     )
                 )
+        # pop_all: the runners outlive this function; if a later runner fails to start, the stack closes the earlier ones.
         return RewardRouter(config, routes, runners, started.pop_all())
 
 
@@ -321,6 +325,7 @@ class RewardRouter:
                     score = replace(score, metrics={**score.metrics, "thought": 1.0})
                 scores[index] = self._label(route.finish(score), item, route)
 
+        # Submit to all runners before waiting for one, so that the rewards run concurrently.
         futures = {key: self._runners[key].submit([item for _, item in pairs]) for key, pairs in queued.items()}
         return _gather(futures, store, lambda: [scores[index] for index in range(len(items))])
 

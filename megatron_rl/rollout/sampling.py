@@ -90,6 +90,7 @@ def base_seed(config: Config) -> int | None:
 
 def trajectory_seed(base: int | None, trajectory_id: int) -> int | None:
     """Seed of a trajectory, the same in every window: the server hashes it with the token's position."""
+    # Frozen formula: a resumed run must reproduce the seeds of its checkpoint.
     return None if base is None else (base * 1_000_003 + trajectory_id * 7_919) % _MAX_SEED
 
 

@@ -121,6 +121,7 @@ def read(text: str) -> Meaning:
 def _read_once(text: str) -> Meaning | str:
     """Meaning, or the reason why there is none. Cached, because responses to one prompt share their ground truth and
     answers."""
+    # Reject prose early, because the LaTeX parser is slow and reads words as products of variables.
     if len(_PROSE.findall(text)) > _MAX_WORDS:
         return "prose"
     try:
@@ -200,6 +201,7 @@ def _read(text: str, depth: int) -> Meaning:
     if not text or depth > _MAX_DEPTH:
         raise Unreadable("nothing")
     text = text if depth else _without_thousands(text)
+    # Semicolons bind weaker than commas: "1, 2; 3, 4" is a list of two points.
     for separators in ({";"}, {",", *_SEPARATORS}):
         parts, found = _split(text, separators)
         items = [part for part in parts if part.strip(" ~")]

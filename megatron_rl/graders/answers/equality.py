@@ -113,6 +113,7 @@ def _same_items(first: list[Meaning], second: list[Meaning]) -> bool:
     """True if the items can be paired. Items with equal spelling are paired first, so that long lists are fast."""
     if len(first) != len(second):
         return False
+    # Only items without an equal spelling need the quadratic comparison by meaning.
     common = set(first) & set(second)
     left = [item for item in second if item not in common]
     for item in first:

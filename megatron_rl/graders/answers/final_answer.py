@@ -82,6 +82,7 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
             openings.append((match.start(), match.end()))
         elif token == "}" and openings:
             opening = openings.pop()
+            # A box that opens before the last closed one contains it, and only innermost boxes count.
             if opening is not None and (not boxes or opening[0] > boxes[-1][0]):
                 boxes.append((*opening, match.start()))
     return boxes
@@ -168,6 +169,7 @@ def hedged_near(text: str, position: int) -> bool:
 
 def last_formula(text: str) -> tuple[str, int, int] | None:
     r"""(content, start, end) of the last ``$...$``, ``\(...\)`` or ``\[...\]``, joined with earlier formulas of the same answer."""
+    # Search only the end of the text, to bound the work of the pattern.
     offset = max(0, len(text) - 4 * MAX_ANSWER_CHARS)
     matches = [match for match in _FORMULA.finditer(text, offset)]
     if not matches:

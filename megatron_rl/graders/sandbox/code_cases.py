@@ -99,6 +99,7 @@ def tests_of(cases: Sequence[Case], function: str) -> str:
         else "same_output(run_program(given), expected[0])"
     )
     lines = [f"given, expected = CASES[{number}]\nassert {check}" for number in range(len(cases))]
+    # Tests are self-contained source text, so the comparison functions are copied into them.
     source = "\n".join(inspect.getsource(part) for part in (_close, same_output, same_result))
     return "\n".join(["import json, math", source, f"CASES = json.loads({data!r})", *lines])
 
@@ -118,6 +119,7 @@ def same_output(got: str, expected: str) -> bool:
     words = [[word for line in text for word in line] for text in lines]
     for one, other in zip(*words, strict=True):
         if one != other:
+            # Integers must match as text; only fractions have a tolerance.
             try:
                 if other.lstrip("+-").isdigit() or not _close(float(one), float(other)):
                     return False

@@ -50,6 +50,7 @@ def compose(code: str, prompt_code: str, entry_point: str) -> list[CodeType]:
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: from the compiler, for code that is not Python.
     """
+    # A whole program takes precedence: prompt plus program might compile too, but would define the function twice.
     alone = _try_compile(code)
     if alone is not None and (not entry_point or root_of(entry_point) in _defined(ast.parse(code).body)):
         return [*prelude(prompt_code, entry_point), alone]

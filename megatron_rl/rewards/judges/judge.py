@@ -196,6 +196,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]
     """
     url = _next_server(settings.urls)
     yes_ids, no_ids = await _word_ids(settings, url)
+    # Servers may compute equal texts differently in one batch: sending each text once gives equal probabilities.
     unique = list(dict.fromkeys(texts))
     ids = [*yes_ids, *no_ids]
     body: dict[str, Any] = {
@@ -223,6 +224,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]
 
 def _next_server(urls: Sequence[str]) -> str:
     now = time.monotonic()
+    # If all servers are down, try them anyway: they may be back.
     up = [url for url in urls if _down_until.get(url, 0.0) <= now] or urls
     return up[next(_turns) % len(up)]
 

@@ -140,6 +140,7 @@ async def score(
     solution = judged_text(response, options)
     if solution is None:
         return Score(0.0, FORMAT_FAILURE)
+    # A missing anchor is a fault of the data, so the response is unscored instead of 0.
     other = _read_of_anchor(anchor or answer, options)
     if not other:
         return Score(None, error="no anchor: the row has neither a proper 'anchor' nor an answer")

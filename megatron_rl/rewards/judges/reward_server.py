@@ -138,6 +138,7 @@ class _Batch:
             verdicts = await self._verdicts()
         except Exception as error:  # every waiting item must get the error
             verdicts = [error] * len(self.bodies)
+        # A caller may have been cancelled while the batch was in progress: its future is already done.
         for answer, verdict in zip(self.answers, verdicts, strict=True):
             if answer.done():
                 continue
@@ -163,6 +164,7 @@ class _Batch:
 async def _post_in_batch(url: str, body: dict[str, Any], batch_size: int, headers: dict[str, str] | None) -> Any:
     loop = asyncio.get_running_loop()
     open_batches = _batches.setdefault(loop, {})
+    # Items with different headers must not share a request.
     key = f"{url} {sorted((headers or {}).items())}"
     if key not in open_batches:
         open_batches[key] = _Batch(url, headers)

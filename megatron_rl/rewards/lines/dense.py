@@ -97,6 +97,7 @@ class ProcessRewarder:
             comment_prefixes=self._config.comment_prefixes,
         )
         tokens = end_tokens(lines, texts)
+        # Values may cover the prompt too; the response's values are always the last ones.
         scores = np.asarray(values[len(values) - num_tokens :])[tokens]
         # Lines that end at the same token use its score once each, so their rewards add up.
         np.add.at(rewards, tokens, line_rewards(scores, [line.neutral for line in lines], weight))

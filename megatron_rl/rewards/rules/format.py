@@ -49,6 +49,7 @@ def _check(options: Mapping[str, Any]) -> None:
     inner = _inner(options)
     if inner is None:
         return
+    # The inner reward runs inside this reward's worker process, which has no event loop.
     if inner.is_async:
         raise RewardError(
             f"reward 'format': then={inner.name!r} queries a server, which worker processes cannot do; set "

@@ -25,6 +25,7 @@ def _tag_content(text: str, tag: str) -> str | None:
 
 
 def _read_numbers(text: str, count: int) -> list[float] | None:
+    # The length limit bounds the work on hostile responses.
     parts = _SEPARATOR.split(text.strip().strip("()[]").strip()) if len(text) <= 200 else []
     if len(parts) != count or not all(_NUMBER.fullmatch(part) for part in parts):
         return None

@@ -264,7 +264,7 @@ def test_judge_sees_both_orders_and_learns_only_the_judgment_token(tokenizer, tm
     assert metrics["loss"] == pytest.approx(float(loss.detach()))
 
 
-def test_a_judge_that_cannot_see_the_order_learns_the_words_and_no_preference(tokenizer, tmp_path):
+def test_judge_that_cannot_see_the_order_learns_no_preference(tokenizer, tmp_path):
     """Both orders are trained equally: the toy model adds up its tokens, so a gain in one order is a loss in the other."""
     config = config_of("pairwise", tmp_path, ROWS)
     kind, group = build_kind(config, tokenizer), ToyGroup(tokenizer.vocab_size, lr=0.5)

@@ -66,7 +66,7 @@ def test_the_last_turn_is_open_until_it_stops_or_a_budget_ends_it():
     assert dialogue(generated(4, 0, reason="abort")).turns()[0].ended is False
 
 
-def test_a_response_is_finished_by_its_stop_and_a_dialogue_by_its_environment():
+def test_stop_finishes_a_response_and_environment_finishes_a_dialogue():
     stop = generated(3, 0, reason="stop")
     assert Trajectory(0, PROMPT, 0, 0, 9, [stop]).finished
     assert not dialogue(stop).finished
@@ -91,7 +91,7 @@ segments = st.lists(
 
 
 @given(segments)
-def test_masks_cover_the_response_and_agree_with_the_turns(parts):
+def test_masks_cover_the_response_and_agree_with_its_turns(parts):
     t = dialogue()
     for num_tokens, step, is_message, reason in parts:
         turn = t.current_turn

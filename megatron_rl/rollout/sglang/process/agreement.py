@@ -44,6 +44,7 @@ def disagreements(
     device = info.get("device", ours.device)
     if broadcasts and device != ours.device:
         yield f"it runs on {device} and the trainer on {ours.device}: no process group has both; set rollout.weight_sync=disk"
+    # The remaining checks concern GPUs only.
     if ours.device == "cpu":
         return
     if ours.can_sleep and info.get("enable_memory_saver") is False:

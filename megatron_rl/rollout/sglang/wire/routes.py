@@ -64,6 +64,7 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
         )
     if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
         raise BadRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
+    # One byte per entry if possible: routes are most of the data that trajectories carry.
     dtype = np.uint8 if shape.num_experts <= np.iinfo(np.uint8).max else np.int16
     routes = np.add(ids.reshape(full_shape), 1, dtype=dtype, casting="unsafe")
     _drop_incomplete(routes.reshape(-1, shape.top_k))

@@ -120,7 +120,7 @@ def test_requests_in_progress_count_with_their_full_limit(lengths, draw):
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_no_running_request_is_retracted_if_the_server_reports_its_kv_cache(says_so):
+def test_no_request_is_retracted_if_the_server_reports_its_kv_cache(says_so):
     servers = [KvServer(4000, says_so=says_so, step_tokens=4) for _ in range(2)]
     requests = slots_of(5, num_groups=6)
 
