@@ -86,7 +86,7 @@ def _program(text: str, entry_point: str) -> tuple[Region, int]:
 
 class _Block(NamedTuple):
     tag: str
-    """Language tag."""
+    """Language tag of the block."""
     region: Region
     indent: int
     """Number of characters before the opening fence."""

@@ -128,7 +128,7 @@ def inspect(source: ImageSource) -> ImageFacts:
 
 @functools.lru_cache(maxsize=_NUM_REMEMBERED)
 def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageFacts:
-    """Cached, because rows are read several times before a run starts."""
+    """Facts of an image file. Cached, because rows are read several times before a run starts."""
     return _facts(Path(path).read_bytes(), path)
 
 

@@ -78,7 +78,7 @@ def read_rows(
 def lookup(row: Mapping[str, Any], field: str) -> Any:
     """Value of ``field``: a column, or a path into nested ones (``reward_model.ground_truth``, ``turns.0.text``).
 
-    Returns None if there is no value, as for a null: Parquet and Arrow fill missing fields with nulls.
+    Returns None if the value is missing, as for a null: Parquet and Arrow fill missing fields with nulls.
     """
     if field in row:
         return row[field]

@@ -44,18 +44,19 @@ class Reward(plugins.Plugin):
     """A named reward; ``function`` is ``score(response, answer, **options) -> float | Score``, plain or async."""
 
     prepare: OptionsHook | None = None
-    """Called once before the workers start, for imports that would otherwise count towards the first item's deadline."""
+    """Hook that is called once before the workers start, for imports that would otherwise count towards the first
+    deadline."""
     check: OptionsHook | None = None
-    """Called with the options before a run starts, for checks beyond the signature; raises RewardError."""
+    """Hook that is called with the options before a run starts, for checks beyond the signature; raises RewardError."""
     range: Range | _RangeOfOptions | None = None
     """Smallest and largest value, or None if not declared. Rewards of one run must agree on it (router.py)."""
     row_fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parameters that a row may set, each with its field names in rows; the first field present is used."""
     answer_required: bool = True
-    """If False, a row may lack ``answer``; the reward then gets ""."""
+    """False if a row may lack ``answer``; the reward then gets ""."""
     check_prompts: _PromptsHook | None = None
-    """Called with all prompts of this reward and its options before a run starts; returns problems with their file and
-    line."""
+    """Hook that is called with all prompts of this reward and its options before a run starts; returns problems with
+    file and line."""
     owns_processes: bool = False
     """The reward keeps helper processes between items and ends its other child processes within an item; workers do not
     kill them."""

@@ -38,7 +38,7 @@ class GenerationRequest:
     input_ids: Sequence[int] | np.ndarray | TokenParts
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy; greedy log-probs are computed at temperature 1."""
+    """Sampling temperature; 0 is greedy, with log-probs computed at temperature 1."""
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: Sequence[int] = ()

@@ -345,7 +345,7 @@ def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note: Progress, *, has_trainer: bool) -> None:
-    """Raises ServerError for servers that this run cannot use."""
+    """Check attached servers. Raises ServerError for servers that this run cannot use."""
     ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
     broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
     problems, unreported = [], []

@@ -90,7 +90,7 @@ class TrainerSide:
     far_workers: Callable[[int], Sequence[FarWorker]] = lambda num_workers: ()
     """Starts the given number of rollout workers on each node except the driver's (main thread, collective)."""
     while_waiting: Callable[[], None] = lambda: None
-    """Called every few seconds while the main thread waits for servers, so that the other trainer ranks do not time
+    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not time
     out."""
 
 

@@ -1,7 +1,7 @@
 r"""Single expressions: parsed by latex2sympy, made exact, and compared by value.
 
 Two expressions are equal if they are equal at every evaluated point: constants to 50 digits, relative; formulas at
-points with positive and negative coordinates. There is no rounding to a fixed number of places, so small values are
+points with positive and negative coordinates. Values are not rounded to fixed places, so small values are
 compared as exactly as large ones. The only tolerance is for decimals: a value without a finite decimal, such as 1/7 or a
 root, equals its decimal of six or more places.
 
@@ -300,7 +300,7 @@ def _number(expression: Any) -> Any:
         value = expression.evalf(_DIGITS)
     except MemoryError:
         raise
-    except Exception:  # sympy raises many kinds of errors; there is no value
+    except Exception:  # sympy raises many kinds of errors; the value is undefined
         return None
     return value if value.is_number and value.is_finite and not value.free_symbols else None
 

@@ -33,7 +33,7 @@ class LineSearch:
     def answer(self, recoverable: bool) -> None:
         tested = self.question
         if tested is None:
-            raise ValueError("the search is over: there is no question to answer")
+            raise ValueError("the search is over: no question is open")
         if recoverable:
             self._low = tested + 1
         else:

@@ -76,7 +76,7 @@ def score(
     then: str = "",
     then_options: dict[str, Any] | None = None,
 ) -> float | Score:
-    """0 without the format; otherwise 1, or the score that the reward ``then`` gives the solution.
+    """Score 0 without the format; otherwise 1, or the score that the reward ``then`` gives the solution.
 
     Args:
         opened_by_prompt: The prompt already ends with ``<think>``.

@@ -13,7 +13,8 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 
 REQUIRE_GPU = "MEGATRON_RL_REQUIRE_GPU"
-"""If 1, a process that finds no GPU ends with an error. Otherwise a node without GPUs computes on its CPUs."""
+"""Variable that, set to 1, makes a process without a GPU end with an error. Otherwise such a process computes on the
+CPU."""
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Defaults of NCCL variables. Multi-node NVLink (GB200, GB300) needs 1 for both, for the trainer and the servers."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -36,7 +36,7 @@ class Fact:
     remedy: str = ""
     """Remedy; empty if ``found`` is sufficient."""
     is_needed: bool = True
-    """If False, the stack runs without it, but slower or with fewer features; ``remedy`` describes which."""
+    """True if the stack does not run without it; otherwise ``remedy`` describes what is slower or missing."""
 
 
 def machine_facts(folder: str | Path, needed_mib: int) -> list[Fact]:
@@ -56,7 +56,7 @@ def _driver() -> Fact:
     text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     versions = re.findall(r"^(\d+)\.[\d.]+$", text or "", re.MULTILINE)
     if not versions:
-        remedy = "there is no GPU on this machine (for example while an image is built); if there should be one, check nvidia-smi"
+        remedy = "this machine has no GPU (for example while an image is built); if there should be one, check nvidia-smi"
         return Fact("NVIDIA driver", "none answers", wanted, remedy, is_needed=False)
     found = text.strip().splitlines()[0] if text else ""
     remedy = f"install driver {MIN_DRIVER} or newer; a container has the driver of its host"

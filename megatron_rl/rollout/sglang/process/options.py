@@ -22,15 +22,16 @@ class ServerOptions:
     """Path of a Hugging Face model folder."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0 means any free port."""
+    """Port of the server; 0 means any free port."""
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     deterministic: bool = False
     """Requests carry seeds, which SGLang ignores otherwise."""
     load_weights: bool = True
-    """False starts with random weights, for a trainer that sends its own before the first request."""
+    """Load the model folder's weights. False starts with random weights, for a trainer that sends its own before the
+    first request."""
     tokenizer: bool = False
-    """True enables text (stop strings, chat); training sends and receives token ids only."""
+    """Load a tokenizer for text (stop strings, chat); training sends and receives token ids only."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
     first_gpu: int = 0

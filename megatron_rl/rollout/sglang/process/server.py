@@ -350,7 +350,7 @@ def _wait_port_free(host: str, port: int, timeout_s: float = 10.0) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises ServerError if a server could not listen on the port."""
+    """Check that a server can listen on the port. Raises ServerError if not."""
     if not port_is_free(host, port):
         raise ServerError(
             f"port {port} on {host} is in use (or {host} is not an address of this machine). Find its owner with "

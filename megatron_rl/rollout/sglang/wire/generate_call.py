@@ -54,7 +54,7 @@ def sent_rid(rid: str) -> str:
 
 
 def validate(request: GenerationRequest, vocab_size: int) -> None:
-    """Raises RequestRejected if the server would reject the request or crash on it."""
+    """Check a request. Raises RequestRejected if the server would reject the request or crash on it."""
     problem = None
     if len(request.input_ids) == 0:
         problem = "input_ids is empty: expected at least one token"

@@ -36,7 +36,7 @@ class PairList(NamedTuple):
     ids: np.ndarray
     """[n] int32, none negative"""
     logprobs: np.ndarray
-    """[n] float32"""
+    """[n] float32 log-probs"""
 
 
 def read_json(content: bytes) -> Any:
