@@ -325,7 +325,7 @@ def test_requests_of_a_judge_server_that_is_down_go_to_the_others():
     ],
 )
 @pytest.mark.parametrize("name", ["genrm", "pairwise"])
-def test_wrong_options_are_refused(name: str, options: dict):
+def test_judge_rejects_invalid_options(name: str, options: dict):
     with pytest.raises(UserError):
         check_options(resolve(name), options, ("prompt",))
 

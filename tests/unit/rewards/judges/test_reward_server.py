@@ -160,7 +160,7 @@ def test_batch_reply_of_the_wrong_length_leaves_items_unscored():
         {"url": "http://x", "fields": "level"},
     ],
 )
-def test_wrong_options_are_refused(options: dict):
+def test_http_reward_rejects_invalid_options(options: dict):
     with pytest.raises(RewardError):
         check_options(resolve("http"), options)
 

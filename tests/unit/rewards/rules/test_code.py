@@ -92,7 +92,7 @@ def test_code_is_the_last_matching_block(response: str, expected: str) -> None:
 
 
 @given(st.text("`\npy thonf()=:<>/x ", max_size=80), st.text("f\n`:( ", max_size=30))
-def test_no_text_breaks_the_reading(response: str, prompt: str) -> None:
+def test_code_extraction_handles_any_text(response: str, prompt: str) -> None:
     code = extract_code(response, "f")
     assert isinstance(code, str) and len(code) <= len(response)
     prelude(prompt, "f")

@@ -63,7 +63,7 @@ def test_separator_splits_chains_in_any_grouping(numbers: list[int]) -> None:
 
 
 @given(st.one_of(st.text(), st.text("0123456789,.$%/-+eE^{}\\frac \x00\ud800", max_size=400)))
-def test_no_text_breaks_the_reading(text: str) -> None:
+def test_math_reward_parses_any_text(text: str) -> None:
     parse_number(text)
     last_number(text, ",")
     assert score(text, "12345678987654321").value == float("12345678987654321" in text)
