@@ -41,14 +41,15 @@ def serve(
     url_file: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Run ``num_servers`` servers until Ctrl-C, SIGTERM, SIGHUP or their end; returns an exit code for the shell.
+    """Run ``num_servers`` servers until Ctrl-C, SIGTERM, SIGHUP or a final failure; returns an exit code for the shell.
 
-    A server that ends by itself is started again, three times at most. ``log_path``: with several servers the i-th writes
-    NAME-i. ``url_file`` gets their URLs, a line each, once all of them answer, and is there as long as they are. Must be called
-    from the main thread, as it installs signal handlers. A SIGTERM or SIGHUP that the parent has ignored stays ignored.
+    A server that exits is restarted, at most three times. ``log_path``: with several servers the i-th writes NAME-i.
+    ``url_file`` receives their URLs, one per line, once all servers answer, and is removed when they stop. Must be
+    called from the main thread, because it installs signal handlers. A SIGTERM or SIGHUP that the parent ignores stays
+    ignored.
     """
-    # SIGINT in any case: a shell script that starts this in the background has it ignored.
-    signals = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    # SIGINT always: a shell ignores it in scripts that it starts in the background.
+    signals = [name for name in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(name) is not signal.SIG_IGN]
     for number in (signal.SIGINT, *signals):
         signal.signal(number, signal.default_int_handler)
     name = log_path.name if num_servers == 1 else f"{log_path.stem}-{{}}{log_path.suffix}"
@@ -77,12 +78,12 @@ def serve(
 
 
 def _watch(pool: ServerPool, say: Callable[[str], None]) -> NoReturn:
-    """Start servers that ended again, one after the other; raises ServerError for one that ends too often."""
+    """Restart servers that exit, one at a time. Raises ServerError for a server that exits too often."""
     servers = [server for server in pool.servers if isinstance(server, SglangServer)]
     while True:
         for server in servers:
             if not server.alive():
-                say(f"server {server.url} ended by itself; its log {server.log_path} ends:\n{server.log_end()}")
+                say(f"server {server.url} exited; its log {server.log_path} ends:\n{server.log_end()}")
                 server.progress = say
                 server.restart()
         time.sleep(_POLL_S)

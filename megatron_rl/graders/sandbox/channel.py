@@ -56,7 +56,7 @@ class FrameChannel:
         self.files = (read_fd, write_fd)
 
     def send(self, message: Any) -> None:
-        """Raises Unsendable, before anything is sent, if the frame is too large."""
+        """Send one frame. Raises Unsendable, before any byte is sent, if the frame is too large."""
         body = write_text(message)
         if len(body) > _MAX_FRAME_BYTES:
             raise NotSerializable(f"more than {_MAX_FRAME_BYTES >> 20} MB")

@@ -1,6 +1,6 @@
 """Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
 
-A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes for each program: one runs the
+A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes per program: one runs the
 program (program_process.py), one its tests (trusted_process.py).
 
 Invariants:
@@ -9,9 +9,9 @@ Invariants:
 - ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
 - The result of a program is an Outcome. BadTestsError: the tests cannot run, regardless of the program. SandboxError: the
   sandbox failed. A program can cause neither.
-- Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
+- Without guards against the network, other processes and other files nothing runs, unless ``allow_unsandboxed`` is set.
 
-Thread safe; runs are one at a time.
+Thread-safe; runs are serialized.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ _Level = Literal["namespaces", "filter", "none"]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not run a program; says nothing about the program."""
+    """The sandbox could not run a program; the error implies nothing about the program."""
 
 
 class BadTestsError(ValueError):
-    """The tests cannot be run, whatever the program."""
+    """The tests cannot run with any program."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ProgramLimits:
     """Limits of one program."""
 
     time_s: float = 3.0
-    """CPU time of program and tests together, once what they import is loaded."""
+    """CPU seconds of program and tests together, not counting their imports."""
     memory_mb: int = 512
-    """Address space of the program's process."""
+    """Address space of the program's process, in MiB."""
     disk_mb: int = 16
     num_processes: int = 16
     """Number of threads; no process can be started."""
@@ -113,7 +113,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._supervisor: _SupervisorHandle | None = None
         self.level = ""
-        """The level in use, once started."""
+        """Level in use, once started."""
 
     @property
     def pid(self) -> int | None:
@@ -148,7 +148,7 @@ class Sandbox:
         self.close()
         raise SandboxError(
             f"programs cannot be confined on this machine ({'; '.join(failures)}); expected bubblewrap and namespaces, or "
-            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them without"
+            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them unconfined"
         )
 
     def _launched(self, level: str, errors: IO[bytes]) -> "_SupervisorHandle":
@@ -170,7 +170,7 @@ class Sandbox:
                 stderr=errors,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                # Nothing of the trainer's environment: it may hold credentials.
+                # Pass nothing of the trainer's environment, which may contain credentials.
                 env={
                     **kept,
                     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -185,7 +185,7 @@ class Sandbox:
         """Run a program with its tests.
 
         Args:
-            partial: Count failing asserts instead of stopping at the first one.
+            partial: Count failing asserts instead of stopping at the first failure.
 
         Raises:
             BadTestsError: tests that do not compile, cannot run or test nothing.
@@ -219,7 +219,7 @@ class Sandbox:
         raise AssertionError("the last try returns or raises")
 
     def _converse(self, request: bytes, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
-        """(the supervisor's reply, the referee's verdict)."""
+        """(supervisor's reply, verdict of the test process)."""
         assert self._supervisor is not None
         control = self._supervisor.control
         ours, theirs = socket.socketpair()
@@ -228,7 +228,7 @@ class Sandbox:
                 control.sendall(pack_frame(request))
                 socket.send_fds(control, [b"f"], [theirs.fileno()])
             ours.settimeout(max(deadline - time.monotonic(), 0.001))
-            with contextlib.suppress(OSError):  # the referee has ended: the reply says why
+            with contextlib.suppress(OSError):  # the test process has exited; the reply has the reason
                 ours.sendall(task)
                 ours.shutdown(socket.SHUT_WR)
             reply = _reply(control, deadline)
@@ -316,7 +316,7 @@ def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
         # The program runs only once the tests call it: any earlier failure is caused by the tests.
         how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
         if not has_started:
-            raise BadTestsError(f"before they ask for the program: {how}")
+            raise BadTestsError(f"before their first use of the program: {how}")
         return CaseResult(0, 1, how)
     if "bad_tests" in verdict:
         raise BadTestsError(verdict["bad_tests"])
@@ -334,4 +334,4 @@ def _how_it_ended(status: int) -> str:
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
         return "time limit (CPU)"
-    return f"died of {signal.Signals(number).name}"
+    return f"killed by {signal.Signals(number).name}"

@@ -1,16 +1,16 @@
-"""The sandbox's own process: it forks, confines, watches and kills the processes that run untrusted code.
+"""Supervisor process of the sandbox: forks, confines, monitors and kills the processes that run untrusted code.
 
-Started once by its client (sandbox.py). It reads requests from the control socket one at a time.
+Started once by its client (sandbox.py). Requests from the control socket are handled one at a time.
 
 Invariants:
 
-- A process runs untrusted code only after every guard is in place; a guard that fails is reported as the sandbox's
-  failure, and the code is not run.
-- After each request nothing of it is left: no process, no file.
-- Tests and verdicts go through a socket from the client to the referee: no fork of the supervisor holds them.
+- A process runs untrusted code only after every guard is in place. A guard that fails is reported as a failure of the
+  sandbox, and the code is not run.
+- After each request no process and no file of it is left.
+- Tests and verdicts travel over a socket between the client and the test process; no other fork has this socket.
 
 Which process waits for which: the client waits for the reply, which comes at the deadline at the latest; the supervisor waits for the
-end of the referee, for a limit and for the end of the client, whichever comes first, and then kills.
+test process, for a limit or for the client's exit, whichever comes first, and then kills all processes.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class _Child:
         self.failure = ""
         self.is_ready = False
         self.ready_times = (0.0, 0.0)
-        self._said = ""
+        self._status_text = ""
 
     def times(self) -> tuple[float, float]:
         """(CPU seconds of all its threads, seconds of waiting for a CPU)."""
@@ -75,9 +75,9 @@ class _Child:
 
     def read_status(self) -> None:
         text = os.read(self.status, 600).decode(errors="replace")
-        self._said += text
-        if not self._said.startswith("c"):
-            self.failure = self._said or "it died"
+        self._status_text += text
+        if not self._status_text.startswith("c"):
+            self.failure = self._status_text or "it exited"
         if not text or text.endswith("r"):
             self.is_ready, self.ready_times = True, self.times()
 
@@ -107,7 +107,7 @@ class Supervisor:
         children = [
             self._start(limits, (asks[0], answers[1]), lambda ready: _player(program, ready, asks[0], answers[1]))
         ]
-        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]  # after the fork of the player, which must not have it
+        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]  # after the fork of the program process, which must not have the socket
         try:
             files = (channel_fd, answers[0], asks[1])
             children.append(self._start(limits, files, lambda ready: _referee(channel_fd, ready, answers[0], asks[1])))
@@ -158,7 +158,7 @@ class Supervisor:
                 if child.status in readable:
                     child.read_status()
                     ready_at = time.monotonic()
-            # The client sends nothing before it has the reply: either the referee or the client has ended.
+            # The client sends nothing before it has the reply, so either the test process or the client has ended.
             if end in readable or self._control in readable or any(child.failure for child in children):
                 return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_bytes else ""
             now, patience_s = time.monotonic(), _WATCH_S
@@ -225,8 +225,8 @@ def _keep_files(kept: set[int]) -> None:
 
 
 def main(start: dict[str, Any]) -> None:
-    """Entry point: ``control_fd``, ``level`` and ``preload`` (modules) from the client."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's to handle
+    """Entry point. ``start`` from the client: ``control_fd``, ``level`` and ``preload`` (modules)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles it
     control = socket.socket(fileno=start["control_fd"])
     control.set_inheritable(False)
     for name in (*_PRELOADED, *start["preload"]):
@@ -234,7 +234,7 @@ def main(start: dict[str, Any]) -> None:
     visible = tuple(f"{path}/" for path in visible_paths())
     sys.path[:] = [path for path in sys.path if f"{path}/".startswith(visible)]
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's own is not for its supervisor
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's CPU limit does not apply to its supervisor
     guards: Guards | None = None
     try:
         guards = Guards(start["level"])

@@ -1,4 +1,4 @@
-"""Arrays that several processes of a machine read: one process writes them into a file without a name, others map it.
+"""Arrays shared by several processes of a machine: one process writes them into an unnamed file, others map it.
 
 The file (memfd) is sparse and has its final length from the start, so each process maps it once and sees all that is written
 later. Its writer gives each array a range of the file; a range's memory is free once its reader refers to it no longer: the
@@ -9,7 +9,7 @@ The memory address of an array says where in which file it lies (``addresses_of`
 same machine opens the file as /proc/PID/fd/NUMBER of a process that has mapped it, for as long as that one refers to it.
 
 A file of another node is mapped as addresses without memory (``MappedFile.remote``): its arrays have shape and address, and
-no content. Nodes are numbered; 0 is the driver's.
+no content. Nodes are Nodes are numbered; 0 is the driver's.
 """
 
 import bisect

@@ -181,7 +181,7 @@ def _by_sequence(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
             {"aggregation": custom("fixed_length")},
             "algorithm.aggregation: .* needs length; set it under algorithm.aggregation_options",
         ),
-        ({"policy_loss_options": {"clip_low": 0.1}}, "clip_low is given by the caller, it is no option of"),
+        ({"policy_loss_options": {"clip_low": 0.1}}, "clip_low is set by the caller, it is not an option of"),
         (
             {"kl": KlConfig(estimator="k4")},
             "algorithm.kl.estimator: unknown KL estimator 'k4': expected one of k1, k2, k3",

@@ -82,9 +82,9 @@ def test_score_reads_a_pipe_once_and_scores_all_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b'{"response": "\\ud800", "answer": "1"}', "field 'response': half of a surrogate pair"),
+        (b'{"response": "\\ud800", "answer": "1"}', "field 'response': a text contains half of a surrogate pair"),
         (b'{"response": "1", "answer": NaN}', "field 'answer': expected text or a number, got nan"),
-        (b'{"response": "1", "answer": "1", "answer": "2"}', "field 'answer' stands in an object twice"),
+        (b'{"response": "1", "answer": "1", "answer": "2"}', "field 'answer' occurs twice in an object"),
         (b"\xff\xfe{\0}\0", "UTF-16"),
         (b"[" * 100_000, "not valid JSON"),
     ],

@@ -23,7 +23,7 @@ SHORTEST = 1 << 15
 """Bytes of the shortest reply that is worth it: about a thousand tokens."""
 _IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
 _SURE = 2.0**-50
-"""More than the relative error of the quick product."""
+"""Upper bound for the relative error of the fast product."""
 
 
 class NumberList(NamedTuple):
@@ -35,15 +35,15 @@ class PairList(NamedTuple):
     ids: np.ndarray
     """[n] int32, none negative"""
     logprobs: np.ndarray
-    """[n] float32"""
+    """[n] float32 log-probs"""
 
 
 def read_json(content: bytes) -> Any:
     """Parse a reply. Raises ValueError if it is not JSON."""
     if len(content) >= SHORTEST and (loops := loops_in_background()).done():
-        found = with_arrays(content, *loops.result())
-        if found is not None:
-            return found
+        samples = with_arrays(content, *loops.result())
+        if samples is not None:
+            return samples
     return orjson.loads(content)
 
 
@@ -55,7 +55,7 @@ def with_arrays(content: bytes, read_ids: Callable[..., int], read_pairs: Callab
     cuts = sorted([*ids, *pairs])
     if any(one[1] > two[0] for one, two in pairwise(cuts)):
         return None
-    borders = [0, *(place for cut in cuts for place in cut), len(content)]
+    borders = [0, *(border for cut in cuts for border in cut), len(content)]
     try:
         samples = orjson.loads(b"".join(content[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)))
     except ValueError:
@@ -77,7 +77,7 @@ def with_arrays(content: bytes, read_ids: Callable[..., int], read_pairs: Callab
 
 
 def _spans(content: bytes, opening: bytes, closing: bytes) -> Iterator[tuple[int, int]]:
-    """Start and end of what stands between each ``opening`` and the ``closing`` behind it."""
+    """(start, end) of the text between each ``opening`` and the next ``closing``."""
     place = content.find(opening)
     while place >= 0:
         start = place + len(opening)
@@ -89,7 +89,7 @@ def _spans(content: bytes, opening: bytes, closing: bytes) -> Iterator[tuple[int
 
 
 def _room(span: tuple[int, int], shortest: int) -> np.ndarray:
-    """For all entries that may stand in ``span``, of ``shortest`` bytes with their comma."""
+    """Array with room for all entries in ``span``, each at least ``shortest`` bytes long with its comma."""
     return np.empty((span[1] - span[0]) // shortest + 1, np.int32)
 
 
@@ -101,11 +101,11 @@ def loops_in_background() -> "Future[tuple[Callable[..., int], Callable[..., int
 
 @cache
 def compiled_loops() -> tuple[Callable[..., int], Callable[..., int]]:
-    """(read ids, read pairs): ``(text, start, end, results...)`` -> entries read, or -1."""
-    import numba  # takes a third of a second, which short runs need not
+    """(read ids, read pairs): compiled ``(text, start, end, results...)`` -> number of entries read, or -1."""
+    import numba  # lazy: the import takes a third of a second, and short runs do not need it
 
     jit = numba.njit(nogil=True)
-    # A compiled function calls those that it is given.
+    # Compiled functions call other compiled functions only if these are passed as arguments.
     whole_number, mantissa, exponent, any_number = jit(_whole_number), jit(_mantissa), jit(_exponent), jit(_number)
     number = jit(lambda text, place, end: any_number(text, place, end, mantissa, exponent))
     ids_loop, pairs_loop, is_next = jit(_read_ids), jit(_read_pairs), jit(_is_next)
@@ -165,7 +165,7 @@ def _is_next(text: np.ndarray, place: int, end: int, word: bytes) -> bool:
 
 
 def _whole_number(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
-    """(value, the place behind it); -1 for a place where it is none, or not below 2^31."""
+    """(value, position after it); position -1 without a whole number below 2^31."""
     value, first = 0, place
     while place < end and 48 <= text[place] <= 57 and place - first < 11:
         value = value * 10 + (text[place] - 48)
@@ -176,7 +176,7 @@ def _whole_number(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
 
 
 def _number(text: np.ndarray, place: int, end: int, mantissa: Any, exponent: Any) -> tuple[np.float32, int]:
-    """(the number at ``place``, the place behind it); -1 for a place where it is none, or which float32 it is is in doubt."""
+    """(number at ``place``, position after it); position -1 if there is none or its float32 rounding is in doubt."""
     negative = place < end and text[place] == 45
     digits, scale, place = mantissa(text, place + negative, end)
     if place >= 0 and place < end and (text[place] == 101 or text[place] == 69):
@@ -192,7 +192,8 @@ def _number(text: np.ndarray, place: int, end: int, mantissa: Any, exponent: Any
 
 
 def _mantissa(text: np.ndarray, place: int, end: int) -> tuple[int, int, int]:
-    """(digits as a whole number, how many of them stand behind the point, the place behind them); -1 for more than 18."""
+    """(digits as a whole number, number of digits after the point, position after them); position -1 for more than 18
+    digits."""
     digits, scale, num_digits, behind_point, first = 0, 0, 0, False, place
     while place < end and (48 <= text[place] <= 57 or (text[place] == 46 and not behind_point)):
         if text[place] == 46:
@@ -208,7 +209,7 @@ def _mantissa(text: np.ndarray, place: int, end: int) -> tuple[int, int, int]:
 
 
 def _exponent(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
-    """(value, the place behind it); -1 where there is none."""
+    """(value, position after it); position -1 without an exponent."""
     falls = place < end and text[place] == 45
     if place < end and (text[place] == 45 or text[place] == 43):
         place += 1

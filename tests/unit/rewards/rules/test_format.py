@@ -16,7 +16,7 @@ plain_text = st.text(st.characters(exclude_characters="<>"), max_size=30)
 
 
 @given(plain_text, plain_text)
-def test_the_format_holds_exactly_with_one_thought_and_a_solution(thought: str, solution: str) -> None:
+def test_format_reward_needs_exactly_one_thought_and_a_solution(thought: str, solution: str) -> None:
     response = f"<think>{thought}</think>{solution}"
     expected = (thought.strip(), solution.strip()) if solution.strip() else None
     assert format_reward.split_thought(response) == expected
@@ -40,11 +40,11 @@ def test_the_format_holds_exactly_with_one_thought_and_a_solution(thought: str, 
         "<THINK>a</THINK>42",
     ],
 )
-def test_anything_else_is_zero_before_another_reward_looks(response: str) -> None:
+def test_malformed_response_scores_0_before_the_inner_reward(response: str) -> None:
     assert value_of(format_reward.score(response, "42", then="math")) == 0.0
 
 
-def test_only_the_solution_is_judged() -> None:
+def test_format_reward_passes_only_the_solution() -> None:
     assert value_of(format_reward.score("<think>41</think>42", "42", then="math")) == 1.0
     assert value_of(format_reward.score("<think>\\boxed{42}</think>41", "42", then="math")) == 0.0
     boxed = {"then": "math", "then_options": {"extract": "boxed"}}

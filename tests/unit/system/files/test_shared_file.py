@@ -32,13 +32,13 @@ print(sum(int(raw.sum()) for raw in bytes_at(np.array(sys.argv[1:], np.int64).re
 
 
 def read_elsewhere(addresses: list[Address]) -> int:
-    """The sum of all their bytes, as another process reads them."""
+    """Sum of all bytes of the arrays, as read by another process."""
     numbers = [str(number) for address in addresses for number in address]
     return int(subprocess.run([sys.executable, "-c", READER, *numbers], check=True, capture_output=True).stdout)
 
 
 def num_held(path: str) -> int:
-    """Bytes of memory that a file takes."""
+    """Bytes of memory that a file occupies."""
     gc.collect()
     return os.stat(path).st_blocks * 512
 
@@ -58,7 +58,7 @@ class Worker:
         return num_held(f"/proc/self/fd/{self.fd}")
 
 
-def test_another_process_reads_views_of_any_kind_at_their_addresses() -> None:
+def test_other_processes_read_views_of_any_kind_at_their_addresses() -> None:
     arrays, rng = SharedArrays(), np.random.default_rng(1)
     kept, found, expected = [], [], 0
     for shape in ((5,), (3000, 7), (2_000_000,), (40, 3, 2)):
@@ -92,7 +92,7 @@ def test_files_of_many_arrays_are_found_at_once() -> None:
         np.testing.assert_array_equal(raw.view(arrays[index].dtype), arrays[index])
 
 
-def test_memory_and_descriptors_go_with_the_last_reference() -> None:
+def test_memory_and_descriptors_are_freed_with_the_last_reference() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     arrays = SharedArrays()
@@ -194,7 +194,7 @@ def test_a_file_that_has_taken_over_a_descriptor_is_mapped_anew() -> None:
     assert (bytes_at(addresses)[0].tobytes(), old.tobytes()) == (b"other", b"first")
 
 
-def test_a_workers_arrays_stay_readable_by_others_after_its_end() -> None:
+def test_worker_arrays_stay_readable_after_the_worker_ends() -> None:
     """The address names the driver's mapping of a worker's file, not the worker."""
     worker = Worker()
     array = worker.write(np.full(100, 3, np.uint8))
