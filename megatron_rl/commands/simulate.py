@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Mode
+from megatron_rl.config.schema import Config, Mode
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.simulate.calibration import calibrated
 from megatron_rl.desk.simulate.comparison import Replayed, observed, replay_fitted, replay_measured
@@ -30,6 +30,7 @@ from megatron_rl.desk.simulate.recorded_run import RecordedRun, prompt_lengths, 
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.timing import Timing, read_timing, write_timing
 from megatron_rl.errors import UserError
+from megatron_rl.schedule.table import GENERATE
 from megatron_rl.system.command_line.cli_types import positive_int, positive_number, split_overrides
 from megatron_rl.tracking.timeline import Timeline
 
@@ -61,11 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _SimulationRequest:
+    config: Config
     scenario: Scenario
     workload: Workload
     timing: Timing
     real: RecordedRun | None
-    """That the simulated configuration is the one of."""
+    """The run that has exactly the simulated configuration."""
     guesses_overlap: bool
     """Stages overlap that did not in the run that the costs are from."""
 
@@ -79,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError("--replay: expected --run RUN, the run that is replayed")
         return _replay(source, arguments)
     inputs = _inputs(arguments, source, paths, overrides)
+    if arguments.timing and not arguments.json:
+        _note_free_stages(inputs)
     if arguments.save_timing:
         write_timing(arguments.save_timing, inputs.timing)
     if arguments.windows:
@@ -118,8 +122,16 @@ def _inputs(
         )
     unchanged = target is not None and scenario == _own_scenario(target)
     calibrates = source is not None and not (arguments.timing or arguments.gpu)
-    guesses = calibrates and source is not None and _own_scenario(source).mode is Mode.sync and timing.overlap_rate < 1
-    return _SimulationRequest(scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
+    guesses = calibrates and source is not None and not _own_scenario(source).facts.windows and timing.overlap_rate < 1
+    return _SimulationRequest(config, scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
+
+
+def _note_free_stages(inputs: _SimulationRequest) -> None:
+    # A generate stage costs decode and prefill in any case.
+    known = {GENERATE, *inputs.timing.stages}
+    free = [stage.name for stage in inputs.scenario.graph if stage.name not in known]
+    if free:
+        print(f"note: --timing gives no costs of {', '.join(free)}, which take no time")
 
 
 def _own_scenario(run: RecordedRun) -> Scenario:
@@ -166,7 +178,7 @@ def _replay(run: RecordedRun, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({name: _replay_numbers(one) for name, one in found.items()}, indent=2))
         return 0
-    table = Table(title=f"{run.folder}: {run.num_steps} steps, {scenario.mode.value}", title_justify="left")
+    table = Table(title=f"{run.folder}: {run.num_steps} steps, {config_of_run(run).schedule.mode.value}", title_justify="left")
     for column in ("on the clock", "simulated s", "real s", "error", "median step error"):
         table.add_column(column, justify="left" if column == "on the clock" else "right")
     for name, one in found.items():
@@ -186,24 +198,29 @@ def _replay_numbers(one: Replayed) -> dict[str, float]:
 
 
 def _compare_windows(arguments: argparse.Namespace, inputs: _SimulationRequest) -> int:
-    base, most = inputs.scenario, inputs.scenario.max_response_tokens
+    most = inputs.scenario.max_response_tokens
     too_long = [window for window in arguments.windows if window > most]
     if too_long:
         raise UserError(
             f"--windows: {too_long} are longer than a response may become (batch.max_response_tokens={most})"
         )
-    scenarios = {"sync": replace(base, mode=Mode.sync, window_tokens=most, jitter_tokens=0)}
-    for window in arguments.windows:
-        jitter = min(base.jitter_tokens or 128, window) if window < most else 0
-        mode = Mode.tppo if base.mode is Mode.sync else base.mode
-        scenarios[f"{window:,}"] = replace(base, mode=mode, window_tokens=window, jitter_tokens=jitter)
+    mode = inputs.config.schedule.mode if inputs.scenario.facts.windows else Mode.tppo
+    scenarios = {"sync": _scenario_with(inputs, Mode.sync, window=0)}
+    scenarios |= {f"{window:,}": _scenario_with(inputs, mode, window) for window in arguments.windows}
     outcomes = {name: compute_means(_predicted(arguments, inputs, one)) for name, one in scenarios.items()}
     if arguments.json:
         print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))
         return 0
-    title = f"{inputs.workload.lengths.text}, {base.num_slots} slots"
+    title = f"{inputs.workload.lengths.text}, {inputs.scenario.num_slots} slots"
     _print_windows(outcomes, title, inputs.timing if inputs.guesses_overlap else None)
     return 0
+
+
+def _scenario_with(inputs: _SimulationRequest, mode: Mode, window: int) -> Scenario:
+    """The scenario of the changed recipe, not a changed scenario: which responses train together follows from the mode, too."""
+    config = inputs.config
+    schedule, batch = replace(config.schedule, mode=mode), replace(config.batch, window_tokens=window)
+    return replace(make_scenario(replace(config, schedule=schedule, batch=batch)), limits=inputs.scenario.limits)
 
 
 def _print_windows(outcomes: dict[str, PredictedMeans], title: str, guess: Timing | None) -> None:
@@ -239,7 +256,7 @@ def _show(
         return
     scenario = inputs.scenario
     title = (
-        f"{scenario.mode.value}, {scenario.num_slots} slots on {scenario.num_servers} server(s), window "
+        f"{inputs.config.schedule.mode.value}, {scenario.num_slots} slots on {scenario.num_servers} server(s), window "
         f"{scenario.window_tokens:,} of {scenario.max_response_tokens:,} tokens; lengths: {inputs.workload.lengths.text}"
     )
     table = Table(title=title, title_justify="left")
@@ -261,7 +278,7 @@ def _show(
     for name, seconds in until.items():
         table.add_row(f"seconds until {getattr(arguments, name):,.0f} {name}", f"{seconds:,.0f}")
     Console().print(table)
-    if inputs.guesses_overlap and scenario.mode is not Mode.sync:
+    if inputs.guesses_overlap and scenario.facts.windows:
         _say_guess(inputs.timing)
 
 
@@ -273,7 +290,7 @@ def _say_guess(timing: Timing) -> None:
 
 
 def _lines(outcome: PredictedMeans) -> dict[str, tuple[float, str]]:
-    """What a table says: name -> (value, format)."""
+    """The lines of a table: name -> (value, format)."""
     seconds, share = "{:.4g}", "{:.0%}"
     return {
         "seconds a step": (outcome.step_s, seconds),

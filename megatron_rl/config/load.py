@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.derived import generates_ahead
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.config.schema.bounds import shown
 from megatron_rl.config.typed import RENAMED, merge_layers, to_yaml_values, typed
@@ -76,7 +76,7 @@ def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
     """Tokens of an older policy train with the decoupled loss (arXiv 2505.24298), where no layer chooses a weight."""
     correction = config.algorithm.correction
     chosen = any("weight" in ((layer.get("algorithm") or {}).get("correction") or {}) for layer in layers)
-    if generates_ahead(config.schedule) and correction.old_policy is OldPolicy.recomputed and not chosen:
+    if overlap_of(config.schedule) >= Overlap.training and correction.old_policy is OldPolicy.recomputed and not chosen:
         correction.weight = "token"
 
 

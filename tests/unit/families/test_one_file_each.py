@@ -21,7 +21,7 @@ NEW_FAMILY = '''
 """A family that nobody has heard of."""
 
 from megatron_rl.families.experts import EXPERTS, moe_kwargs
-from megatron_rl.families.family import Experts, Family, SGLangSupport, VisionSpec
+from megatron_rl.families.family import Experts, Family, Served, Vision
 from megatron_rl.families.mlp_rules import ATTENTION, NORMS
 
 
@@ -35,9 +35,9 @@ FAMILY = Family(
     transformer_kwargs=moe_kwargs,
     forbidden={},
     experts=Experts(in_layer=lambda config, index: True, number=("num_helpers",), has_bias=True),
-    vision=VisionSpec(encoder_prefix="eye.", text_prefix="mind.", title="Brandnew-VL", interleaves_positions=True),
+    vision=Vision(encoder_prefix="eye.", text_prefix="mind.", title="Brandnew-VL", interleaves_positions=True),
     num_mtp_layers="num_next_layers",
-    served=SGLangSupport(joined={"qkv_alike": ("everything_proj", 3)}, problems=_problems),
+    served=Served(joined={"qkv_alike": ("everything_proj", 3)}, problems=_problems),
 )
 '''
 MODEL = {**SPARSE, "model_type": "brandnew", "num_helpers": 8}

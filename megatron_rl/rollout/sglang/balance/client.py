@@ -50,7 +50,12 @@ from megatron_rl.rollout.sglang.balance.load_balancing import (
     choose,
     steal_group,
 )
-from megatron_rl.rollout.sglang.process import liveness
+from megatron_rl.rollout.sglang.process.liveness import (
+    is_generating,
+    kv_tokens,
+    progress_between,
+    wait_while_progressing,
+)
 from megatron_rl.rollout.sglang.wire.batch_call import InProcessCaller
 from megatron_rl.rollout.sglang.wire.protocol import BUSY_STATUSES, sent_rid, validate
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
@@ -300,7 +305,7 @@ class SglangClient:
     async def _ask_capacity(self, server: ServerQueue) -> None:
         """Before the first request: how many tokens its KV cache holds."""
         try:
-            server.capacity, server.says_load = await liveness.kv_tokens(self._http, server.url, api_key=self._api_key)
+            server.capacity, server.says_load = await kv_tokens(self._http, server.url, api_key=self._api_key)
         finally:
             server.flush_scheduled = False
         self._flush(server)
@@ -359,11 +364,11 @@ class SglangClient:
             limit_s = answer_timeout_s(0.0, 0)
 
         async def progress() -> Any:
-            return await liveness.progress_between(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
+            return await progress_between(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
 
         rids = [pending.rid for pending in batch]
         call = BatchCall(server.url, requests, rids, None, self.vocab_size, ApiKey(self._api_key))
-        return await liveness.wait_while_progressing(self.caller.call(call), server.num_good, progress, limit_s)
+        return await wait_while_progressing(self.caller.call(call), server.num_good, progress, limit_s)
 
     async def _send_again(
         self, server: ServerQueue, batches: list[list[PendingRequest]], mark: str
@@ -414,7 +419,7 @@ class SglangClient:
 
     async def _probe(self, server: ServerQueue) -> bool:
         timeout_s = self.hang_timeout_s / 2 or _PROBE_TIMEOUT_S
-        return await liveness.is_generating(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
+        return await is_generating(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
 
     def _watch(self, server: ServerQueue) -> None:
         if self.hang_timeout_s and (server.watch is None or server.watch.done()):
