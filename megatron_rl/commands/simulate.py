@@ -7,7 +7,7 @@ from megatron_rl.desk.simulate.comparison import observed
 from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS
 from megatron_rl.desk.simulate.recorded_run import read_run
 from megatron_rl.desk.simulate.simulation_request import STEPS_THAT_COUNT, make_request, predict_beside, predicted
-from megatron_rl.desk.simulate.simulation_tables import compare_windows, show_prediction, show_replay
+from megatron_rl.desk.simulate.simulation_tables import compare_windows, note_free_stages, show_prediction, show_replay
 from megatron_rl.desk.simulate.timing import write_timing
 from megatron_rl.errors import UserError
 from megatron_rl.system.command_line.cli_types import positive_int, positive_number, split_overrides
@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError("--replay: expected --run RUN, the run to replay")
         return show_replay(source, arguments)
     request = make_request(arguments, source, paths, overrides)
+    if arguments.timing and not arguments.json:
+        note_free_stages(request)
     if arguments.save_timing:
         write_timing(arguments.save_timing, request.timing)
     if arguments.windows:

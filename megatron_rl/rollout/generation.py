@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.derived import generates_ahead, publishes_in_flight
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
@@ -66,6 +66,7 @@ def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | N
     sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
     # A stop string of one token is sent as a stop token, so that the server needs no tokenizer.
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
+    overlap = overlap_of(config.schedule)
     return GenerationPlan(
         sampling=replace(
             sampling,
@@ -75,8 +76,8 @@ def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | N
         decode=tokenizer.decode,
         fire=make_fire(config.rollout.fire, tokenizer),
         dialogue=make_dialogue(environment, tokenizer, chat=config.data.use_chat_template),
-        trains_meanwhile=generates_ahead(config.schedule),
-        published_meanwhile=publishes_in_flight(config.schedule),
+        trains_meanwhile=overlap >= Overlap.training,
+        published_meanwhile=overlap >= Overlap.publish,
     )
 
 

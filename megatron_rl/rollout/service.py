@@ -28,9 +28,9 @@ from megatron_rl.config.derived import (
     bucket_bytes,
     model_vocab_size,
     num_rollout_workers,
-    publishes_in_flight,
     server_placement,
 )
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
@@ -392,7 +392,7 @@ def open_rollout(
             config.rollout.weight_sync_timeout_s,
             method=server_placement(config.rollout).weight_method,
             folder=folder.resolve() / "weights",
-            pauses=publishes_in_flight(config.schedule),
+            pauses=overlap_of(config.schedule) is Overlap.publish,
         )
         service = RolloutService(config, servers, publisher, plan, trainer)
         # An evaluation uses one weight version, so evaluation servers do not change after the start.

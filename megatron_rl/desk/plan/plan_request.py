@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Config, Mode
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
+from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import Gpu, gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.run_memory import model_folders
@@ -133,7 +134,7 @@ def _check_context(config: Config, facts: ModelConfig) -> None:
 def _windows(given: list[int] | None, config: Config, pinned: set[str]) -> list[int]:
     """Values of batch.window_tokens to compare; [0] in sync mode."""
     most, own = config.batch.max_response_tokens, config.batch.window_tokens
-    if config.schedule.mode is Mode.sync:
+    if overlap_of(config.schedule) is Overlap.nothing:
         if given:
             raise UserError("--windows: schedule.mode=sync generates whole responses; expected mode tppo or async")
         return [0]

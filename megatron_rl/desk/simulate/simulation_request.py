@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Mode
+from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.simulate.calibration import calibrated
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
@@ -30,6 +30,7 @@ STEPS_THAT_COUNT = 200
 
 @dataclass(frozen=True)
 class SimulationRequest:
+    config: Config
     scenario: Scenario
     workload: Workload
     timing: Timing
@@ -66,9 +67,8 @@ def make_request(
     unchanged = target is not None and scenario == own_scenario(target)
     calibrates = source is not None and not (arguments.timing or arguments.gpu)
     # A synchronous run has no overlap from which its cost could be fitted.
-    # A synchronous run has no overlap from which its cost could be fitted.
-    guesses = calibrates and source is not None and own_scenario(source).mode is Mode.sync and timing.overlap_rate < 1
-    return SimulationRequest(scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
+    guesses = calibrates and source is not None and not own_scenario(source).facts.windows and timing.overlap_rate < 1
+    return SimulationRequest(config, scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
 
 
 def own_scenario(run: RecordedRun) -> Scenario:

@@ -10,6 +10,7 @@ from rich.table import Table
 from megatron_rl.config.schema import Mode
 from megatron_rl.desk.simulate.calibration import calibrated
 from megatron_rl.desk.simulate.comparison import Replayed, replay_fitted, replay_measured
+from megatron_rl.desk.simulate.length_arguments import config_of_run
 from megatron_rl.desk.simulate.prediction import (
     PredictedMeans,
     Prediction,
@@ -17,9 +18,11 @@ from megatron_rl.desk.simulate.prediction import (
     seconds_until,
 )
 from megatron_rl.desk.simulate.recorded_run import RecordedRun
+from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.simulation_request import SimulationRequest, own_scenario, predicted
 from megatron_rl.desk.simulate.timing import Timing, read_timing
 from megatron_rl.errors import UserError
+from megatron_rl.schedule.table import GENERATE
 
 
 def show_replay(run: RecordedRun, arguments: argparse.Namespace) -> int:
@@ -31,7 +34,7 @@ def show_replay(run: RecordedRun, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({name: _replay_numbers(one) for name, one in replays.items()}, indent=2))
         return 0
-    table = Table(title=f"{run.folder}: {run.num_steps} steps, {scenario.mode.value}", title_justify="left")
+    table = Table(title=f"{run.folder}: {run.num_steps} steps, {config_of_run(run).schedule.mode.value}", title_justify="left")
     for column in ("on the clock", "simulated s", "real s", "error", "median step error"):
         table.add_column(column, justify="left" if column == "on the clock" else "right")
     for name, one in replays.items():
@@ -50,25 +53,39 @@ def _replay_numbers(one: Replayed) -> dict[str, float]:
     }
 
 
+def note_free_stages(request: SimulationRequest) -> None:
+    """Print which stages of the graph the file of ``--timing`` gives no costs of."""
+    # A generate stage costs decode and prefill in any case.
+    known = {GENERATE, *request.timing.stages}
+    free = [stage.name for stage in request.scenario.graph if stage.name not in known]
+    if free:
+        print(f"note: --timing gives no costs of {', '.join(free)}, which take no time")
+
+
 def compare_windows(arguments: argparse.Namespace, request: SimulationRequest) -> int:
-    base, most = request.scenario, request.scenario.max_response_tokens
+    most = request.scenario.max_response_tokens
     too_long = [window for window in arguments.windows if window > most]
     if too_long:
         raise UserError(
             f"--windows: {too_long} are longer than a response may become (batch.max_response_tokens={most})"
         )
-    scenarios = {"sync": replace(base, mode=Mode.sync, window_tokens=most, jitter_tokens=0)}
-    for window in arguments.windows:
-        jitter = min(base.jitter_tokens or 128, window) if window < most else 0
-        mode = Mode.tppo if base.mode is Mode.sync else base.mode
-        scenarios[f"{window:,}"] = replace(base, mode=mode, window_tokens=window, jitter_tokens=jitter)
+    mode = request.config.schedule.mode if request.scenario.facts.windows else Mode.tppo
+    scenarios = {"sync": _scenario_with(request, Mode.sync, window=0)}
+    scenarios |= {f"{window:,}": _scenario_with(request, mode, window) for window in arguments.windows}
     outcomes = {name: compute_means(predicted(arguments, request, one)) for name, one in scenarios.items()}
     if arguments.json:
         print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))
         return 0
-    title = f"{request.workload.lengths.text}, {base.num_slots} slots"
+    title = f"{request.workload.lengths.text}, {request.scenario.num_slots} slots"
     _print_windows(outcomes, title, request.timing if request.guesses_overlap else None)
     return 0
+
+
+def _scenario_with(request: SimulationRequest, mode: Mode, window: int) -> Scenario:
+    """The scenario of the changed recipe, not a changed scenario: which responses train together follows from the mode, too."""
+    config = request.config
+    schedule, batch = replace(config.schedule, mode=mode), replace(config.batch, window_tokens=window)
+    return replace(make_scenario(replace(config, schedule=schedule, batch=batch)), limits=request.scenario.limits)
 
 
 def _print_windows(outcomes: dict[str, PredictedMeans], title: str, guess: Timing | None) -> None:
@@ -104,7 +121,7 @@ def show_prediction(
         return
     scenario = request.scenario
     title = (
-        f"{scenario.mode.value}, {scenario.num_slots} slots on {scenario.num_servers} server(s), window "
+        f"{request.config.schedule.mode.value}, {scenario.num_slots} slots on {scenario.num_servers} server(s), window "
         f"{scenario.window_tokens:,} of {scenario.max_response_tokens:,} tokens; lengths: {request.workload.lengths.text}"
     )
     table = Table(title=title, title_justify="left")
@@ -126,7 +143,7 @@ def show_prediction(
     for name, seconds in until.items():
         table.add_row(f"seconds until {getattr(arguments, name):,.0f} {name}", f"{seconds:,.0f}")
     Console().print(table)
-    if request.guesses_overlap and scenario.mode is not Mode.sync:
+    if request.guesses_overlap and scenario.facts.windows:
         _print_guess(request.timing)
 
 

@@ -1,6 +1,5 @@
 """The table of stages: what may overlap, that every stage of every step runs once, and who shares the table."""
 
-import inspect
 import itertools
 from dataclasses import fields
 from pathlib import Path
@@ -8,16 +7,30 @@ from pathlib import Path
 import pytest
 
 import megatron_rl
+from megatron_rl.config.schedule_facts import Facts, Overlap, facts_of
 from megatron_rl.config.schema import Config, Mode, Placement, WeightUpdate
-from megatron_rl.step.graph import Frontier, Resource, check_graph
-from megatron_rl.step.loop import TrainingLoop
+from megatron_rl.errors import DataError
+from megatron_rl.schedule.graph import Frontier, Resource, check_graph
+from megatron_rl.schedule.table import (
+    GENERATE,
+    KEEPER,
+    LAST,
+    OLD_LOGPROBS,
+    PUBLISH,
+    ROWS,
+    RUN_PRODUCTS,
+    UPDATE_CRITIC,
+    UPDATE_POLICY,
+    make_graph,
+    row_of,
+    table_markdown,
+)
 from megatron_rl.step.state import StepState
-from megatron_rl.step.table import OF_THE_RUN, STEP, graph_of, stage_table_markdown, step_graph
 
 
-def simulate(mode, durations, steps, **pieces):
+def simulate(overlap, durations, steps, **models):
     """Run the frontier on a clock: [(name, step, start, end)]."""
-    frontier, now, ends, log = Frontier(step_graph(mode, **pieces), 0, steps - 1), 0.0, {}, []
+    frontier, now, ends, log = Frontier(make_graph(Facts(overlap, **models)), 0, steps - 1), 0.0, {}, []
     while not frontier.done:
         for run in frontier.ready():
             frontier.start(run)
@@ -43,15 +56,15 @@ def span(log, name, step):
     return next((start, end) for n, s, start, end in log if (n, s) == (name, step))
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_every_stage_of_every_step_runs_exactly_once(mode):
-    log = simulate(mode, DURATIONS, 4)
-    expected = sorted((stage.name, step) for stage in step_graph(mode) for step in range(4))
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_every_stage_of_every_step_runs_exactly_once(overlap):
+    log = simulate(overlap, DURATIONS, 4)
+    expected = sorted((stage.name, step) for stage in make_graph(Facts(overlap)) for step in range(4))
     assert sorted((name, step) for name, step, _, _ in log) == expected
 
 
 def test_in_tppo_the_critic_update_runs_while_the_next_window_generates():
-    log = simulate(Mode.tppo, DURATIONS, 3)
+    log = simulate(Overlap.critic, DURATIONS, 3)
     for step in range(2):
         critic, generation = span(log, "update_critic", step), span(log, "generate", step + 1)
         assert min(critic[1], generation[1]) - max(critic[0], generation[0]) == 3.0
@@ -60,20 +73,20 @@ def test_in_tppo_the_critic_update_runs_while_the_next_window_generates():
 def test_each_model_comes_to_the_device_once_a_step():
     """The critic from its update to its next values, then the policy until it is published: two turns, where they were four."""
     models = {"values": "critic", "update_critic": "critic", "old_logprobs": "policy", "update_policy": "policy", "publish": "policy"}
-    log = simulate(Mode.tppo, DURATIONS | {"score": 1.5}, 6)
+    log = simulate(Overlap.critic, DURATIONS | {"score": 1.5}, 6)
     turns = [key for key, _ in itertools.groupby(models[name] for name, *_ in log if name in models)]
     assert turns == ["critic", "policy"] * 6 + ["critic"]
 
 
 def test_in_sync_nothing_overlaps():
-    log = [(start, end) for _, _, start, end in simulate(Mode.sync, DURATIONS, 3) if end > start]
+    log = [(start, end) for _, _, start, end in simulate(Overlap.nothing, DURATIONS, 3) if end > start]
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(log))
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_a_window_is_generated_with_the_weights_of_the_step_before_and_valued_by_its_critic(mode):
-    """In async mode with those of the step before that, whose training goes on meanwhile."""
-    log, lag = simulate(mode, DURATIONS, 4), 2 if mode is Mode.async_ else 1
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_a_window_is_generated_with_the_weights_of_the_step_before_and_valued_by_its_critic(overlap):
+    """With windows ahead with those of the step before that, whose training goes on meanwhile."""
+    log, lag = simulate(overlap, DURATIONS, 4), 1 + Facts(overlap).ahead
     for step in range(1, 4):
         if step >= lag:
             assert span(log, "generate", step)[0] >= span(log, "publish", step - lag)[1]
@@ -83,7 +96,7 @@ def test_a_window_is_generated_with_the_weights_of_the_step_before_and_valued_by
 def test_in_async_a_step_takes_as_long_as_the_longer_half_and_the_publish():
     """The trainer has 7 s a step, the servers 4 or 9; between two windows both wait for the publish of 0.5 s."""
     for generate_s, step_s in ((4.0, 7.5), (9.0, 9.5)):
-        log = simulate(Mode.async_, DURATIONS | {"generate": generate_s}, 8)
+        log = simulate(Overlap.training, DURATIONS | {"generate": generate_s}, 8)
         published = [end for name, _, _, end in log if name == "publish"]
         assert [later - one for one, later in itertools.pairwise(published[1:-1])] == [pytest.approx(step_s)] * 5
 
@@ -91,7 +104,7 @@ def test_in_async_a_step_takes_as_long_as_the_longer_half_and_the_publish():
 @pytest.mark.parametrize("critic", [True, False])
 def test_in_flight_a_publish_waits_for_no_window_but_for_an_evaluation(critic):
     seconds = DURATIONS | {"generate": 9.0, "evaluate": 6.0}
-    log = simulate(Mode.async_, seconds, 6, critic=critic, in_flight=True)
+    log = simulate(Overlap.publish, seconds, 6, critic=critic)
     for step in range(1, 4):
         publish, ahead, evaluation = span(log, "publish", step), span(log, "generate", step + 1), span(log, "evaluate", step)
         assert ahead[0] <= publish[0] and publish[1] < ahead[1] <= evaluation[0] <= span(log, "generate", step + 2)[0]
@@ -100,40 +113,37 @@ def test_in_flight_a_publish_waits_for_no_window_but_for_an_evaluation(critic):
 
 
 def test_async_without_staleness_is_tppo():
-    assert step_graph(Mode.async_, reference=True, ahead=False) == step_graph(Mode.tppo, reference=True)
     config = Config()
     config.schedule.mode, config.schedule.max_staleness = Mode.async_, 0
-    assert graph_of(config) == graph_of(Config())
+    assert make_graph(facts_of(config)) == make_graph(facts_of(Config()))
     config.schedule.max_staleness = 1
-    assert graph_of(config) == step_graph(Mode.async_)
+    assert make_graph(facts_of(config)) == make_graph(Facts(Overlap.training))
     config.schedule.weight_update = WeightUpdate.in_flight
-    assert graph_of(config) == step_graph(Mode.async_, in_flight=True)
+    assert make_graph(facts_of(config)) == make_graph(Facts(Overlap.publish))
     config.schedule.max_staleness = 0
-    assert graph_of(config) == graph_of(Config())
+    assert make_graph(facts_of(config)) == make_graph(facts_of(Config()))
 
 
 COLOCATED = DURATIONS | {"evaluate": 2.0, "sleep": 0.1, "reference_logprobs": 1.0, "score": 0.3, "checkpoint": 0.5}
 DEVICES = {Resource.rollout, Resource.trainer}
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("overlap", [Overlap.nothing, Overlap.critic])
 @pytest.mark.parametrize("critic", [True, False])
-def test_colocated_servers_and_trainer_take_turns(mode, critic):
-    if mode is Mode.tppo and not critic:
-        return
-    resources = {s.name: s.resource for s in step_graph(mode, critic=critic, reference=True, colocated=True)}
-    log = simulate(mode, COLOCATED, 4, critic=critic, reference=True, colocated=True)
+def test_colocated_servers_and_trainer_take_turns(overlap, critic):
+    resources = {s.name: s.resource for s in make_graph(Facts(overlap, critic=critic, reference=True, colocated=True))}
+    log = simulate(overlap, COLOCATED, 4, critic=critic, reference=True, colocated=True)
     assert sorted((name, step) for name, step, _, _ in log) == sorted((n, k) for n in resources for k in range(4))
     on_devices = sorted((start, end) for name, _, start, end in log if resources[name] in DEVICES and end > start)
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(on_devices))
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_colocated_servers_sleep_exactly_while_the_trainer_works(mode):
+@pytest.mark.parametrize("overlap", [Overlap.nothing, Overlap.critic])
+def test_colocated_servers_sleep_exactly_while_the_trainer_works(overlap):
     """Replays a run: what needs the servers finds them awake, what needs the trainer's memory finds them asleep."""
     asleep = False
     for name, _, _start, _end in sorted(
-        simulate(mode, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])
+        simulate(overlap, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])
     ):
         if name in ("sleep", "publish"):
             assert asleep == (name == "publish")
@@ -146,39 +156,54 @@ def test_colocated_servers_sleep_exactly_while_the_trainer_works(mode):
 
 def test_the_graph_of_a_configuration_follows_its_placement():
     config = Config()
-    assert "sleep" not in {stage.name for stage in graph_of(config)}
+    assert "sleep" not in {stage.name for stage in make_graph(facts_of(config))}
     config.rollout.placement = Placement.colocated
-    graph = graph_of(config)
+    graph = make_graph(facts_of(config))
     check_graph(graph)
     assert "sleep" in {stage.name for stage in graph}
     assert all(stage.shares_devices == (stage.resource is not Resource.host) for stage in graph)
 
 
 def test_evaluation_comes_before_the_next_generation():
-    log = simulate(Mode.tppo, DURATIONS | {"evaluate": 2.0}, 3)
+    log = simulate(Overlap.critic, DURATIONS | {"evaluate": 2.0}, 3)
     assert span(log, "generate", 1)[0] >= span(log, "evaluate", 0)[1]
 
 
 def test_every_product_is_a_field_of_the_steps_state_or_outlives_the_step():
     state = {field.name for field in fields(StepState)}
-    products = {product for stage in STEP for product in stage.products}
-    assert not state & set(OF_THE_RUN)
-    assert products <= state | set(OF_THE_RUN) and set(OF_THE_RUN) <= products
+    products = {product for row in ROWS for product in row.makes.split()}
+    assert not state & set(RUN_PRODUCTS)
+    assert products <= state | set(RUN_PRODUCTS) and set(RUN_PRODUCTS) <= products
 
 
 def test_what_is_needed_of_the_step_before_outlives_a_step():
-    assert {product for stage in STEP for product in stage.needs_before.split()} <= set(OF_THE_RUN)
-
-
-def test_the_loop_has_one_method_for_every_stage_in_the_order_of_the_table():
-    methods = [name for name, _ in inspect.getmembers(TrainingLoop, inspect.isfunction) if not name.startswith("_")]
-    in_order = sorted(methods, key=lambda name: inspect.getsourcelines(getattr(TrainingLoop, name))[1])
-    assert [name for name in in_order if name not in ("load_state", "actions", "close_stopped")] == [stage.name for stage in STEP]
+    needed = {word for row in ROWS for overlap in Overlap for word in row.before_of(overlap).replace("?", "").split()}
+    assert {word.partition(":")[0] for word in needed} <= set(RUN_PRODUCTS)
 
 
 def test_the_readme_shows_the_table():
     readme = (Path(megatron_rl.__file__).parents[1] / "README.md").read_text()
-    assert stage_table_markdown() in readme, (
-        "README.md shows another table than step/table.py; put in what "
-        "`python -c 'from megatron_rl.step.table import *; print(stage_table_markdown())'` prints"
+    assert table_markdown() in readme, (
+        "README.md shows another table than schedule/table.py; put in what "
+        "`python -c 'from megatron_rl.schedule.table import *; print(table_markdown())'` prints"
     )
+
+
+def test_an_unknown_stage_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(DataError, match=r"no stage is called 'rerank'; the table .* has generate, sleep, score"):
+        row_of("rerank")
+
+
+def test_facts_that_rows_name_exist():
+    for row in ROWS:
+        row.exists(Facts())  # AttributeError for a fact that does not exist
+
+
+def test_the_stages_that_readers_name_are_rows():
+    for name in (GENERATE, OLD_LOGPROBS, UPDATE_POLICY, PUBLISH, UPDATE_CRITIC, KEEPER, LAST):
+        assert row_of(name).name == name
+
+
+def test_windows_ahead_on_shared_devices_are_refused():
+    with pytest.raises(ValueError, match="overlap=training needs devices that servers and trainer do not share"):
+        make_graph(Facts(Overlap.training, colocated=True))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import Mode
-from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun, check_graph
-from megatron_rl.step.table import STEP, step_graph
+from megatron_rl.config.schedule_facts import Facts, Overlap
+from megatron_rl.schedule.graph import Frontier, Resource, Stage, StageRun, check_graph
+from megatron_rl.schedule.table import make_graph
 
 
 def test_broken_graphs_are_refused():
@@ -22,6 +22,14 @@ def test_broken_graphs_are_refused():
         check_graph([Stage("a", host, "x", "y"), Stage("b", host, "y", "x")])
     with pytest.raises(ValueError, match="declared twice"):
         check_graph([Stage("a", host, "x"), Stage("b", host, "x")])
+
+
+def test_a_stage_that_leads_to_no_end_of_the_step_is_refused():
+    """It could run, or be dropped, when its step's state is gone."""
+    stages = [Stage("a", Resource.host, "x"), Stage("b", Resource.host, "y", "x"), Stage("c", Resource.host, "z", "x")]
+    check_graph(stages, goals=["b", "c"])
+    with pytest.raises(ValueError, match=r"\['c'\] lead to none of \['b'\]"):
+        check_graph(stages, goals=["b"])
 
 
 def test_a_circle_through_a_later_step_is_refused():
@@ -102,15 +110,15 @@ OPTIONS = [
 ]
 
 
-IN_STEP = (Mode.sync, Mode.tppo)
+IN_STEP = (Overlap.nothing, Overlap.critic)
 """Modes in which no step is generated before the one before has trained."""
 
 
-@pytest.mark.parametrize("mode", IN_STEP)
+@pytest.mark.parametrize("overlap", IN_STEP)
 @settings(max_examples=25)
 @given(st.sampled_from(OPTIONS), st.randoms(use_true_random=False))
-def test_with_distances_of_one_the_order_is_that_of_two_open_steps(mode, options, rng):
-    graph, seconds = step_graph(mode, **options), random_seconds(rng)
+def test_with_distances_of_one_the_order_is_that_of_two_open_steps(overlap, options, rng):
+    graph, seconds = make_graph(Facts(overlap, **options)), random_seconds(rng)
     found = simulate(Frontier(graph, 0, 5), seconds)
     assert found == simulate(TwoStepFrontier(graph, 6), seconds)
 
@@ -121,22 +129,22 @@ def random_seconds(rng: random.Random):
 
 
 RECORDED = {
-    (Mode.tppo, False): """
+    (Overlap.critic, False): """
         generate0 score0 values0 old_logprobs0 advantages0 update_policy0 publish0 evaluate0 update_critic0 generate1
         checkpoint0 score1 values1 record0 old_logprobs1 advantages1 update_policy1 publish1 evaluate1 update_critic1
         checkpoint1 record1
     """,
-    (Mode.sync, False): """
+    (Overlap.nothing, False): """
         generate0 score0 values0 old_logprobs0 advantages0 update_policy0 publish0 evaluate0 update_critic0
         checkpoint0 generate1 record0 values1 score1 old_logprobs1 advantages1 update_policy1 publish1 evaluate1
         update_critic1 checkpoint1 record1
     """,
-    (Mode.async_, False): """
+    (Overlap.training, False): """
         generate0 score0 values0 generate1 old_logprobs0 score1 advantages0 update_policy0 publish0 evaluate0
         update_critic0 checkpoint0 record0 values1 old_logprobs1 advantages1 update_policy1 publish1 evaluate1
         update_critic1 checkpoint1 record1
     """,
-    (Mode.tppo, True): """
+    (Overlap.critic, True): """
         generate0 sleep0 score0 values0 old_logprobs0 advantages0 update_policy0 update_critic0 checkpoint0 publish0
         evaluate0 record0 generate1 sleep1 score1 values1 old_logprobs1 advantages1 update_policy1 update_critic1
         checkpoint1 publish1 evaluate1 record1
@@ -145,16 +153,16 @@ RECORDED = {
 """Order of the starts over two steps in which every stage takes a second."""
 
 
-@pytest.mark.parametrize(("mode", "colocated"), RECORDED)
-def test_the_order_of_the_starts_is_as_recorded(mode, colocated):
-    log = simulate(Frontier(step_graph(mode, colocated=colocated), 0, 1), lambda name, step: 1.0)
-    assert [f"{name}{step}" for name, step, _, _ in log] == RECORDED[(mode, colocated)].split()
+@pytest.mark.parametrize(("overlap", "colocated"), RECORDED)
+def test_the_order_of_the_starts_is_as_recorded(overlap, colocated):
+    log = simulate(Frontier(make_graph(Facts(overlap, colocated=colocated)), 0, 1), lambda name, step: 1.0)
+    assert [f"{name}{step}" for name, step, _, _ in log] == RECORDED[(overlap, colocated)].split()
 
 
-def running_ahead(distance, mode=Mode.tppo):
+def running_ahead(distance, overlap=Overlap.critic):
     """The step's graph, but generation waits for weights and slots of ``distance`` steps before."""
     words = f"served_weights:{distance} pool:{distance}"
-    return [replace(s, needs_before=words) if s.name == "generate" else s for s in step_graph(mode, reference=True)]
+    return [replace(s, needs_before=words) if s.name == "generate" else s for s in make_graph(Facts(overlap, reference=True))]
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3])
@@ -171,8 +179,8 @@ def test_generation_runs_as_many_steps_ahead_as_the_distance_says(distance):
 
 @settings(max_examples=25)
 @given(st.integers(1, 4), st.sampled_from(IN_STEP), st.randoms(use_true_random=False))
-def test_whatever_the_distance_every_stage_runs_once_and_finds_what_it_waits_for(distance, mode, rng):
-    graph, num_steps = running_ahead(distance, mode), 7
+def test_whatever_the_distance_every_stage_runs_once_and_finds_what_it_waits_for(distance, overlap, rng):
+    graph, num_steps = running_ahead(distance, overlap), 7
     log = simulate(Frontier(graph, 0, num_steps - 1), random_seconds(rng))
     assert Counter((name, step) for name, step, _, _ in log) == {
         (s.name, k): 1 for s in graph for k in range(num_steps)
@@ -189,4 +197,4 @@ def test_whatever_the_distance_every_stage_runs_once_and_finds_what_it_waits_for
 
 
 def test_the_table_itself_looks_one_step_back_at_most():
-    assert {distance for stage in STEP for _, distance in stage.waits_for} == {0, 1}
+    assert {distance for stage in make_graph(Facts(reference=True, process_rewards=True)) for _, distance in stage.waits_for} == {0, 1}

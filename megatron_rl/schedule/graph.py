@@ -1,4 +1,4 @@
-"""The mechanics of the step graph: what a stage is, which graphs are sound, and which stages may run now. Pure.
+"""The mechanics of the step graph: its stages, the check of a graph, and the stages that may run now. Pure.
 
 A stage waits for products, each at a step distance: 0 is its own step, 1 the step before, n the n-th step before, -n the
 n-th step after, or the last one of the run. How far one step may and must run ahead of another follows from these
@@ -7,12 +7,12 @@ numbers alone.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
 class Resource(Enum):
-    """What a stage occupies while it runs; each carries one stage at a time."""
+    """A resource that a stage occupies while it runs; each has one stage at a time."""
 
     rollout = "rollout"
     """The SGLang servers, driven from the asyncio thread."""
@@ -24,20 +24,20 @@ class Resource(Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table; a column with several products separates them by spaces."""
+    """A row of the table as it runs in one mode; a column with several products separates them by spaces."""
 
     name: str
     resource: Resource
     makes: str
     needs: str = ""
-    """Products of the same step; ``x?``: only where some stage makes x."""
+    """Products of the same step."""
     needs_before: str = ""
     """Products of the step before, of the n-th step before (``x:n``), which the first step of a run finds given, or of the
     n-th step after (``x:-n``)."""
     only_with: str = ""
-    """The option without which the stage does not exist."""
+    """The fact without which the stage does not exist."""
     shares_devices: bool = False
-    """It has the devices of trainer and servers to itself."""
+    """The stage has the devices of trainer and servers to itself."""
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -65,19 +65,9 @@ class StageRun:
     step: int
 
 
-def resolve(table: Sequence[Stage], options: Collection[str]) -> tuple[Stage, ...]:
-    """The rows that exist under these options; of the needs marked ``?`` those that one of them makes."""
-    stages = [stage for stage in table if not stage.only_with or stage.only_with in options]
-    made = {product for stage in stages for product in stage.products}
-
-    def existing(words: str) -> str:
-        return " ".join(w.removesuffix("?") for w in words.split() if not w.endswith("?") or w[:-1] in made)
-
-    return tuple(replace(s, needs=existing(s.needs), needs_before=existing(s.needs_before)) for s in stages)
-
-
-def check_graph(graph: Sequence[Stage]) -> None:
-    """ValueError when a name is doubled, a product is made twice or never, or a step waits for itself."""
+def check_graph(graph: Sequence[Stage], goals: Collection[str] = ()) -> None:
+    """Raises ValueError when a name is doubled, a product is made twice or never, a step waits for itself, or a stage leads to none
+    of the stages ``goals``: such a stage could still run when its step's state is gone."""
     products = [product for stage in graph for product in stage.products]
     for kind, items in (("stage", [stage.name for stage in graph]), ("product", products)):
         doubled = sorted(item for item, count in Counter(items).items() if count > 1)
@@ -88,6 +78,20 @@ def check_graph(graph: Sequence[Stage]) -> None:
         if missing:
             raise ValueError(f"stage graph: {stage.name} needs {sorted(missing)}, which no stage makes")
     _check_for_circles(graph)
+    if goals:
+        _check_leads_to(graph, goals)
+
+
+def _check_leads_to(graph: Sequence[Stage], goals: Collection[str]) -> None:
+    maker = {product: stage for stage in graph for product in stage.products}
+    leading: set[str] = set()
+    unseen = [stage for stage in graph if stage.name in goals]
+    while unseen:
+        leading.add(unseen[-1].name)
+        made_by = {maker[product].name: maker[product] for product, _ in unseen.pop().waits_for}
+        unseen += [stage for name, stage in made_by.items() if name not in leading]
+    if loose := sorted({stage.name for stage in graph} - leading):
+        raise ValueError(f"stage graph: {loose} lead to none of {sorted(goals)}, which end a step; let one of these need what they make")
 
 
 def _check_for_circles(graph: Sequence[Stage]) -> None:
@@ -109,7 +113,7 @@ def _check_for_circles(graph: Sequence[Stage]) -> None:
 
 
 class Frontier:
-    """Which stage runs are ready. Pure bookkeeping: ``ready()`` lists, ``start()`` and ``finish()`` advance.
+    """Bookkeeping of the stage runs that may start: ``ready()`` lists them, ``start()`` and ``finish()`` advance.
 
     Where several stages are ready for one resource, the earlier step goes first, then the earlier row. A step opens
     when one of its first stages starts. With a longest distance of n, at most n + 1 steps have stages that have not
@@ -155,15 +159,15 @@ class Frontier:
     def finish(self, run: StageRun) -> None:
         self._running.remove(run)
         self._made.update((product, run.step) for product in run.stage.products)
-        # The oldest open step is newest - reach, and it looks back by reach: what is older is asked for no more.
+        # The oldest open step is newest - reach and looks back by reach: nothing waits for older products.
         self._made = {(product, step) for product, step in self._made if step >= self._newest - 2 * self._reach}
 
     def stop_after(self, step: int) -> None:
         """Open no step after ``step``; an already open later step still runs to its end."""
         self._last_step = min(self._last_step, max(step, self._newest))
 
-    def finish_open_steps(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
-        """Drop what the newest consistent state does not need; returns those of the running stages that it does need.
+    def wind_up(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
+        """Drops the runs that the newest consistent state does not need; returns the running ones that it does need.
 
         ``lasting`` are products of which there is one, ``keeper`` is the stage that keeps a step's state. Of the newest
         step that has begun to make lasting products, what ``keeper`` waits for is still made, but for the products
