@@ -47,6 +47,10 @@ def compiled(function: Callable[..., Any]) -> Any:
         return numba.njit(**options)(function)
     # numba checks only the age of the function's own file, but code of the other files is compiled into it.
     loop._cache._cache_file._source_stamp = _SOURCES
+    try:
+        loop._cache._cache_file._load_index()
+    except AttributeError:  # an older version of this folder wrote the index, with a type that no longer exists
+        loop._cache.flush()
     return loop
 
 

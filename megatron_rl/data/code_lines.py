@@ -64,7 +64,8 @@ def fenced_blocks(text: str) -> list[str]:
 
 def _dedented(text: str, region: Region, indent: int) -> str:
     lines = text[slice(*region)].splitlines(keepends=True)
-    return "".join(line[indent:] if line[:indent].isspace() else line for line in lines)
+    # Blanks alone are indentation: a line shorter than it keeps its line end.
+    return "".join(line if line[:indent].strip(" \t") else line[indent:] for line in lines)
 
 
 def _after_thought(text: str) -> int:

@@ -166,7 +166,7 @@ class Frontier:
         """Open no step after ``step``; an already open later step still runs to its end."""
         self._last_step = min(self._last_step, max(step, self._newest))
 
-    def wind_up(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
+    def finish_open_steps(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
         """Drops the runs that the newest consistent state does not need; returns the running ones that it does need.
 
         ``lasting`` are products of which there is one, ``keeper`` is the stage that keeps a step's state. Of the newest

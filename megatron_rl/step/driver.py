@@ -165,16 +165,7 @@ def _drive_until_it_dies(
         recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling, write_report=write_report))
         _note_what_is_there(recorder, checkpointer, _checkpoint_note(config, first_step if found else None), group, inputs)
         event_loop = stack.enter_context(event_loop_thread())
-        graph = make_graph(facts_of(config))
-        runner = StageRunner(
-            graph,
-            event_loop,
-            stall_timeout_s=stall_timeout_s(config),
-            on_span=recorder.stage_done,
-            heartbeat=group.heartbeat,
-            stop_requested=lambda: signals.requested,
-        )
-        recorder.running = runner.running
+        runner = _stage_runner(config, event_loop, recorder, group, signals)
         rewards = stack.enter_context(build_rewards(config.reward))
         context = _RunContext(config, group, inputs, recorder, runner, event_loop)
         rollout = stack.enter_context(_rollout(context, spawned))
@@ -192,7 +183,7 @@ def _drive_until_it_dies(
         recorder.start_clock()
         disable_memory_trim()  # not earlier: what models were loaded from is given back
         with signals.defer_signals(runner.wake), gc_young_only():
-            runner.run(loop.actions(graph), first_step, last_step)
+            runner.run(loop.actions(runner.graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
             _warn_of_unsaved(recorder, checkpointer.finish_background_save(wait=True))
             runner.wait_for(components.evaluator.idle(at_once=bool(signals.requested)))
@@ -204,6 +195,21 @@ def _drive_until_it_dies(
             group.save_hf("policy", str(folder / "policy"))
             recorder.exported(folder / "policy", group.heartbeat)
     return summary
+
+
+def _stage_runner(
+    config: Config, event_loop: asyncio.AbstractEventLoop, recorder: Recorder, group: TrainerGroup, signals: StopSignals
+) -> StageRunner:
+    runner = StageRunner(
+        make_graph(facts_of(config)),
+        event_loop,
+        stall_timeout_s=stall_timeout_s(config),
+        on_span=recorder.stage_done,
+        heartbeat=group.heartbeat,
+        stop_requested=lambda: signals.requested,
+    )
+    recorder.running = runner.running
+    return runner
 
 
 def _note_what_is_there(recorder: Recorder, checkpointer: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:

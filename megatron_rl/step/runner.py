@@ -43,7 +43,7 @@ class StageRunner:
             on_span: hears of every stage that has run: name, resource, step, start and end in seconds.
             stop_requested: whether the run is asked to end; looked at between stages, and after ``wake``.
         """
-        self._graph = graph
+        self.graph = graph
         self._actions: Mapping[str, _Action] = {}
         self._event_loop = event_loop
         self._stall_timeout_s = stall_timeout_s
@@ -67,15 +67,15 @@ class StageRunner:
         is asked to stop returns early: with models and slots as the last step leaves them that began to change the
         models, and without what else that step and later ones had still to do.
         """
-        missing = [stage.name for stage in self._graph if stage.name not in actions]
+        missing = [stage.name for stage in self.graph if stage.name not in actions]
         if missing:
             raise ValueError(f"stages without an action: {missing}")
         self._actions = actions
-        self._frontier = Frontier(self._graph, first_step, last_step)
+        self._frontier = Frontier(self.graph, first_step, last_step)
         try:
             while True:
                 if self._stop_requested() and not self._winding_up:
-                    self._wind_up()
+                    self._finish_open_steps()
                 with self._lock:
                     if self._frontier.done:
                         return
@@ -100,10 +100,10 @@ class StageRunner:
         """Look again whether the run is asked to stop (from any thread)."""
         self._events.put(lambda: None)
 
-    def _wind_up(self) -> None:
+    def _finish_open_steps(self) -> None:
         with self._lock:
             self._winding_up = True
-            still_needed = self._frontier.wind_up(LASTING, KEEPER, OUTPUT_ONLY)
+            still_needed = self._frontier.finish_open_steps(LASTING, KEEPER, OUTPUT_ONLY)
             futures = dict(self._running_coroutines)
             self._abandoned = futures.keys() - still_needed
         for stage_run in self._abandoned:

@@ -16,6 +16,8 @@ from megatron_rl.families.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_MAX_SHOWN = 200
+"""Characters of a name that an error quotes; an index may contain any text."""
 _FLOATING = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them; tensors of other dtypes are quantized or not weights."""
 _MAX_MAPPED_ELEMENTS = 64 * 1024**2
@@ -132,7 +134,7 @@ class CheckpointSource:
         for file in sorted(set(listed.values())):
             # The last condition: Path("a/..").name is "..", which is a folder.
             if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
-                raise WeightsError(f"{index}: {file!r} is not the name of a file in its folder")
+                raise WeightsError(f"{index}: {file[:_MAX_SHOWN]!r} is not the name of a file in its folder")
             for name in self._file(file).keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                 if name in files:
                     raise WeightsError(
@@ -143,7 +145,7 @@ class CheckpointSource:
         for name, file in listed.items():
             if files.get(name) != file:
                 raise WeightsError(
-                    f"{self.folder / file} has no tensor {name}, although {INDEX_FILE} lists it there"
+                    f"{self.folder / file} has no tensor {name[:_MAX_SHOWN]}, although {INDEX_FILE} lists it there"
                     + (f"; it is in {files[name]}" if name in files else "")
                     + "; fetch index and files again"
                 )
@@ -196,7 +198,7 @@ class CheckpointSource:
             try:
                 self._open_files[name] = safe_open(path, "pt")
             except FileNotFoundError as error:
-                raise WeightsError(f"{path} is missing, but {INDEX_FILE} lists it") from error
+                raise WeightsError(f"{self.folder}: {name[:_MAX_SHOWN]} is missing, but {INDEX_FILE} lists it") from error
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{path} is not a complete safetensors file: {error}; fetch it again") from error
         return self._open_files[name]

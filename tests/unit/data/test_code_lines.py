@@ -92,6 +92,10 @@ def test_code_region_is_the_code_that_the_code_reward_runs(pieces, entry_point):
     )
 
 
+def test_indented_fences_leave_blank_lines_whole():
+    assert extract_code("  ```py\n  a = 1\n\n  b = 2\n  ```") == "a = 1\n\nb = 2\n"
+
+
 def test_code_region_prefers_the_block_that_defines_the_entry_point():
     text = "```python\ndef f(): return 1\n```\n```python\nprint(f())\n```"
     assert text[slice(*code_region(text))] == "print(f())\n"

@@ -26,12 +26,12 @@ MEAN_A_STAGE = {
     "step/stages/generate.py": "its own facts beside its span",
     "desk/doctor/check_compare.py": "where a deviation that is first seen in a stage comes from",
     "desk/doctor/step_replay.py": "the stages that a replay runs, and the quantities of each",
-    "commands/check.py": "the prompts and tokens of a recorded step",
+    "desk/doctor/check_installation.py": "the prompts and tokens of a recorded step",
 }
 OTHER_MEANINGS = {
     "commands/__init__.py": "the command evaluate",
     "commands/evaluate.py": "the command evaluate",
-    "config/checks/paths.py": "the command evaluate",
+    "config/checks/data_settings.py": "the command evaluate",
     "config/checks/model_folder.py": "the command evaluate",
     "config/schema/commands.py": "the command evaluate",
     "desk/watch/watch_screen.py": "a heading",

@@ -30,12 +30,12 @@ class WatchedRun:
             newest_step=-1,
             num_failed=0,
         )
-        recorder = SimpleNamespace(keep_books=lambda: None, console=SimpleNamespace(warning=self.warnings.append))
+        recorder = SimpleNamespace(flush_records=lambda: None, console=SimpleNamespace(warning=self.warnings.append))
         pool = SimpleNamespace(
             position=lambda: {"next_id": 7}, release_finished=lambda step: [], snapshot=lambda: lambda: {"next_id": 5}
         )
         published = SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0)
-        rollout = SimpleNamespace(restarts=list, trainer_version=1, weight_version=1, publish=lambda: published)
+        rollout = SimpleNamespace(restart_counts=list, trainer_version=1, weight_version=1, publish=lambda: published)
         parity = SimpleNamespace(due=lambda step: compare is not None, compare=compare)
         warmup, watchdog, kl_penalty = CriticWarmup(config), Watchdog(health), KlPenalty(config.algorithm.kl)
         watchdog.num_rollbacks = num_rollbacks

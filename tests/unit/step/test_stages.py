@@ -157,7 +157,7 @@ def test_only_what_grew_and_trains_is_a_row_of_the_trainers_batches_and_all_of_i
         return [Score(float(len(items)))] * len(items)
 
     noted, state = {}, StepState()
-    recorder = SimpleNamespace(note_work=lambda stage, step, **facts: noted.update({(stage, step): facts}))
+    recorder = SimpleNamespace(log_stage_facts=lambda stage, step, **facts: noted.update({(stage, step): facts}))
     collector = SimpleNamespace(collect=collect, rounds=[{"rows": 4}])
     rewards = SimpleNamespace(score_many=score_many)
     run = components(RecordingGroup(), rewards=rewards, collector=collector, recorder=recorder, facts=facts_of(Config()))
@@ -182,7 +182,7 @@ def test_responses_that_train_at_their_end_are_the_rows_of_the_step_in_which_the
         return slots, {}
 
     collector = SimpleNamespace(collect=collect, rounds=[])
-    recorder = SimpleNamespace(elapsed_s=0.0, note_work=lambda *stage, **facts: None)
+    recorder = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *stage, **facts: None)
     run, state = components(RecordingGroup(), collector=collector, recorder=recorder), StepState()
     run["config"].schedule.policy_trains_on = TrainsOn.responses
     run["config"].algorithm.correction.old_policy = OldPolicy.rollout
