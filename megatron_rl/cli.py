@@ -1,6 +1,6 @@
-"""`megatron-rl <command>`. Arguments in, exit status out.
+"""`megatron-rl <command>`: parses the arguments and returns the exit status.
 
-0 done, 1 failed, 2 the user's mistake, 75 stopped by a signal and to be continued, 130 interrupted.
+0: done, 1: failed, 2: user error, 75: stopped by a signal and resumable, 130: interrupted.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED, StopReque
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    # Deprecations and notes inside the libraries are their makers' business; ours are errors and log lines.
+    # Deprecations and notes of libraries do not help users of this package; our own messages are errors and log lines.
     warnings.filterwarnings("ignore", module=r"(torch|megatron|sglang|transformers|mlflow)\b")
     try:
         return arguments.run(arguments)
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output has exited, such as `head`
         return 1
     except (UserError, OSError) as error:
         say(f"error: {error}")
         return 2
     except StopRequested as stop:
         if os.environ.get("RANK", "0") == "0":
-            say(f"stopped: {stop}; run.resume=auto goes on from the newest checkpoint (exit status {STOPPED})")
+            say(f"stopped: {stop}. Resume with run.resume=auto (exit status {STOPPED})")
         return STOPPED
     except KeyboardInterrupt:
         if "RANK" not in os.environ:
@@ -45,12 +45,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        if name in argv[:1]:  # the other commands' files, and what they import, are not needed
+        if name in argv[:1]:  # do not import the files of other commands
             with gc_disabled():
                 module = import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-            # Keys and files may stand on both sides of an option.
+            # Keys and files may be on both sides of an option.
             return command.parse_intermixed_args(argv[1:])
     return parser.parse_args(argv)
 

@@ -1,7 +1,8 @@
 """The algorithms as pure functions over packed tensors: advantages, losses, KL, corrections, preferences, diagnostics.
 
-Only torch in here: no model, no engine, no process group. Sequences lie back to back in 1-D tensors; ``cu_seqlens``
-[N+1] says where each starts. Whatever is reduced over micro-batches or ranks comes as sums and denominators.
+The package depends on torch and numpy alone: no model, no engine, no process group. Sequences are packed: concatenated
+in 1-D tensors and delimited by ``cu_seqlens`` [N+1]. Results that are reduced over micro-batches or ranks are returned
+as sums and denominators.
 """
 
 from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda, monte_carlo_returns

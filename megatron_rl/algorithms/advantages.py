@@ -1,10 +1,10 @@
 """Advantages and returns of packed responses: GAE, EGAE, Monte-Carlo, length-adaptive lambda; any advantage by name.
 
-Sequences lie back to back in 1-D tensors; ``cu_seqlens`` [N+1] says where each starts. ``values[t]`` is V(s_t), read
-before token t is emitted; ``rewards[t]`` is what emitting token t earned.
+Sequences are concatenated in 1-D tensors and delimited by ``cu_seqlens`` [N+1]. ``values[t]`` is V(s_t), the value of
+the state before token t; ``rewards[t]`` is the reward for token t.
 
-Invariants: nothing here carries a gradient; no number crosses a sequence border; EGAE of finished sequences is GAE bit
-for bit, because both run the same code and differ only in V at the sequence end; results are on the inputs' device.
+Invariants: results carry no gradient and are on the inputs' device; no information crosses a sequence border; EGAE of
+finished sequences equals GAE bit for bit, because both run the same code and differ only in V at the sequence end.
 """
 
 from collections.abc import Mapping
@@ -32,35 +32,35 @@ from megatron_rl.system.plugins import parameters
 
 @dataclass(frozen=True)
 class Episodes:
-    """What advantages are estimated from: the new tokens [T] of N responses or turns, the whole step's batch."""
+    """Inputs of an advantage estimate: the new tokens [T] of N responses or turns, for the whole step's batch."""
 
     rewards: Tensor
-    """[T] float32: the outcome on the last token of what finished, and token rewards (a KL penalty, say) on each."""
+    """[T] float32: the outcome on the last token of finished responses, and token rewards (a KL penalty) on each."""
     cu_seqlens: Tensor
-    """[N+1] int64."""
+    """[N+1] int64: start of each sequence, and the end of the last."""
     finished: Tensor
-    """[N] bool; False marks a window that was cut before its response ended."""
+    """[N] bool; False marks a window whose response continues in the next step."""
     valid: Tensor
-    """[N] bool; False marks what could not be scored and trains nothing."""
+    """[N] bool; False marks unscored responses, which no model trains on."""
     group_ids: Tensor
     """[N] int64: equal for the responses to one prompt."""
     gamma: float
     lam: float | Tensor
-    """GAE's lambda: one, or [N]."""
+    """GAE's lambda: one value, or [N]."""
     values: Tensor | None = None
-    """[T] of the critic, like ``rewards``; None without a critic."""
+    """[T] values of the critic, with the dtype of ``rewards``; None without a critic."""
     bootstrap: Tensor | None = None
-    """[N] the critic's value after the last token; None: not to be used (algorithm.bootstrap=copy_last)."""
+    """[N] the critic's value after the last token; None copies the last value (algorithm.bootstrap=copy_last)."""
     baselines: Tensor | None = None
-    """[N] the reward of the greedy response to the same prompt; None: none was generated."""
+    """[N] the reward of the greedy response to the same prompt; None if no greedy responses were generated."""
 
 
 @torch.no_grad()
 def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episodes) -> Tensor:
-    """[T] by the advantage of a registered name or import path (``register.advantage`` says what it is given).
+    """Advantages [T] of the function with this registered name or import path (inputs: see ``register.advantage``).
 
     Raises:
-        ValueError: unknown name, wrong options, or a result that is no number for each token or sequence.
+        ValueError: unknown name, wrong options, or a result that is neither [T] nor [N].
     """
     bounds = check_cu_seqlens(episodes.cu_seqlens, len(episodes.rewards))
     inputs = dict(vars(episodes))
@@ -70,16 +70,16 @@ def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episode
     num_tokens, num_sequences = len(episodes.rewards), len(bounds) - 1
     if not isinstance(result, Tensor) or result.shape not in ((num_tokens,), (num_sequences,)):
         raise ValueError(
-            f"advantage {name!r}: expected a number for each token, [{num_tokens}], or for each sequence, "
-            f"[{num_sequences}], got {describe(result)}"
+            f"advantage {name!r}: expected one value per token, [{num_tokens}], or per sequence, [{num_sequences}], "
+            f"got {describe(result)}"
         )
-    # No sequence is empty, so where T = N each has one token and both readings agree.
+    # T = N is not ambiguous: no sequence is empty, so each has one token and both readings agree.
     return result if len(result) == num_tokens else repeat_per_sequence(result, bounds.diff())
 
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0, lam: float | Tensor) -> Tensor:
-    """Generalised advantage estimation of sequences that ended (arXiv 1506.02438).
+    """Generalized advantage estimation of finished sequences (arXiv 1506.02438).
 
     ``A_t = sum_k (gamma lam)^k delta_{t+k}`` with ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`` and V = 0 after the
     last token.
@@ -88,7 +88,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
         rewards, values: [T] float32 or float64, same dtype and device.
         cu_seqlens: [N+1] int32 or int64.
         gamma: discount within [0, 1].
-        lam: within [0, 1]: one number, or [N] with one for each sequence.
+        lam: within [0, 1]: one value, or [N] with one per sequence.
 
     Returns:
         [T] advantages.
@@ -113,14 +113,14 @@ def egae(
     lam: float | Tensor,
     bootstrap: Tensor | None = None,
 ) -> Tensor:
-    """Extended GAE of windows, some of them cut before the response ended (T-PPO, arXiv 2506.15050, eq. 6).
+    """Extended GAE of windows whose responses may be unfinished (T-PPO, arXiv 2506.15050, eq. 6).
 
-    GAE with V(s_l) at the cut: by default the paper's assumption V(s_l) = V(s_{l-1}), so with gamma = 1 and no reward
-    the last advantage is exactly 0.
+    An unfinished window has V(s_l) after its last token. By default this is the paper's assumption
+    V(s_l) = V(s_{l-1}), so with gamma = 1 and no reward the last advantage is exactly 0.
 
     Args:
         rewards, values, cu_seqlens, gamma, lam: as for ``gae``; the sequences are this step's windows.
-        finished: [N] bool, integer or float; 0 marks a window that was cut.
+        finished: [N] bool, integer or float; 0 marks an unfinished response.
         bootstrap: [N] the critic's own V(s_l), read for unfinished sequences only; None: copy the last value.
 
     Returns:
@@ -134,12 +134,12 @@ def egae(
     check_per_sequence("finished", finished, num_sequences)
     if bootstrap is not None:
         check_per_sequence("bootstrap", bootstrap, num_sequences)
-        at_cut = bootstrap.to(values.device, values.dtype)
+        bootstrapped = bootstrap.to(values.device, values.dtype)
     elif len(values) > 0:
-        at_cut = values[(bounds[1:] - 1).clamp(min=0).to(values.device)]
+        bootstrapped = values[(bounds[1:] - 1).clamp(min=0).to(values.device)]
     else:
-        at_cut = values.new_zeros(num_sequences)
-    after_end = torch.where(finished.to(values.device) != 0, 0.0, at_cut)
+        bootstrapped = values.new_zeros(num_sequences)
+    after_end = torch.where(finished.to(values.device) != 0, 0.0, bootstrapped)
     return _advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
 
 
@@ -153,7 +153,7 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
         gamma: discount within [0, 1].
 
     Returns:
-        [T]: ``sum_k gamma^k r_{t+k}`` to the end of the sequence.
+        [T]: ``sum_k gamma^k r_{t+k}`` up to the end of the sequence.
     """
     check_float_vector("rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
@@ -175,13 +175,13 @@ def _advantages_with_end_values(
     """GAE [T] where ``after_end`` [N] is V of the state after each sequence's last token."""
     gamma = check_fraction("gamma", gamma)
     decay = gamma * _lambda_per_sequence(lam, len(bounds) - 1, values.device)
-    # One pass over memory with a dependency from token to token: a GPU's tensors are faster brought here and back.
+    # On the CPU even for GPU tensors: the loop depends on the previous token, so two copies are faster than a GPU kernel.
     result = gae_loop(rewards.cpu(), values.cpu(), bounds, after_end.cpu(), gamma, decay.cpu())
     return result.to(values.device)
 
 
 def _lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:
-    """``lam`` as float64 [N] on ``device``, checked to lie within [0, 1]."""
+    """``lam`` as float64 [N] on ``device``, checked to be within [0, 1]."""
     if not isinstance(lam, Tensor) or lam.dim() == 0:
         return torch.full((num_sequences,), check_fraction("lam", float(lam)), dtype=torch.float64, device=device)
     check_per_sequence("lam", lam, num_sequences)
@@ -198,12 +198,12 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05, floor: float
 
     Args:
         lengths: [N] true response lengths in tokens, without prompt and padding; integer or float, at least 0.
-        alpha: 1 / (alpha * length) is the share of the signal lost per token; more than 0.
-        floor: smallest lambda, within [0, 1]; a length of 0 gets it.
+        alpha: 1 / (alpha * length) is the fraction of the signal lost per token; more than 0.
+        floor: smallest lambda, within [0, 1]; also the lambda of length 0.
 
     Returns:
-        [N] in the dtype of float lengths, float64 for integer ones: near 1 a float32 rounding, raised to the power of
-        a length of 24K tokens, would show.
+        [N] in the dtype of float lengths, float64 for integer lengths: a float32 rounding error of a lambda near 1 would
+        matter when raised to the power of 24K tokens.
     """
     floating = float_lengths("lengths", lengths)
     check_fraction("floor", floor)

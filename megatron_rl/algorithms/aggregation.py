@@ -1,6 +1,6 @@
-"""How token losses become one number: by tokens, or by responses first.
+"""Averages token losses: over all tokens, or first within each response.
 
-Laws: the coefficients of the counted tokens sum to the denominator; both are those of the sequences given, so
+Invariants: the coefficients of the counted tokens sum to the denominator. Both depend only on the given sequences, so
 denominators add over micro-batches and ranks as long as no sequence is split.
 """
 
@@ -21,7 +21,7 @@ def _num_counted_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @register.aggregation("token_mean", denominator=_num_counted_tokens)
 def _token_mean(mask: Tensor) -> Tensor:
-    """Every token counts the same, so long responses count more (DAPO, arXiv 2503.14476)."""
+    """Every token has the same weight, so long responses count more (DAPO, arXiv 2503.14476)."""
     return torch.ones_like(mask, dtype=torch.float64)
 
 
@@ -34,6 +34,7 @@ def _sequence_mean(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Mean over a response's tokens first, then over responses (GRPO, arXiv 2402.03300)."""
     bounds = check_cu_seqlens(cu_seqlens, len(mask))
     sequence_of = sequence_index(bounds, mask.device)
+    # Sequences without counted tokens give inf, which ``token_coefficients`` replaces by 0.
     return 1.0 / sequence_sums(mask.double(), sequence_of, len(bounds) - 1)[sequence_of]
 
 
@@ -46,16 +47,16 @@ def token_coefficients(
     dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """What each token's loss is multiplied by before the sum.
+    """Factors that multiply the token losses before the sum.
 
     Args:
         mask: [T] 0/1 of any real dtype.
         cu_seqlens: [N+1] int32 or int64.
-        kind: "token_mean" (DAPO, arXiv 2503.14476): 1, every token counts alike; "sequence_mean" (GRPO): 1 / (counted
-            tokens of the own sequence), every response counts alike; another registered name, or
+        kind: "token_mean" (DAPO, arXiv 2503.14476): 1, equal weight per token; "sequence_mean" (GRPO): 1 / (counted
+            tokens of the token's sequence), equal weight per response; another registered name, or
             package.module:function.
-        dtype: of the result.
-        options: of the aggregation.
+        dtype: dtype of the result.
+        options: keyword arguments of the aggregation.
 
     Returns:
         [T]; 0 outside the mask. Divide the sum of the products by ``loss_denominator`` of the same ``kind``.
@@ -64,13 +65,15 @@ def token_coefficients(
     check_cu_seqlens(cu_seqlens, len(mask))
     coefficients = register.AGGREGATIONS.bind(kind, options)(mask=mask, cu_seqlens=cu_seqlens)
     if not isinstance(coefficients, Tensor) or coefficients.shape != mask.shape or coefficients.is_complex():
-        raise ValueError(f"aggregation {kind!r}: expected a number for each token, got {describe(coefficients)}")
+        raise ValueError(f"aggregation {kind!r}: expected one value per token, got {describe(coefficients)}")
     return torch.where(mask != 0, coefficients, 0.0).to(dtype)
 
 
 def loss_denominator(mask: Tensor, cu_seqlens: Tensor, kind: str, options: Mapping[str, Any] | None = None) -> float:
-    """Counted tokens ("token_mean"), sequences with at least one ("sequence_mean"), or what another aggregation says:
-    its own denominator, or the sum of its coefficients. Waits for the device.
+    """Number by which the aggregation ``kind`` divides the summed loss. Waits for the device.
+
+    "token_mean": the counted tokens; "sequence_mean": the sequences with at least one. Any other aggregation: its own
+    denominator, or the sum of its coefficients.
     """
     denominator = register.AGGREGATIONS.find(kind).denominator
     if denominator is not None:
@@ -82,6 +85,6 @@ def loss_denominator(mask: Tensor, cu_seqlens: Tensor, kind: str, options: Mappi
 
 
 def counted_sequences(mask: Tensor, bounds: Tensor) -> Tensor:
-    """[N] bool on the mask's device: which sequences hold a token of the mask [T]."""
+    """[N] bool on the mask's device: True for sequences with at least one token in the mask [T]."""
     sequence_of = sequence_index(bounds, mask.device)
     return sequence_sums((mask != 0).double(), sequence_of, len(bounds) - 1) > 0

@@ -1,13 +1,14 @@
-"""Corrections for tokens that the rollout engine (mu) drew and the trainer (pi_old) learns from (mismatch fixes).
+"""Corrections of the mismatch between the server's policy (mu), which sampled the tokens, and the trainer's (pi_old).
 
-``rho = pi_old / mu`` token by token, ``log rho`` clamped to +- 20, and for a sequence the product or the geometric mean
-over its *counted* tokens. A correction is per-token data, weights and a mask; it knows no loss and carries no gradient.
+``rho = pi_old / mu`` per token, with ``log rho`` clamped to +- 20; per sequence, the product or the geometric mean over
+its *counted* tokens. A correction is per-token data, weights and a mask; it is independent of the loss and carries no
+gradient.
 
-Laws: engines that agree (rho = 1) give weights of exactly 1 and the mask unchanged, as long as 1 lies within the
-bounds; weights are 0 outside the mask; rejection and veto change the mask, and so the denominator of the loss; weights,
-IcePop's zeros among them, do not.
+Invariants: equal policies (rho = 1) give weights of exactly 1 and the mask unchanged, provided that 1 is within the
+bounds; weights are 0 outside the mask; rejection and veto change the mask, and with it the loss's denominator; weights,
+including IcePop's zeros, do not.
 
-Hand in the whole step's batch: means over the batch are then means over the step.
+The arguments cover the whole step's batch, so that means over the batch are means over the step.
 """
 
 import math
@@ -39,50 +40,56 @@ from megatron_rl.algorithms.token_sums import array, run, write_weights
 @dataclass(frozen=True)
 class Correction:
     weights: Tensor
-    """[T] in the dtype of the log-probs, without gradient: what each token's loss is multiplied by; 0 outside ``mask``."""
+    """[T] in the dtype of the log-probs, without gradient: factors of the tokens' losses; 0 outside ``mask``."""
     mask: Tensor
     """[T] bool: the tokens that still train."""
     metrics: dict[str, float]
-    """What ``mismatch_metrics`` says of the tokens given, and what the correction did:
+    """Metrics of ``mismatch_metrics`` for the given tokens, and metrics of the correction:
 
-    masked_share: tokens that no longer train, be it by rejection, veto or a weight of 0.
-    rejected_share: tokens that left the mask.
+    masked_share: tokens that no longer train, because of rejection, veto or a weight of 0.
+    rejected_share: tokens that were removed from the mask.
     vetoed_sequence_share: sequences with a vetoed token.
-    truncated_share: remaining tokens whose weight was cut to ``max_weight``.
+    truncated_share: remaining tokens whose weight was clamped to ``max_weight``.
     weight_mean: mean weight of the remaining tokens, before ``normalize``.
-    weight_ess: effective sample size of the weights as a share, 1 / E[(w / E w)^2] over the remaining tokens.
+    weight_ess: effective sample size of the weights as a fraction, 1 / E[(w / E w)^2] over the remaining tokens.
     """
 
 
 @dataclass(frozen=True)
 class LogRatios:
-    """log rho in float64, 0 outside the mask, or of the counted tokens alone; numbers of a sequence are repeated for each token."""
+    """log rho in float64, either of all tokens (0 outside the mask) or of the counted tokens alone.
+
+    Results per sequence are repeated for each of its tokens.
+    """
 
     token: Tensor
     """[T] clamped to +- 20."""
     bounds: Tensor
-    """[N+1] int64 on the CPU: where each sequence starts."""
+    """[N+1] int64 on the CPU: start of each sequence."""
     sums: Tensor
-    """[N] over the counted tokens."""
+    """[N] sum of log rho over the counted tokens."""
     counts: Tensor
-    """[N] counted tokens."""
+    """[N] number of counted tokens."""
 
     @cached_property
     def sequence_of(self) -> Tensor:
-        """[T] int64: the number of each token's sequence."""
+        """[T] int64: index of each token's sequence."""
         return sequence_index(self.bounds, self.token.device)
 
     @cached_property
     def product(self) -> Tensor:
-        """[T] of the sequence: sum over its counted tokens, clamped like a token's."""
+        """[T] log of the sequence's product of rho: the sum over its counted tokens, clamped like a token's log rho."""
         return repeat_per_sequence(self.sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), self.bounds.diff())
 
     def sequence_mean(self, per_token: Tensor) -> Tensor:
-        """[T] mean of ``per_token`` [T], which is 0 outside the mask, over the counted tokens of the own sequence."""
+        """[T] mean of ``per_token`` [T] over the counted tokens of each token's sequence.
+
+        ``per_token`` must be 0 outside the mask.
+        """
         return repeat_per_sequence(exact_sums(per_token, self.bounds) / self.counts.clamp(min=1), self.bounds.diff())
 
     def any_of_sequence(self, per_token: Tensor) -> Tensor:
-        """[T] bool: whether ``per_token`` [T] bool holds anywhere in the own sequence."""
+        """[T] bool: True if ``per_token`` [T] bool is True for any token of the same sequence."""
         return repeat_per_sequence(exact_sums(per_token, self.bounds) > 0, self.bounds.diff())
 
 
@@ -105,25 +112,26 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     weight_options: Mapping[str, Any] | None = None,
     rejection_options: Mapping[str, Any] | None = None,
 ) -> Correction:
-    """Importance weights and rejections for the difference between engine and trainer. Waits for the device.
+    """Importance weights and rejections for the mismatch between server and trainer. Waits for the device.
 
     Args:
-        rollout_logprobs: [T] float32 or float64: log mu, the engine's, at sampling.
-        old_logprobs: [T] same dtype and device: log pi_old, the trainer's, before the update.
+        rollout_logprobs: [T] float32 or float64: log mu, from the server, at sampling.
+        old_logprobs: [T] same dtype and device: log pi_old, from the trainer, before the update.
         mask, cu_seqlens: [T] 0/1 of any real dtype: the tokens to train; [N+1] int32 or int64.
         weight: "none"; "token": min(rho_t, max_weight), token TIS; "sequence": min(prod rho, max_weight) on each of
             the sequence's tokens, sequence TIS; "icepop": rho_t within [icepop_low, icepop_high], else 0.
-        max_weight: more than 0 (in use: 1.5 to 5 for tokens, 2 to 10 for sequences); read with "token" and "sequence".
-        rejection: what leaves the mask. "none"; "token": tokens with rho outside [rejection_low, rejection_high];
-            "sequence" (MIS): sequences with prod rho outside; "geometric": with exp(mean log rho) outside (in use:
-            0.999 to 1.001); "k2": with mean (log rho)^2 / 2 above rejection_high (in use: 2); "k3": with
-            mean (rho - 1 - log rho) above it (in use: 0.001 to 0.01).
-        veto_below: sequences with a token whose rho is below this leave the mask; 0: none (in use: 1e-4).
+        max_weight: more than 0 (usual: 1.5 to 5 for tokens, 2 to 10 for sequences); read with "token" and "sequence".
+        rejection: rule that removes tokens from the mask. "none"; "token": tokens with rho outside [rejection_low,
+            rejection_high]; "sequence" (MIS): sequences with prod rho outside; "geometric": sequences with
+            exp(mean log rho) outside (usual: 0.999 to 1.001); "k2": sequences with mean (log rho)^2 / 2 above
+            rejection_high (usual: 2); "k3": sequences with mean (rho - 1 - log rho) above it (usual: 0.001 to 0.01).
+        veto_below: sequences with a token whose rho is below this bound are removed; 0: none (usual: 1e-4).
         normalize: divide the weights by their mean over the remaining tokens ("sequence": over sequences).
-        weight_options, rejection_options: of a ``weight`` or ``rejection`` that is a package.module:function.
+        weight_options, rejection_options: keyword arguments of a ``weight`` or ``rejection`` given as
+            package.module:function.
 
     Raises:
-        ValueError: shapes, dtypes, names or ranges do not fit, or a token to train has no number to compare.
+        ValueError: shapes, dtypes, names or ranges do not fit, or a log-prob of a token to train is NaN.
     """
     check_float_vector("rollout_logprobs", rollout_logprobs)
     check_same_kind("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs)
@@ -142,7 +150,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What takes tokens out of the mask, and what weighs the others."""
+    """The bound rejection rule and weight function of one ``mismatch_correction`` call."""
 
     weight: str
     rejection: str
@@ -154,28 +162,29 @@ class _Rules:
     def correction(
         self, rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, bounds: Tensor, normalize: bool
     ) -> Correction:
-        """Of inputs that have been checked, block by block where whole sequences are enough for these rules."""
+        """Correction of checked inputs, computed in blocks of sequences if both rules are local."""
         entry = register.CORRECTION_WEIGHTS.find(self.weight)
-        is_cut = entry.local and register.REJECTIONS.find(self.rejection).local
+        in_blocks = entry.local and register.REJECTIONS.find(self.rejection).local
         bound = check_positive("max_weight", self.max_weight) if entry.bounded else math.inf
+        # float64 only for weights that are divided by their mean afterwards; otherwise the dtype of the result.
         sums, raw = _Sums(), np.zeros(len(mask), np.float64 if normalize else array(old_logprobs[:0]).dtype)
         kept = np.zeros(len(mask), bool)
-        for block in masked_log_ratios(old_logprobs, rollout_logprobs, mask, bounds, at_once=not is_cut):
-            place, counts = block.tokens, block.bounds.diff().double()
+        for block in masked_log_ratios(old_logprobs, rollout_logprobs, mask, bounds, at_once=not in_blocks):
+            span, counts = block.tokens, block.bounds.diff().double()
             ratios = LogRatios(block.log_ratio, block.bounds, exact_sums(block.log_ratio, block.bounds), counts)
-            _check_comparable(ratios, rollout_logprobs[place], old_logprobs[place], mask[place], place.start)
+            _check_comparable(ratios, rollout_logprobs[span], old_logprobs[span], mask[span], span.start)
             vetoed = _vetoed(ratios, self.veto_below)
             remains = self._remaining(ratios, vetoed)
             importance = _per_token(f"correction weight {self.weight!r}", self.weigh(ratios=ratios), ratios).double()
-            of_block = run(write_weights, array(importance), array(remains), bound, block.runs, raw[place], kept[place])
-            sums.add(ratios, vetoed, of_block)
+            totals = run(write_weights, array(importance), array(remains), bound, block.runs, raw[span], kept[span])
+            sums.add(ratios, vetoed, totals)
             if entry.per_sequence and normalize:
                 sums.add_sequences(ratios, remains, keep(importance, remains).clamp(max=bound))
         weights = torch.from_numpy(raw / sums.mean_weight() if normalize else raw).to(old_logprobs)
         return Correction(weights, torch.from_numpy(kept).to(mask.device), sums.metrics())
 
     def _remaining(self, ratios: LogRatios, vetoed: Tensor) -> Tensor:
-        """[K] bool; ``vetoed`` [N] bool."""
+        """Tokens that pass the rejection rule and the veto, [K] bool; ``vetoed``: [N] bool."""
         remains = _per_token(f"rejection {self.rejection!r}", self.accepts(ratios=ratios), ratios).bool()
         return remains & ~repeat_per_sequence(vetoed, ratios.bounds.diff()) if self.veto_below else remains
 
@@ -192,7 +201,10 @@ def importance_weights(
     icepop_low: float,
     icepop_high: float,
 ) -> Tensor:
-    """[T] the weights of ``mismatch_correction`` without rejection, veto and mean: those of a sequence depend on it alone."""
+    """[T] weights of ``mismatch_correction`` without rejection, veto and normalization.
+
+    The weights of a sequence depend on that sequence alone.
+    """
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
     ratios = _ratios(rollout_logprobs, old_logprobs, mask != 0, bounds)
     entry = register.CORRECTION_WEIGHTS.find(weight)
@@ -206,18 +218,18 @@ def importance_weights(
 def off_policy_sequence_mask(
     old_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, delta: float
 ) -> Tensor:
-    """Leave out what was bad and is no longer likely: off-policy sequence masking (DeepSeek-V3.2).
+    """Mask tokens of bad responses that have become unlikely: off-policy sequence masking (DeepSeek-V3.2).
 
-    A token goes when its advantage is negative and ``mean log(pi_old / pi)`` over the counted tokens of its sequence
+    A token is masked if its advantage is negative and ``mean log(pi_old / pi)`` over the counted tokens of its sequence
     is above ``delta``. The public implementations keep the loss's denominator: multiply ``weights`` by the result.
 
     Args:
-        old_logprobs: [T] float32 or float64, of the policy that the samples count as drawn from.
-        logprobs: [T] same dtype and device, of the current policy; no gradient is taken.
-        advantages: [T] same dtype and device; one number per response, or token by token.
+        old_logprobs: [T] float32 or float64: log-probs of the policy that the samples are attributed to.
+        logprobs: [T] same dtype and device: log-probs of the current policy, taken as constants.
+        advantages: [T] same dtype and device; equal for all tokens of a response, or different per token.
         mask: [T] 0/1 of any real dtype.
         cu_seqlens: [N+1] int32 or int64; a sequence must not be split over calls.
-        delta: at least 0 (in use: 1e-4 to 0.5).
+        delta: at least 0 (usual: 1e-4 to 0.5).
 
     Returns:
         [T] bool: ``mask`` without those tokens.
@@ -228,14 +240,14 @@ def off_policy_sequence_mask(
     check_mask(mask, "old_logprobs", old_logprobs)
     check_not_negative("delta", delta)
     counted = mask != 0
-    # Of pi_old / pi, where the correction is of pi_old / mu.
+    # These are ratios pi_old / pi, unlike the correction's pi_old / mu.
     ratios = _ratios(logprobs, old_logprobs, counted, check_cu_seqlens(cu_seqlens, len(old_logprobs)))
-    left_behind = ratios.sequence_mean(ratios.token) > delta
-    return counted & ~(left_behind & (advantages < 0))
+    is_unlikely = ratios.sequence_mean(ratios.token) > delta
+    return counted & ~(is_unlikely & (advantages < 0))
 
 
 def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Tensor) -> LogRatios:
-    """log(numerator / denominator) of log-probs [T]."""
+    """Ratios log(numerator / denominator) from log-probs [T]."""
     token = (numerator.double() - denominator.double()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if count_nonzero(counted) == len(counted):
         counts = bounds.diff().to(token)
@@ -245,7 +257,7 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Ten
 
 
 def _vetoed(ratios: LogRatios, veto_below: float) -> Tensor:
-    """[N] bool: sequences with a token whose rho is below the bound; nothing is below 0."""
+    """[N] bool: True for sequences with a token whose rho is below the bound; a bound of 0 vetoes nothing."""
     if veto_below == 0:
         return torch.zeros_like(ratios.counts, dtype=torch.bool)
     return exact_sums(exp(ratios.token) < veto_below, ratios.bounds) > 0
@@ -253,37 +265,37 @@ def _vetoed(ratios: LogRatios, veto_below: float) -> Tensor:
 
 @register.rejection("none", local=True)
 def _accept_all(ratios: LogRatios) -> Tensor:
-    """Nothing is left out."""
+    """All tokens train."""
     return torch.ones_like(ratios.token, dtype=torch.bool)
 
 
 @register.rejection("token", local=True)
 def _accept_tokens(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
-    """Tokens with rho outside [low, high] leave."""
+    """Rejects tokens with rho outside [low, high]."""
     return _within(ratios.token, rejection_low, rejection_high)
 
 
 @register.rejection("sequence", local=True)
 def _accept_sequences(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
-    """Responses with prod rho outside [low, high] leave (MIS)."""
+    """Rejects responses with prod rho outside [low, high] (MIS)."""
     return _within(ratios.product, rejection_low, rejection_high)
 
 
 @register.rejection("geometric", local=True)
 def _accept_geometric(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
-    """Responses with exp(mean log rho) outside [low, high] leave."""
+    """Rejects responses with exp(mean log rho) outside [low, high]."""
     return _within(ratios.sequence_mean(ratios.token), rejection_low, rejection_high)
 
 
 @register.rejection("k2", local=True)
 def _accept_k2(ratios: LogRatios, rejection_high: float) -> Tensor:
-    """Responses with mean (log rho)^2 / 2 above high leave."""
+    """Rejects responses with mean (log rho)^2 / 2 above high."""
     return ratios.sequence_mean(0.5 * ratios.token.square()) <= check_not_negative("rejection_high", rejection_high)
 
 
 @register.rejection("k3", local=True)
 def _accept_k3(ratios: LogRatios, rejection_high: float) -> Tensor:
-    """Responses with mean (rho - 1 - log rho) above high leave."""
+    """Rejects responses with mean (rho - 1 - log rho) above high."""
     distance = expm1(ratios.token) - ratios.token
     return ratios.sequence_mean(distance) <= check_not_negative("rejection_high", rejection_high)
 
@@ -296,7 +308,7 @@ def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
 
 @register.correction_weight("none", local=True)
 def _no_weight(ratios: LogRatios) -> Tensor:
-    """Samples count as if the trainer had drawn them."""
+    """No correction: every token has weight 1."""
     return torch.ones_like(ratios.token)
 
 
@@ -314,7 +326,7 @@ def _sequence_weight(ratios: LogRatios) -> Tensor:
 
 @register.correction_weight("icepop", local=True)
 def _icepop_weight(ratios: LogRatios, icepop_low: float, icepop_high: float) -> Tensor:
-    """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
+    """rho_t inside [icepop_low, icepop_high], else 0; the denominator is unchanged."""
     _check_interval("icepop", icepop_low, icepop_high)
     rho = exp(ratios.token)
     return torch.where((rho >= icepop_low) & (rho <= icepop_high), rho, 0.0)
@@ -322,12 +334,12 @@ def _icepop_weight(ratios: LogRatios, icepop_low: float, icepop_high: float) -> 
 
 def _per_token(what: str, result: Tensor, ratios: LogRatios) -> Tensor:
     if not isinstance(result, Tensor) or result.shape != ratios.token.shape:
-        raise ValueError(f"{what}: expected [{len(ratios.token)}], a number for each token, got {describe(result)}")
+        raise ValueError(f"{what}: expected [{len(ratios.token)}], one value per token, got {describe(result)}")
     return result
 
 
 class _Sums:
-    """What a batch's metrics and mean weight are made of; blocks of whole sequences are added one after the other."""
+    """Accumulators of a batch's metrics and mean weight, filled with one block of whole sequences at a time."""
 
     def __init__(self) -> None:
         self._ratios = RatioSums()
@@ -335,22 +347,22 @@ class _Sums:
         self._weight = self._weight_square = 0.0
         self._mean_weights: list[Tensor] = []
 
-    def add(self, ratios: LogRatios, vetoed: Tensor, of_weights: tuple[int, int, int, float, float]) -> None:
-        """``vetoed`` [N] bool; ``of_weights`` as ``write_weights`` gives them."""
+    def add(self, ratios: LogRatios, vetoed: Tensor, totals: tuple[int, int, int, float, float]) -> None:
+        """Add a block; ``vetoed`` [N] bool; ``totals``: result of ``write_weights``."""
         self._ratios.add(ratios.token, ratios.sums, ratios.counts)
         self._num_vetoed += count_nonzero(vetoed)
-        num_kept, num_weighted, num_truncated, weight, weight_square = of_weights
+        num_kept, num_weighted, num_truncated, weight, weight_square = totals
         self._num_kept, self._num_weighted = self._num_kept + num_kept, self._num_weighted + num_weighted
         self._num_truncated += num_truncated
         self._weight, self._weight_square = self._weight + weight, self._weight_square + weight_square
 
     def add_sequences(self, ratios: LogRatios, kept: Tensor, weights: Tensor) -> None:
-        """For a mean weight over sequences."""
+        """Add a block's mean weight per sequence, for rules that normalize over sequences."""
         counts = exact_sums(kept, ratios.bounds)
         self._mean_weights.append((exact_sums(weights, ratios.bounds) / counts)[counts > 0])
 
     def mean_weight(self) -> float:
-        """Over the remaining tokens, or sequences; 1 where there is nothing to divide by."""
+        """Mean weight over the remaining tokens, or over sequences; 1 if there are none or the mean is 0."""
         if self._mean_weights:
             means = torch.cat(self._mean_weights)
             mean = float(means.sum()) / max(len(means), 1)
@@ -359,7 +371,7 @@ class _Sums:
         return mean if mean > 0 else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Those of ``Correction``."""
+        """The metrics that ``Correction.metrics`` documents."""
         counts, num_kept = self._ratios.counts(), max(self._num_kept, 1)
         num_counted, num_sequences = int(counts.sum()), max(len(counts), 1)
         mean, mean_square = self._weight / num_kept, self._weight_square / num_kept
@@ -379,13 +391,16 @@ def _check_interval(name: str, low: float, high: float) -> None:
 
 
 def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, offset: int) -> None:
-    """Refuse NaN: it would pass every bound and reach the loss as a weight. ``offset``: the first token's number."""
+    """Raise ValueError if a ratio is NaN, because NaN would pass every bound and enter the loss as a weight.
+
+    ``offset``: index of the block's first token, for the message.
+    """
     if not ratios.sums.isnan().any():
         return
     unknown = mask_to_bool(mask).nonzero()[ratios.token.isnan().to(mask.device)]
     token = int(unknown[0])
     raise ValueError(
-        f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "
+        f"rollout_logprobs, old_logprobs: expected numbers everywhere in the mask, got "
         f"{float(rollout_logprobs[token])} and {float(old_logprobs[token])} at token {offset + token} "
         f"({len(unknown)} such tokens near it); take tokens without a log-prob out of the mask"
     )

@@ -1,11 +1,11 @@
-"""GAE of packed sequences on the CPU: a compiled loop, one sequence after the other, from its last token backwards.
+"""GAE of packed sequences on the CPU: a compiled loop over sequences, each from its last token backwards.
 
-Invariants: sums are float64 whatever the inputs are, and rounded once, into the result; a sequence's numbers depend on
-nothing outside it, down to the last bit; memory is gone through once.
+Invariants: sums are float64 for any input dtype and are rounded once, into the result; a sequence's result depends on
+nothing outside it, down to the last bit; memory is read once.
 
-Threads: a large batch is shared among as many threads as torch may use, each with sequences of its own; the caller
-waits for all of them. The loop holds no interpreter lock. It is compiled at the first call of a process, which takes
-about a second, and is not cached on disk: a cache may be read-only, stale or written by several ranks at once.
+Threads: the sequences of a large batch are divided among as many threads as torch may use; the caller waits for all of
+them. The loop releases the interpreter lock. It is compiled at the first call of a process, which takes about a second,
+and is not cached on disk: a cache may be read-only, stale or written by several ranks at the same time.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MIN_TOKENS_PER_THREAD = 1 << 18
-"""About half a millisecond of work, several times what starting a thread costs."""
+"""Tokens per thread: about half a millisecond of work, several times the cost of starting a thread."""
 
 
 def gae_loop(
@@ -38,7 +38,7 @@ def gae_loop(
     loop = compiled_loop()
     reward_array, value_array = rewards.detach().numpy(), values.detach().numpy()
     bound_array, after_array, decay_array = bounds.numpy(), after_end.detach().double().numpy(), decay.numpy()
-    # numpy asks for huge pages; faults on small ones would take longer than the loop.
+    # np.empty instead of torch.empty, because numpy requests huge pages; faults on small pages take longer than the loop.
     result = np.empty(len(reward_array), dtype=reward_array.dtype)
 
     def run(span: tuple[int, int]) -> None:
@@ -54,7 +54,7 @@ def gae_loop(
 
 
 def thread_spans(bounds: Tensor, num_threads: int) -> list[tuple[int, int]]:
-    """Ranges of sequences with about equally many tokens, one per thread; a small batch stays in one piece."""
+    """Ranges of sequences with about equally many tokens, one per thread; a small batch is a single range."""
     num_tokens, num_sequences = int(bounds[-1]), len(bounds) - 1
     num_threads = max(1, min(num_threads, num_tokens // MIN_TOKENS_PER_THREAD))
     shares = torch.tensor([num_tokens * thread // num_threads for thread in range(1, num_threads)], dtype=torch.int64)
@@ -65,10 +65,10 @@ def thread_spans(bounds: Tensor, num_threads: int) -> list[tuple[int, int]]:
 
 @cache
 def compiled_loop() -> Callable[..., None]:
-    """``_advantage_loop``, compiled for the dtypes and strides of its calls as they come."""
+    """``_advantage_loop``, compiled at the first call with each combination of dtypes and strides."""
     import numba  # takes a third of a second, which importing the algorithms need not
 
-    # Contraction makes a multiplication and an addition one instruction with one rounding.
+    # "contract" fuses a multiplication and an addition into one instruction with one rounding.
     return numba.njit(nogil=True, fastmath={"contract"})(_advantage_loop)
 
 
@@ -82,7 +82,7 @@ def _advantage_loop(
     span: tuple[int, int],
     result: np.ndarray,
 ) -> None:
-    """The sequences from span[0] up to but not including span[1] of ``gae_loop`` into ``result`` [T]."""
+    """Write the advantages of the sequences in [span[0], span[1]) to ``result`` [T]; see ``gae_loop``."""
     for sequence in range(span[0], span[1]):
         factor = decay[sequence]
         next_value = after_end[sequence]

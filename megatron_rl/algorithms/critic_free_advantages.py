@@ -1,8 +1,7 @@
-"""Advantages without a critic: responses to one prompt are compared with each other, or all with the whole batch.
+"""Advantages without a critic: each response is compared with its group, or with the whole batch.
 
-Invariants: group ids are any integers in any order; responses that could not be scored (``valid`` 0) enter no
-statistic, whatever number stands there, and get 0; a group of one has nothing to compare with and gets exactly 0, as
-does a group of equal rewards; nothing carries a gradient.
+Invariants: group ids are any integers in any order; unscored responses (``valid`` 0) enter no statistic, regardless of
+their reward, and get 0; a group of one and a group of equal rewards get exactly 0; results carry no gradient.
 """
 
 from dataclasses import dataclass
@@ -29,32 +28,33 @@ from megatron_rl.algorithms.shapes import (
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, valid: Tensor | None = None
 ) -> Tensor:
-    """Reward minus the mean of its group, over the group's standard deviation (GRPO; DAPO, arXiv 2503.14476).
+    """Reward minus the mean of its group, divided by the group's standard deviation (GRPO; DAPO, arXiv 2503.14476).
 
-    The standard deviation is that of a sample (n - 1), as in the public implementations, with no epsilon.
+    The standard deviation is the sample's (n - 1), as in the public implementations, without epsilon.
     ``scale_by_std=False`` only subtracts the mean (Dr. GRPO, arXiv 2503.20783).
 
     Args:
         rewards: [N] float32 or float64, one per response.
-        group_ids: [N] integer; equal numbers are one group, in any order.
-        valid: [N] of any real dtype; 0 leaves a response out. None: all take part.
+        group_ids: [N] integer; equal ids form one group, in any order.
+        valid: [N] of any real dtype; 0 excludes a response. None includes all.
 
     Returns:
         [N] in the dtype of ``rewards``.
     """
     groups = _groups(rewards, group_ids, valid)
-    centred = groups.rewards - groups.mean
+    centered = groups.rewards - groups.mean
     if scale_by_std:
-        spread = groups.sums(centred.square()) / (groups.size - 1).clamp(min=1)
-        centred = centred / spread.sqrt()
-    return groups.spread_out(torch.where(groups.is_silent, 0.0, centred))
+        variance = groups.sums(centered.square()) / (groups.size - 1).clamp(min=1)
+        # Uniform groups may divide by 0 here; the next line replaces their result by 0.
+        centered = centered / variance.sqrt()
+    return groups.scatter(torch.where(groups.is_uniform, 0.0, centered))
 
 
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Reward minus the mean of the *other* rewards of its group (REINFORCE leave-one-out, arXiv 2402.14740).
 
-    A response without others (a group of one) has no baseline: it gets 0 and trains nothing.
+    A group of one has no baseline: its response gets 0.
 
     Args:
         rewards, group_ids, valid: as for ``group_advantages``.
@@ -64,7 +64,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, valid: Tensor | None 
     """
     groups = _groups(rewards, group_ids, valid)
     others = (groups.sums(groups.rewards) - groups.rewards) / (groups.size - 1).clamp(min=1)
-    return groups.spread_out(torch.where(groups.is_silent, 0.0, groups.rewards - others))
+    return groups.scatter(torch.where(groups.is_uniform, 0.0, groups.rewards - others))
 
 
 @torch.no_grad()
@@ -78,31 +78,31 @@ def reinforce_pp_advantages(
 ) -> Tensor:
     """Undiscounted reward-to-go, whitened over all tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
-    With ``group_ids`` the baseline form: from each token's reward-to-go goes the mean, over the responses to the same
-    prompt, of the whole response's reward; then the batch is whitened. A group of one becomes its own baseline.
+    ``group_ids`` selects the baseline form: the mean reward of the group is subtracted from each token's reward-to-go
+    before whitening. A group of one is its own baseline.
 
     Args:
         rewards: [T] float32 or float64: outcome on the last token, KL penalty (``kl_penalized_rewards``) on each.
-        mask: [T] 0/1 of any real dtype: the tokens to train; sequences without any (not scored) enter no statistic.
+        mask: [T] 0/1 of any real dtype: the tokens to train; sequences without any (unscored) enter no statistic.
         cu_seqlens: [N+1] int32 or int64.
         group_ids: [N] integer, or None for no baseline.
-        eps: a standard deviation up to this counts as 0.
+        eps: a standard deviation of at most eps counts as 0.
 
     Returns:
-        [T]; 0 outside the mask. Hand in the whole step's batch, never a micro-batch.
+        [T]; 0 outside the mask. The arguments must cover the whole step's batch, never a micro-batch.
     """
     check_float_vector("rewards", rewards)
     check_mask(mask, "rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
     trained = counted_sequences(mask, bounds)
     sequence_of = sequence_index(bounds, rewards.device)
-    # What was not scored may hold any number; it must not reach a sum.
+    # Rewards of unscored sequences may be any value, also NaN, and must not enter a sum.
     exact = torch.where(trained[sequence_of], rewards, 0.0).double()
     to_go = monte_carlo_returns(exact, cu_seqlens)
     if group_ids is not None:
         outcomes = sequence_sums(exact, sequence_of, len(bounds) - 1)
         groups = _groups(outcomes, group_ids, trained)
-        to_go = to_go - groups.spread_out(groups.mean)[sequence_of]
+        to_go = to_go - groups.scatter(groups.mean)[sequence_of]
     return normalize_advantages(to_go, mask, kind="whiten", eps=eps).to(rewards.dtype)
 
 
@@ -139,25 +139,25 @@ def _reinforce_pp_baseline(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor, g
 
 @dataclass(frozen=True)
 class _Groups:
-    """The M valid of N responses; all tensors [M] but ``valid`` [N], statistics repeated for each member, float64."""
+    """Group statistics of the M valid ones of N responses: float64 tensors [M] (``valid``: [N]), repeated per member."""
 
     valid: Tensor
     rewards: Tensor
     member_of: Tensor
-    """int64 group numbers from 0."""
+    """Group indices from 0, int64."""
     size: Tensor
     mean: Tensor
-    is_silent: Tensor
-    """Groups of one and of equal rewards. The mean of equal numbers may be off by a rounding, and a division by their
-    spread would blow that up: silence is found by comparing, not by subtracting."""
+    is_uniform: Tensor
+    """True for groups of one and of equal rewards. Decided by comparing rewards, not by subtracting the mean: the mean of
+    equal values may have a rounding error, which dividing by the standard deviation would amplify."""
     dtype: torch.dtype
 
     def sums(self, values: Tensor) -> Tensor:
-        """[M] sum of ``values`` [M] over the own group."""
+        """[M] sum of ``values`` [M] over each member's group."""
         return _group_sums(values, self.member_of)
 
-    def spread_out(self, values: Tensor) -> Tensor:
-        """[N] of ``values`` [M], 0 for the responses that are not valid."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """[N] with ``values`` [M] at the valid responses and 0 at the others."""
         result = torch.zeros(len(self.valid), dtype=self.dtype, device=values.device)
         result[self.valid] = values.to(self.dtype)
         return result
@@ -186,11 +186,11 @@ def _groups(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> _Groups
         member_of=member_of,
         size=size,
         mean=_group_sums(exact, member_of) / size,
-        is_silent=(lowest == highest)[member_of],
+        is_uniform=(lowest == highest)[member_of],
         dtype=rewards.dtype,
     )
 
 
 def _group_sums(values: Tensor, member_of: Tensor) -> Tensor:
-    # There are at most as many groups as members.
+    # A buffer of len(values) is large enough, because there are at most as many groups as members.
     return values.new_zeros(len(values)).index_add(0, member_of, values)[member_of]

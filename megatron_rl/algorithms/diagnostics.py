@@ -1,4 +1,4 @@
-"""What the critic says along a response: sums and counts in float64 that batches and ranks merge by addition.
+"""Values, returns and advantages by position in the response: float64 sums and counts that merge by addition.
 
 Explained variance is in ``value_loss``.
 """
@@ -23,21 +23,21 @@ def value_by_position(
     num_bins: int,
     names: Sequence[str] = ("value", "return", "advantage"),
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Values, returns and advantages along the response: a critic free of initialisation bias has no slope (VC-PPO).
+    """Values, returns and advantages along the response: a critic free of initialization bias has no slope (VC-PPO).
 
-    The counted tokens of a sequence, taken in order, are spread over the bins: of n tokens number r (from 0) falls
-    into bin ``floor(r * num_bins / n)``. Prompt tokens outside the mask do not shift positions.
+    The counted tokens of a sequence are spread over the bins in order: token r (from 0) of n falls into bin
+    ``floor(r * num_bins / n)``. Prompt tokens outside the mask do not shift positions.
 
     Args:
         values, returns: [T] float32 or float64, same dtype and device.
         mask: [T] 0/1 of any real dtype.
         cu_seqlens: [N+1] int32 or int64.
         num_bins: at least 1.
-        names: what to look at.
+        names: a selection of "value", "return" and "advantage" (return minus value).
 
     Returns:
-        Of "value", "return" and "advantage" (return minus value), those of ``names``, each as (sum [num_bins], count [num_bins]), float64.
-        Batches merge by adding both; the mean is sum / count where the count is not 0.
+        For each of ``names``: (sum [num_bins], count [num_bins]), float64. Batches merge by adding both; the mean is
+        sum / count where the count is not 0.
     """
     check_float_vector("values", values)
     check_same_kind("returns", returns, "values", values)
@@ -50,7 +50,8 @@ def value_by_position(
     starts = (counts[:, None] * torch.arange(int(num_bins) + 1) + int(num_bins) - 1) // int(num_bins)
     tokens = starts.diff(dim=1).sum(0).double().to(values.device)
     value, target = torch.zeros(2, int(num_bins), dtype=torch.float64)
-    for one, sums in ((values, value), (returns, target)):
-        run(sums_by_position, array(one), array(inside), array(bounds), array(starts), array(sums))
+    # array() shares memory with its tensor, so the loop adds to ``value`` and ``target`` in place.
+    for per_token, sums in ((values, value), (returns, target)):
+        run(sums_by_position, array(per_token), array(inside), array(bounds), array(starts), array(sums))
     columns = {"value": value, "return": target, "advantage": target - value}
     return {name: (columns[name].to(values.device), tokens) for name in names}

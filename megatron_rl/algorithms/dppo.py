@@ -1,10 +1,10 @@
-"""Divergence proximal policy optimisation: trust regions of probabilities, not of ratios (DPPO, arXiv 2602.04879).
+"""Divergence proximal policy optimization: trust regions of probabilities, not of ratios (DPPO, arXiv 2602.04879).
 
-A ratio says little about how far a policy has moved: a token of probability 1e-5 may double without consequence, one
-of 0.99 cannot grow by a fifth. DPPO takes a token's gradient away once the policy has moved too far on that token, and
-in the direction of its advantage; the distance is that of two-way distributions, this token against all others.
+A ratio does not measure how far a policy has moved: a token of probability 1e-5 may double without consequence, a token
+of 0.99 cannot grow by a fifth. DPPO removes a token's gradient once the policy has moved too far on that token in the
+direction of its advantage. The distance is between two-way distributions: this token against all others.
 
-The old policy is to be the one that sampled the tokens (algorithm.correction.old_policy=rollout).
+The old policy should be the behavior policy (algorithm.correction.old_policy=rollout).
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ def dppo_tv_loss(  # noqa: PLR0913  public, and each number is a term of the for
 
     Args:
         logprobs, old_logprobs, advantages, mask, weights, coefficients: as for ``policy_loss``.
-        clip_low, clip_high: largest total variation, at least 0; 0.15 and 0.2 are the paper's.
-        max_ratio: the largest factor of a token, more than 0.
+        clip_low, clip_high: largest total variation, at least 0; the paper uses 0.15 and 0.2.
+        max_ratio: largest factor of a token, more than 0.
 
     Returns:
-        Loss per token. Metrics as for ``policy_loss``, without dual clip; clip fractions count what has lost its gradient.
+        Loss per token. Metrics as for ``policy_loss``, without dual clip; clip fractions count the tokens without gradient.
     """
     return _masked_loss(
         logprobs,
@@ -70,11 +70,11 @@ def dppo_kl_loss(  # noqa: PLR0913  as above
     coefficients: Tensor | None = None,
     max_ratio: float = 20.0,
 ) -> Loss:
-    """The same with the KL divergence (old || new) of the two-way distributions as the distance (DPPO, binary KL).
+    """``dppo_tv_loss`` with the KL divergence (old || new) of the two-way distributions as the distance (DPPO, binary KL).
 
     Args:
         logprobs, old_logprobs, advantages, mask, weights, coefficients, max_ratio: as for ``dppo_tv_loss``.
-        clip_low, clip_high: largest divergence in nats, at least 0; 0.05 is the paper's.
+        clip_low, clip_high: largest divergence in nats, at least 0; the paper uses 0.05.
     """
     return _masked_loss(
         logprobs, old_logprobs, advantages, mask, _binary_kl, clip_low, clip_high, max_ratio, weights, coefficients
@@ -86,9 +86,9 @@ def _total_variation(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def _binary_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); inf where p is 1 and p_old is not."""
+    """p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); inf if p is 1 and p_old is not."""
     old, rest, old_rest = old_logprobs.exp(), -torch.expm1(logprobs), -torch.expm1(old_logprobs)
-    # xlogy takes 0 log 0 for 0: a token that was certain has no others.
+    # xlogy, because 0 log 0 must be 0: a token of old probability 1 leaves nothing for the others.
     return old * (old_logprobs - logprobs) + torch.xlogy(old_rest, old_rest) - torch.xlogy(old_rest, rest)
 
 
@@ -97,7 +97,7 @@ def _masked_loss(  # noqa: PLR0913  each number is a term of the formula
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    distance_of: Callable[[Tensor, Tensor], Tensor],
+    compute_distance: Callable[[Tensor, Tensor], Tensor],
     clip_low: float,
     clip_high: float,
     max_ratio: float,
@@ -108,13 +108,14 @@ def _masked_loss(  # noqa: PLR0913  each number is a term of the formula
     check_positive("max_ratio", max_ratio)
     old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     kept = keep(logprobs, mask)
-    now = kept.detach()
-    log_ratio = (now - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # In float64: 1 - p of a likely token has few digits in float32.
-    distance = distance_of(now.double(), old_logprobs.double())
-    too_high = (advantages > 0) & (now > old_logprobs) & (distance > clip_high)
-    too_low = (advantages <= 0) & (now < old_logprobs) & (distance > clip_low)
+    current = kept.detach()
+    log_ratio = (current - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # float64, because 1 - p of a likely token has few significant digits in float32.
+    distance = compute_distance(current.double(), old_logprobs.double())
+    too_high = (advantages > 0) & (current > old_logprobs) & (distance > clip_high)
+    too_low = (advantages <= 0) & (current < old_logprobs) & (distance > clip_low)
     ratio = log_ratio.exp()
+    # The ratio is computed from detached log-probs, so the gradient flows through ``kept`` only.
     token_loss = keep(-advantages * ratio.clamp(max=max_ratio) * kept, ~(too_high | too_low))
     metrics = ratio_metrics(log_ratio, ratio, mask, clip_fractions(too_low, too_high))
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)

@@ -23,11 +23,11 @@ def gmpo_loss(
     clip_high: float,
     weights: Tensor | None = None,
 ) -> Loss:
-    """-A_i times the geometric mean of the response's token ratios, which are clipped one by one in log space (GMPO).
+    """-A_i times the geometric mean of the response's token ratios, each clipped in log space (GMPO).
 
     ``exp(mean over the counted tokens of c(log ratio))`` with c = min(., clip_high) where A > 0 and max(., -clip_low)
-    elsewhere: outliers move a geometric mean less than the arithmetic one of PPO, so the range may be wide (the paper's
-    is 0.4 on either side). Where a response's advantages differ, A_i is their mean over its counted tokens.
+    elsewhere. Outliers move a geometric mean less than PPO's arithmetic mean, so the range may be wide (the paper uses
+    0.4 on either side). If a response's advantages differ, A_i is their mean over its counted tokens.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as for ``policy_loss``.
@@ -37,7 +37,7 @@ def gmpo_loss(
 
     Returns:
         Loss per sequence; the denominator is the number of sequences with at least one counted token. Metrics over
-        tokens as for ``policy_loss``, without dual clip; ``ratio_mean`` is of the geometric means.
+        tokens as for ``policy_loss``, without dual clip; ``ratio_mean`` is the mean of the geometric means.
     """
     old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     clip_low, clip_high = check_not_negative("clip_low", clip_low), check_not_negative("clip_high", clip_high)

@@ -1,22 +1,22 @@
 """KL divergence from the reference policy: estimators, as a loss, as a penalty in the reward; adaptive coefficient.
 
-Notation: tokens are drawn from pi (``logprobs``), ``d = log pi - log pi_ref``, and all three estimate
-KL(pi || pi_ref), the reverse KL (Schulman, "Approximating KL divergence", 2020):
+Notation: tokens are sampled from pi (``logprobs``) and ``d = log pi - log pi_ref``. Three estimators of the reverse KL,
+KL(pi || pi_ref) (Schulman, "Approximating KL divergence", 2020):
 
     k1 = d                    unbiased, may be negative
     k2 = d^2 / 2              biased, never negative
     k3 = exp(-d) - 1 + d      unbiased, never negative
 
-Which one where, for tokens drawn from the policy that is trained:
+Choice of the estimator, for tokens sampled from the policy in training:
 
-- in the reward, k1: the policy gradient of a return that holds -k1 is the gradient of the reverse KL. With k3 it is
-  E[grad log pi k3] = grad KL(pi || pi_ref) - grad KL(pi_ref || pi), whose leading terms cancel near pi_ref: almost no
-  pull, and not towards the reference. k2 punishes a token that has become less likely like one that has become more
-  likely. The configuration refuses both there.
-- in the loss, k2: its gradient ``d * grad log pi`` is in expectation that of the reverse KL.
-- in the loss, k3 (GRPO): ``(1 - pi_ref / pi) grad log pi`` is in expectation that of the *forward* KL(pi_ref || pi);
-  near pi_ref the two agree.
-- in the loss, k1 is no penalty at all: its gradient ``grad log pi`` is 0 in expectation and adds noise only. It is
+- In the reward, k1: the policy gradient of a return that contains -k1 is the gradient of the reverse KL. With k3 it is
+  E[grad log pi k3] = grad KL(pi || pi_ref) - grad KL(pi_ref || pi), whose leading terms cancel near pi_ref: the pull is
+  weak and not towards the reference. k2 penalizes a token that became less likely as much as one that became more
+  likely. The configuration refuses k2 and k3 in the reward.
+- In the loss, k2: the expectation of its gradient ``d * grad log pi`` is the gradient of the reverse KL.
+- In the loss, k3 (GRPO): the expectation of ``(1 - pi_ref / pi) grad log pi`` is the gradient of the *forward*
+  KL(pi_ref || pi); near pi_ref both gradients agree.
+- In the loss, k1 does not penalize: its gradient ``grad log pi`` is 0 in expectation and only adds noise. k1 is
   accepted, for comparison and logging.
 """
 
@@ -38,27 +38,27 @@ from megatron_rl.algorithms.shapes import (
 )
 
 _MAX_RELATIVE_ERROR = 0.2
-"""The adaptive controller never sees a KL further from its target than this share."""
+"""Bound on the relative distance of the KL from its target, as the adaptive controller uses it."""
 
 
 @register.kl_estimator("k1", places=("reward",))
 def _k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d: unbiased, may be negative; the usual one in the reward."""
+    """d: unbiased, may be negative; the usual estimator in the reward."""
     return logprobs - reference_logprobs
 
 
 @register.kl_estimator("k2", places=("loss",))
 def _k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d^2 / 2: its gradient in the loss is that of KL(policy || reference)."""
+    """d^2 / 2: biased, never negative; as a loss, its gradient is the gradient of KL(policy || reference)."""
     return 0.5 * (logprobs - reference_logprobs).square()
 
 
 @register.kl_estimator("k3", places=("loss",))
 def _k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased, never negative; the usual one in the loss."""
-    # It grows like pi_ref / pi: where that is cut, so is the gradient.
+    """exp(-d) - 1 + d: unbiased, never negative; the usual estimator in the loss."""
+    # k3 grows like pi_ref / pi; the clamp bounds it and removes the gradient beyond the bound.
     difference = (logprobs - reference_logprobs).clamp(min=-MAX_LOG_RATIO)
-    # A rounding of expm1 may leave -1e-9 where the policies agree; the clamp keeps the gradient at 0 itself.
+    # Rounding in expm1 may give -1e-9 where the policies agree; the clamp keeps the gradient at exactly 0 there.
     return (torch.expm1(-difference) + difference).clamp(min=0.0)
 
 
@@ -68,10 +68,10 @@ def kl_estimate(
     """Estimate of KL(pi || pi_ref) on each token.
 
     Args:
-        logprobs: [T] float32 or float64, of tokens drawn from pi; the gradient flows through them.
+        logprobs: [T] float32 or float64, of tokens sampled from pi; the gradient flows through them.
         reference_logprobs: [T] same dtype and device; taken as constants.
-        kind: "k1", "k2" or "k3", see the module; another registered name, or package.module:function.
-        options: of the estimator.
+        kind: "k1", "k2" or "k3" (see the module's docstring), another registered name, or package.module:function.
+        options: keyword arguments of the estimator.
 
     Returns:
         [T].
@@ -92,23 +92,23 @@ def kl_loss(
     aggregation: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Loss:
-    """``coefficients * kl_estimate``, to be added to the policy's loss.
+    """``coefficients * kl_estimate``, which the caller adds to the policy's loss.
 
-    A coefficient of 0 takes a token out altogether: samples without a KL term do not depend on the reference policy,
-    whatever it says (Seed1.5-VL, arXiv 2505.07062).
+    A coefficient of 0 removes a token entirely: samples without a KL term do not depend on the reference policy, even if
+    its log-probs are inf or NaN (Seed1.5-VL, arXiv 2505.07062).
 
     Args:
         logprobs: [T] float32 or float64, with gradient, of the current policy.
         reference_logprobs: [T] same dtype and device.
         mask: [T] 0/1 of any real dtype.
-        kind: as for ``kl_estimate``; "k1" has no useful gradient, see the module.
+        kind: as for ``kl_estimate``; "k1" has no useful gradient (see the module's docstring).
         coefficients: [T] float32 or float64, constants: the KL coefficient of each token's sample.
-        aggregation: [T] of ``token_coefficients``; None: every token counts alike.
-        options: of the estimator.
+        aggregation: [T] from ``token_coefficients``; None gives every token the same weight.
+        options: keyword arguments of the estimator.
 
     Returns:
-        Loss. Its denominator counts all tokens in the mask (sums ``aggregation``), so that it is that of the policy's
-        loss. Metric ``kl``: the estimate without coefficient over the tokens whose coefficient is not 0.
+        Loss with the denominator of the policy's loss: the count of all tokens in the mask, or the sum of
+        ``aggregation``. Metric ``kl``: the mean estimate, without coefficient, over the tokens whose coefficient is not 0.
     """
     check_float_vector("logprobs", logprobs)
     check_same_kind("reference_logprobs", reference_logprobs, "logprobs", logprobs)
@@ -116,6 +116,7 @@ def kl_loss(
     coefficients = check_factor("coefficients", coefficients, "logprobs", logprobs)
     inside = (mask != 0) & (coefficients != 0)
     active = mask * inside
+    # Masked before the estimate, because inf or NaN of the reference times a coefficient of 0 would be NaN.
     divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
     token_loss = divergence * keep(coefficients, inside)
     denominator = mask_total(mask, logprobs.dtype)
@@ -141,14 +142,14 @@ def kl_penalized_rewards(
 
     Args:
         rewards: [T] float32 or float64.
-        logprobs, reference_logprobs: [T], same dtype and device; ``logprobs`` of the policy that drew the tokens.
+        logprobs, reference_logprobs: [T], same dtype and device; ``logprobs`` are of the policy that sampled the tokens.
         mask: [T] 0/1 of any real dtype: the tokens the policy generated.
         coefficients: [T] float32 or float64: the KL coefficient of each token's sample.
-        kind: as for ``kl_estimate``; "k1" is the valid one, see the module.
-        options: of the estimator.
+        kind: as for ``kl_estimate``; only "k1" has the right gradient (see the module's docstring).
+        options: keyword arguments of the estimator.
 
     Returns:
-        [T]; where the mask or the coefficient is 0, ``rewards`` unchanged, whatever the reference says there.
+        [T]; ``rewards`` unchanged where the mask or the coefficient is 0, even if the reference is inf or NaN there.
     """
     check_float_vector("rewards", rewards)
     check_same_kind("logprobs", logprobs, "rewards", rewards)
@@ -170,8 +171,8 @@ class AdaptiveKlController:
     def __init__(self, coef: float, target: float, horizon: float):
         """
         Args:
-            coef: first coefficient, more than 0 (from 0 a product never leaves).
-            target: KL of one response that is aimed at, in nats, more than 0.
+            coef: initial coefficient, more than 0 (updates multiply, so 0 would stay 0).
+            target: desired KL per response, in nats, more than 0.
             horizon: responses over which the coefficient may change by about a fifth, more than 0.
         """
         self.coef = _positive("coef", coef)
@@ -179,14 +180,14 @@ class AdaptiveKlController:
         self.horizon = _positive("horizon", horizon)
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Move the coefficient by one step's measurement; returns the new one.
+        """Adjust the coefficient by one step's measurement; returns the new coefficient.
 
         Args:
-            kl: mean KL(pi || pi_ref) of a response (summed over its tokens) in this step, in nats.
-            num_samples: responses it is the mean of, at least 0, below 5 * horizon.
+            kl: mean KL(pi || pi_ref) per response (summed over its tokens) in this step, in nats.
+            num_samples: number of responses in the mean, at least 0, below 5 * horizon.
         """
         if not math.isfinite(kl):
-            raise ValueError(f"kl: expected a finite number, got {kl!r}; leave a step without a measurement out")
+            raise ValueError(f"kl: expected a finite number, got {kl!r}; skip steps without a measurement")
         share = check_not_negative("num_samples", num_samples) / self.horizon
         if share * _MAX_RELATIVE_ERROR >= 1.0:
             raise ValueError(
@@ -198,11 +199,11 @@ class AdaptiveKlController:
         return self.coef
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: the coefficient. Target and horizon come from the configuration."""
+        """The state for a checkpoint: the coefficient. Target and horizon come from the configuration."""
         return {"coef": self.coef}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from what ``state`` returned."""
+        """Restore the state that ``state`` returned."""
         if "coef" not in state:
             raise ValueError(f"state: expected the dict of AdaptiveKlController.state with 'coef', got {state!r}")
         self.coef = _positive("coef", state["coef"])

@@ -1,7 +1,7 @@
-"""What every loss function returns, and the masked sums they are made of.
+"""The result type of every loss function, and the masked sums that losses are computed from.
 
-Invariants: a loss is a sum and a denominator, never a mean: sums and denominators are added over micro-batches and
-ranks, then divided once, so gradients do not depend on how tokens were split. What the mask leaves out is replaced
+Invariants: a loss is a sum and a denominator, never a mean. Sums and denominators are added over micro-batches and
+ranks, then divided once, so gradients do not depend on how tokens were split. Values outside the mask are replaced
 before any arithmetic, so that an inf or NaN there reaches neither the loss nor the gradient.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.algorithms.shapes import check_factor
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are cut to +- this: exp(20) is 5e8, beyond it two policies have nothing in common and sums overflow."""
+"""Log ratios are clamped to +- this bound: beyond exp(20) = 5e8 two policies have nothing in common and sums overflow."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Loss:
     sum: Tensor
     """[] with gradient: the loss summed over the tokens in the mask."""
     denominator: Tensor
-    """[] without gradient: what the sum is to be divided by after the global reduction; 0 for an empty mask."""
+    """[] without gradient: the divisor of the sum, applied after the global reduction; 0 for an empty mask."""
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Name -> (sum, denominator), both [] without gradient; reduced by addition like the loss."""
 
@@ -32,7 +32,7 @@ def keep(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:
 
 
 def mask_to_bool(mask: Tensor) -> Tensor:
-    """[T] bool: where ``mask`` is not 0."""
+    """``mask`` as [T] bool: True for entries other than 0."""
     return mask if mask.dtype is torch.bool else mask != 0
 
 
@@ -42,7 +42,7 @@ def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def mask_total(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[] how many tokens the mask holds."""
+    """[] number of tokens in the mask."""
     return mask.to(dtype).sum()
 
 
@@ -51,8 +51,8 @@ def weighted_sum(
 ) -> tuple[Tensor, Tensor]:
     """Sum [] and denominator [] of ``token_loss`` [T].
 
-    ``weights`` and ``coefficients`` [T] are constants that multiply the tokens' losses, not read outside the mask; the
-    denominator is the sum of the coefficients, whatever the weights.
+    ``weights`` and ``coefficients`` [T] are constants that multiply the tokens' losses and are not read outside the
+    mask. The denominator is the sum of the coefficients, regardless of the weights.
     """
     denominator = mask_total(mask, token_loss.dtype)
     if weights is not None:

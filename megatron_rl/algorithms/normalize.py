@@ -1,6 +1,6 @@
-"""Normalisation of advantages, and the tokens that a window's edge makes unfit for training.
+"""Normalizes advantages, and masks the last tokens of a window, whose advantages are unreliable.
 
-Statistics are over the tokens in the mask of the tensor given: the caller hands in the whole step's batch, never a
+Statistics are over the tokens in the mask of the given tensor. The caller passes the whole step's batch, never a
 micro-batch, so that long and short responses share one scale.
 """
 
@@ -28,16 +28,15 @@ KINDS = ("none", "scale", "whiten")
 def normalize_advantages(
     advantages: Tensor, mask: Tensor, *, kind: str, clamp: float = 0.0, eps: float = 1e-8
 ) -> Tensor:
-    """Advantages brought to a standard deviation of 1 over the tokens in the mask.
+    """Advantages scaled to a standard deviation of 1 over the tokens in the mask.
 
     Args:
         advantages: [T] float32 or float64.
         mask: [T] 0/1 of any real dtype.
         kind: "none"; "scale" divides by the standard deviation, so zero stays zero and signs stay; "whiten" subtracts
             the mean first, which gives tokens without information (a window's edge) an advantage.
-        clamp: bound on the size afterwards; 0 means none.
-        eps: a standard deviation up to this counts as 0: there is no scale to bring to 1, nothing is divided, and
-            whitening gives 0.
+        clamp: bound on the absolute value afterwards; 0 means none.
+        eps: a standard deviation of at most eps counts as 0: nothing is divided, and whitening returns 0.
 
     Returns:
         [T]; 0 outside the mask. The standard deviation is the population's (n).
@@ -51,29 +50,29 @@ def normalize_advantages(
     mean, deviation = (0.0, 0.0) if kind == "none" else mean_and_deviation(advantages, mask)
     varies = deviation > eps
     if kind == "whiten" and not varies:
-        # Equal numbers may differ from their mean by a rounding: exactly 0 then.
+        # Equal values may differ from their mean by a rounding error, and the result must be exactly 0.
         return torch.zeros_like(advantages)
-    numbers, inside = array(advantages), array(mask_to_bool(mask))
-    result = np.empty_like(numbers)
-    centre, divisor = mean if kind == "whiten" else 0.0, deviation if varies else 1.0
-    run(write_scaled, numbers, inside, float(centre), float(divisor), float(clamp or math.inf), result)
+    values, inside = array(advantages), array(mask_to_bool(mask))
+    result = np.empty_like(values)
+    center, divisor = mean if kind == "whiten" else 0.0, deviation if varies else 1.0
+    run(write_scaled, values, inside, float(center), float(divisor), float(clamp or math.inf), result)
     return torch.from_numpy(result).to(advantages.device)
 
 
 def mean_and_deviation(values: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Of ``values`` [T] in the mask; the population's (n) standard deviation. Zeros where the mask is empty."""
-    number, mean, squares = run(moments, array(values), array(mask_to_bool(mask)))
-    return mean, math.sqrt(squares / max(number, 1))
+    """Mean and population (n) standard deviation of ``values`` [T] in the mask; zeros if the mask is empty."""
+    count, mean, squares = run(moments, array(values), array(mask_to_bool(mask)))
+    return mean, math.sqrt(squares / max(count, 1))
 
 
 @torch.no_grad()
 def boundary_mask(cu_seqlens: Tensor, finished: Tensor, n_ignore: int) -> Tensor:
-    """False on the last ``n_ignore`` tokens of each unfinished sequence: they know too little of the future.
+    """False on the last ``n_ignore`` tokens of each unfinished sequence, whose advantages cover too little of the future.
 
     Args:
         cu_seqlens: [N+1] int32 or int64.
-        finished: [N] bool, integer or float; 0 marks a window that was cut.
-        n_ignore: tokens, at least 0; 0 leaves out nothing.
+        finished: [N] bool, integer or float; 0 marks an unfinished response.
+        n_ignore: tokens, at least 0; 0 masks nothing.
 
     Returns:
         [T] bool on the device of ``cu_seqlens``.
@@ -84,6 +83,6 @@ def boundary_mask(cu_seqlens: Tensor, finished: Tensor, n_ignore: int) -> Tensor
         raise ValueError(f"n_ignore: expected a whole number of at least 0, got {n_ignore!r}")
     starts, ends = bounds[:-1], bounds[1:]
     ignored = (ends - starts).clamp(max=int(n_ignore)) * (finished.cpu() == 0)
-    # Of each sequence what counts, and what does not.
+    # Two spans per sequence: the tokens that count, then the ignored ones.
     lengths = torch.stack([ends - starts - ignored, ignored], dim=1).flatten()
     return repeat_per_sequence(torch.tensor([True, False]).repeat(len(starts)), lengths).to(cu_seqlens.device)

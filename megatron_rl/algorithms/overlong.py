@@ -1,6 +1,6 @@
-"""DAPO's soft penalty on responses that are too long (arXiv 2503.14476).
+"""DAPO's soft penalty on overlong responses (arXiv 2503.14476).
 
-It is about whole responses and their budget: a window's edge is never an overlong response.
+The penalty applies to whole responses and their budget; the end of a window never counts as overlong.
 """
 
 import torch
@@ -11,9 +11,9 @@ from megatron_rl.algorithms.shapes import float_lengths
 
 @torch.no_grad()
 def soft_overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft penalty, to be added to the reward (arXiv 2503.14476).
+    """DAPO's soft penalty, which the caller adds to the reward (arXiv 2503.14476).
 
-    0 up to ``max_length - buffer`` tokens, falling linearly to -1 at ``max_length``, -1 beyond.
+    The penalty is 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length`` and is -1 beyond.
 
     Args:
         lengths: [N] response lengths in tokens, integer or float.

@@ -1,14 +1,17 @@
-"""What several samples of a prompt say of a policy: the mean with its error, and the best of k."""
+"""Statistics of several samples per prompt: the mean with its standard error, and the expected best of k."""
 
 import math
 from collections.abc import Sequence
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
-    """Expected best of k of the prompt's n samples, drawn without replacement; unbiased for k fresh samples.
+    """Expected best score of k samples drawn without replacement from the prompt's n; unbiased for k fresh samples.
 
-    With scores 0 and 1, c of them 1, this is 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1). In general the i-th
-    smallest score is the best of a draw in C(i-1, k-1) of C(n, k) cases. ValueError unless 1 <= k <= n.
+    For scores of 0 and 1, c of them 1, this is 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1). In general the i-th
+    smallest score is the best in C(i-1, k-1) of the C(n, k) draws.
+
+    Raises:
+        ValueError: k is not within [1, n].
     """
     n = len(scores)
     if not 1 <= k <= n:
@@ -18,15 +21,15 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself: the k of pass@k that are worth a number."""
+    """Powers of two up to n, and n itself: the values of k for which pass@k is reported."""
     return sorted({*(1 << i for i in range(n.bit_length())), n})
 
 
 def mean_and_error(prompt_means: Sequence[float]) -> tuple[float, float]:
-    """Mean over prompts and its standard error, nan where there are too few prompts for one.
+    """Mean over prompts and its standard error; nan if there are too few prompts.
 
-    Prompts are what is independent: the samples of one prompt count through their mean only, so the error holds
-    however alike they are.
+    Only prompts are independent. The samples of one prompt count through their mean, so the error is valid even if
+    these samples are correlated.
     """
     n = len(prompt_means)
     mean = math.fsum(prompt_means) / n if n else math.nan

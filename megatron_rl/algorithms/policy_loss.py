@@ -1,12 +1,12 @@
 """Losses of the policy: PPO's clipped surrogate, GSPO, CISPO, and the language-model loss on positive examples.
 
-Others have files of their own (``dppo``, ``gmpo``, ``sapo``) and share what checks arguments and makes metrics here.
+``dppo``, ``gmpo`` and ``sapo`` have their own files and share the argument checks and metrics of this one.
 
-Masks are 0/1 tensors of any real dtype; a fractional float mask weighs loss, denominator and metrics alike.
+Masks are 0/1 tensors of any real dtype; a fractional float mask weights loss, denominator and metrics equally.
 
-Two kinds of constant per-token factors enter a loss: ``weights`` correct for samples that another policy drew (see
-``mismatch_correction``) and leave the denominator alone; ``coefficients`` say how tokens are averaged (see
-``token_coefficients``) and sum up to the denominator. Metrics are over tokens and know neither.
+Two kinds of constant per-token factors enter a loss. ``weights`` correct for samples of another policy (see
+``mismatch_correction``) and leave the denominator unchanged. ``coefficients`` define how tokens are averaged (see
+``token_coefficients``) and sum up to the denominator. Metrics are means over tokens and ignore both.
 """
 
 import math
@@ -45,10 +45,10 @@ def policy_loss(  # noqa: PLR0913  public, and each number is a term of the form
 ) -> Loss:
     """PPO's clipped surrogate with separate clip ranges and a bound for negative advantages.
 
-    ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``, the plain log difference; then, token by token,
-    ``max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))``, and with ``dual_clip`` = c at most ``c |A|``, which
-    only bites for A < 0 (clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729). With ``weights`` made
-    from pi_old / mu this is the decoupled loss of three policies (arXiv 2110.00641).
+    ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``; the loss of a token is
+    ``max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))``. With ``dual_clip`` = c it is at most ``c |A|``, which
+    only takes effect for A < 0 (clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729). With ``weights``
+    made from pi_old / mu this is the decoupled loss of three policies (arXiv 2110.00641).
 
     Args:
         logprobs: [T] float32 or float64, with gradient.
@@ -98,12 +98,12 @@ def gspo_loss(
     clip_high: float,
     weights: Tensor | None = None,
 ) -> Loss:
-    """Group sequence policy optimisation: the ratio of whole responses is clipped (GSPO, arXiv 2507.18071).
+    """Group sequence policy optimization: the ratio of whole responses is clipped (GSPO, arXiv 2507.18071).
 
-    ``s_i = exp(mean over the counted tokens of sequence i of (logprobs - old_logprobs))``, the mean at most 10, and
-    ``max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high))``. In token form, ``sg[s_i] pi / sg[pi]``: each token has
-    the value s_i and its own gradient, so advantages may differ between the tokens of a response; where they do not,
-    the gradient is that of the sequence form. The paper's ranges are 3e-4 and 4e-4.
+    ``s_i = exp(mean over the counted tokens of sequence i of (logprobs - old_logprobs))``, with the mean at most 10. The
+    loss is ``max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high))`` in the paper's token form ``sg[s_i] pi / sg[pi]``:
+    each token has the value s_i and its own gradient. Advantages may therefore differ between the tokens of a response;
+    if they are equal, the gradient is the sequence form's. The paper's ranges are 3e-4 and 4e-4.
 
     Args:
         logprobs, old_logprobs, advantages, mask, clip_low, clip_high, weights: as for ``policy_loss``.
@@ -112,7 +112,7 @@ def gspo_loss(
     Returns:
         Loss per sequence: the sum over sequences of the mean over their counted tokens; the denominator is the number
         of sequences with at least one. Metrics over tokens as for ``policy_loss``, without dual clip;
-        ``ratio_mean`` is of s_i, the KL estimates are of single tokens.
+        ``ratio_mean`` is the mean of s_i, the KL estimates are means over single tokens.
     """
     old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
@@ -124,8 +124,9 @@ def gspo_loss(
     with torch.no_grad():
         log_ratio = kept - old_logprobs
         sequence_of = sequence_index(bounds, logprobs.device)
-        # Clip ranges are a few 1e-4: a float32 sum over thousands of tokens would be near its limits.
+        # float64, because clip ranges are a few 1e-4, close to the error of a float32 sum over thousands of tokens.
         means = sequence_sums((log_ratio * coefficients * mask).double(), sequence_of, len(bounds) - 1)
+    # kept - kept.detach() is 0 but has a gradient: the ratio's value is the sequence's, its gradient the token's own.
     ratio = (means[sequence_of].to(logprobs.dtype) + (kept - kept.detach())).clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     fractions = clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
@@ -149,11 +150,11 @@ def cispo_loss(
 ) -> Loss:
     """Log-likelihood weighted by the clipped, constant ratio (CISPO, arXiv 2506.13585).
 
-    ``-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A logprobs``: unlike PPO's clip no token loses its gradient.
+    ``-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A logprobs``: unlike with PPO's clip, no token loses its gradient.
 
-    The numbers are distances from 1 as in ``policy_loss``: the ratio is capped at ``1 + clip_high``. Some trainers
-    call the cap itself epsilon_high: their 5.0 is ``clip_high=4.0`` here. ``clip_low`` of 1 or more leaves the lower
-    side open, as in the paper, because a ratio is never below 0.
+    Both bounds are distances from 1 as in ``policy_loss``: the ratio is capped at ``1 + clip_high``. Some trainers call
+    the cap itself epsilon_high: their 5.0 is ``clip_high=4.0`` here. A ``clip_low`` of 1 or more disables the lower
+    bound, as in the paper, because a ratio is never below 0.
 
     Args:
         logprobs, old_logprobs, advantages, mask, weights, coefficients: as for ``policy_loss``.
@@ -161,7 +162,7 @@ def cispo_loss(
 
     Returns:
         Loss per token. Metrics as for ``policy_loss``, without dual clip; the clip fractions count the ratios outside
-        the range, whatever the advantage.
+        the range, regardless of the advantage.
     """
     old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     lowest = 1.0 - check_not_negative("clip_low", clip_low)
@@ -170,6 +171,7 @@ def cispo_loss(
     kept = keep(logprobs, mask)
     log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
+    # The ratio is computed from detached log-probs, so the gradient flows through ``kept`` only.
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
     metrics = ratio_metrics(log_ratio, ratio, mask, clip_fractions(ratio < lowest, ratio > highest))
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)
@@ -178,10 +180,10 @@ def cispo_loss(
 def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
     """Negative log-likelihood of the tokens in the mask: the loss on positive examples (VAPO, arXiv 2504.05118).
 
-    The caller's mask holds only tokens of responses verified as correct, so the denominator counts those alone.
+    The caller's mask contains only tokens of responses verified as correct, so the denominator counts only these tokens.
 
     Args:
-        logprobs: [T] float32 or float64, with gradient, of the current policy.
+        logprobs: [T] float32 or float64, with gradient: the log-probs of the current policy.
         mask: [T] 1 for the tokens to learn.
     """
     check_float_vector("logprobs", logprobs)
@@ -199,7 +201,7 @@ def detach_inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, ma
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The pessimistic surrogate [T], and where the clip took the gradient away ([T] bool)."""
+    """The pessimistic surrogate [T], and the tokens whose gradient the clip removed ([T] bool)."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped

@@ -1,6 +1,6 @@
 """Preferences: scores of a pairwise judge, and the Bradley-Terry loss of a scalar reward model.
 
-A pairwise judge answers p = P(the response shown first is better). Judges favour a place, so every pair is shown in
+A pairwise judge returns p = P(the response shown first is better). Judges favor one position, so every pair is shown in
 both orders: ``p_first_ab`` with a first, ``p_first_ba`` with b first.
 """
 
@@ -12,12 +12,12 @@ from megatron_rl.algorithms.shapes import check_float_vector, check_same_kind, d
 
 
 def pairwise_score(p_first_ab: float | Tensor, p_first_ba: float | Tensor) -> float | Tensor:
-    """Score of a against b, ``(p_ab + 1 - p_ba) / 2`` within [0, 1]; 0.5 is on par (Pairwise-RL, arXiv 2504.04950).
+    """Score of a against b, ``(p_ab + 1 - p_ba) / 2`` within [0, 1]; 0.5 is a tie (Pairwise-RL, arXiv 2504.04950).
 
-    Antisymmetric, whatever place the judge favours: score(a, b) + score(b, a) = 1, so score(a, a) = 0.5.
+    The score is antisymmetric for any position bias: score(a, b) + score(b, a) = 1, so score(a, a) = 0.5.
 
     Args:
-        p_first_ab, p_first_ba: probabilities, two numbers or two tensors of one shape.
+        p_first_ab, p_first_ba: probabilities, two floats or two tensors of one shape.
     """
     _check_probabilities(p_first_ab, p_first_ba)
     return 0.5 * (p_first_ab + (1.0 - p_first_ba))
@@ -25,16 +25,16 @@ def pairwise_score(p_first_ab: float | Tensor, p_first_ba: float | Tensor) -> fl
 
 @torch.no_grad()
 def swap_consistency(p_first_ab: Tensor, p_first_ba: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """How little the judge minds the order.
+    """Metrics of a judge's position bias.
 
     Args:
         p_first_ab, p_first_ba: [P] float32 or float64, one per pair.
 
     Returns:
-        As (sum, count), to be merged by addition:
-        swap_consistency: pairs where the orders do not name different winners; 0.5, a tie, contradicts nothing.
+        (sum, count) of each metric, to be merged by addition:
+        swap_consistency: pairs whose orders do not name different winners; 0.5, a tie, contradicts nothing.
         position_gap: ``|p_ab - (1 - p_ba)|``, 0 for a judge without bias.
-        first_bias: ``p_ab + p_ba - 1``, above 0 where the first place is favoured.
+        first_bias: ``p_ab + p_ba - 1``, above 0 if the first position is favored.
     """
     check_float_vector("p_first_ab", p_first_ab)
     check_same_kind("p_first_ba", p_first_ba, "p_first_ab", p_first_ab)
@@ -73,19 +73,20 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Loss:
 def bradley_terry_coefficients(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
     """Derivatives of ``bradley_terry_loss(...).sum`` by the scores, as constants.
 
-    ``sum(c * s)`` over all scores s with these c has the gradient of the loss, although each score stands alone in it:
-    the two responses of a pair need not share a micro-batch, nor a rank.
+    ``sum(c * s)`` over all scores s with these coefficients c has the gradient of the loss, and each term needs one score
+    only: the two responses of a pair need not share a micro-batch or a rank.
 
     Args:
         chosen, rejected: [P] float32 or float64, scores of a first pass without gradient.
 
     Returns:
-        ([P] for chosen, [P] for rejected): -sigmoid(-margin) and +sigmoid(-margin); divide by the number of pairs.
+        ([P] for chosen, [P] for rejected): -sigmoid(-margin) and +sigmoid(-margin). The caller divides by the number of
+        pairs.
     """
     check_float_vector("chosen", chosen)
     check_same_kind("rejected", rejected, "chosen", chosen)
-    wrongness = torch.sigmoid(rejected - chosen)
-    return -wrongness, wrongness
+    error = torch.sigmoid(rejected - chosen)
+    return -error, error
 
 
 def _check_probabilities(*probabilities: float | Tensor) -> None:

@@ -1,7 +1,7 @@
-"""The pieces of an algorithm by name: a decorator for each kind, which says what a piece is given and what it returns.
+"""Registers the replaceable functions of an algorithm by name: one decorator per kind, which documents inputs and result.
 
-A piece is a function. It is given those inputs of its kind that it names as parameters; its other parameters are
-options of the recipe (``<key>_options``). In this module T tokens of N sequences lie back to back.
+A registered function receives the inputs of its kind that it names as parameters; its other parameters are options of
+the recipe (``<key>_options``). In this module, T tokens of N sequences are packed: concatenated in 1-D tensors.
 
     from megatron_rl.algorithms import register
 
@@ -9,8 +9,9 @@ options of the recipe (``<key>_options``). In this module T tokens of N sequence
     def outcome(outcomes: Tensor, *, baseline: float = 0.0) -> Tensor:
         return outcomes - baseline
 
-A recipe then says ``algorithm.advantage: outcome`` where the function is in this package. From elsewhere it is
-``my_package.my_module:outcome``, and a decorator, without a name, is needed only for what a signature cannot say.
+A recipe then sets ``algorithm.advantage: outcome`` if the function is in this package. A function of another package is
+named ``my_package.my_module:outcome``. It needs a decorator (without a name) only for properties that its signature
+does not show.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,10 @@ from megatron_rl.system.plugins import Function, Plugin, Registry, parameters, r
 @dataclass(frozen=True)
 class PolicyLoss(Plugin):
     averages: str = ""
-    """The aggregation that it is, whatever ``algorithm.aggregation`` says; "": it reads ``coefficients``."""
+    """Aggregation built into this loss, which overrides ``algorithm.aggregation``; "" if the loss reads ``coefficients``."""
 
     def ignored(self) -> list[str]:
-        """Inputs that others rely on and that this loss does not read."""
+        """Standard inputs that this loss does not read, although some configuration keys act through them."""
         unread = {"weights", "coefficients", "dual_clip"}.difference(parameters(self.function))
         return sorted(unread - {"coefficients"} if self.averages else unread)
 
@@ -36,29 +37,29 @@ class PolicyLoss(Plugin):
 @dataclass(frozen=True)
 class Aggregation(Plugin):
     denominator: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(mask, cu_seqlens) -> []; None: the sum of the coefficients over the mask."""
+    """Function (mask, cu_seqlens) -> []; None means the sum of the coefficients over the mask."""
 
 
 @dataclass(frozen=True)
 class KlEstimator(Plugin):
     places: tuple[str, ...] = ("reward", "loss")
-    """Where it pulls towards the reference: the values of ``algorithm.kl.place`` it may be used with."""
+    """Values of ``algorithm.kl.place`` with which the estimator's gradient pulls towards the reference."""
 
 
 @dataclass(frozen=True)
 class CorrectionWeight(Plugin):
     bounded: bool = False
-    """What exceeds ``max_weight`` is cut to it."""
+    """True if weights above ``max_weight`` are clamped to it."""
     per_sequence: bool = False
-    """The tokens of a sequence share one weight: the mean weight is taken over sequences."""
+    """True if the tokens of a sequence share one weight; the mean weight is then taken over sequences."""
     local: bool = False
-    """As of a rejection."""
+    """True if the weights of a sequence depend on that sequence alone (see ``Rejection.local``)."""
 
 
 @dataclass(frozen=True)
 class Rejection(Plugin):
     local: bool = False
-    """What it says of a sequence depends on that sequence alone, so it may be given the step's few at a time."""
+    """True if the decision for a sequence depends on that sequence alone; the step's sequences are then passed in blocks."""
 
 
 def _registry(kind: str, entry: type[Any], key: str, inputs: str) -> Registry[Any]:
@@ -103,21 +104,21 @@ SEAMS: dict[str, Registry[Any]] = {
     "correction.weight": CORRECTION_WEIGHTS,
     "correction.rejection": REJECTIONS,
 }
-"""By the key below ``algorithm``; next to each key stands ``<key>_options``."""
+"""Maps each key below ``algorithm`` to its registry; the options of a key are in ``<key>_options``."""
 
 
 def needs_critic(advantage_name: str) -> bool:
-    """Whether an advantage cannot do without a critic's ``values``."""
+    """Return whether an advantage requires a critic's ``values``."""
     return "values" in required(ADVANTAGES.find(advantage_name).function)
 
 
 def needs_groups(advantage_name: str) -> bool:
-    """Whether an advantage compares the responses to one prompt: it cannot do without ``group_ids``."""
+    """Return whether an advantage compares the responses to one prompt, that is, requires ``group_ids``."""
     return "group_ids" in required(ADVANTAGES.find(advantage_name).function)
 
 
 def needs_greedy(advantage_name: str) -> bool:
-    """Whether an advantage compares with the greedy response to the prompt: it cannot do without ``baselines``."""
+    """Return whether an advantage compares with the prompt's greedy response, that is, requires ``baselines``."""
     return "baselines" in required(ADVANTAGES.find(advantage_name).function)
 
 
@@ -126,10 +127,12 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
 
     - ``outcomes``: [N] the rewards of each sequence, summed.
 
-    It returns advantages [T], or [N] where all tokens of a sequence share one. A function that needs ``values`` gives
-    the run a critic; without one, in windows, a group trains when all of its responses have ended. A function that needs
-    ``group_ids`` asks for at least two responses to a prompt, and for one that needs ``baselines`` a further response to
-    each prompt is generated greedily, which trains nothing.
+    The function returns advantages [T], or [N] if all tokens of a sequence share one advantage. Required inputs shape
+    the run:
+
+    - ``values``: the run has a critic. With windows and no critic, a group trains once all of its responses are finished.
+    - ``group_ids``: the recipe must sample at least two responses per prompt.
+    - ``baselines``: one additional response per prompt is generated greedily; no model trains on this response.
     """
     return ADVANTAGES.register(name)
 
@@ -137,16 +140,16 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
 def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], Function]:
     """Register a policy loss: a function of
 
-    - ``logprobs``: [T] float32, with gradient: of the policy in training.
+    - ``logprobs``: [T] float32, with gradient: the log-probs of the policy in training.
     - ``old_logprobs``, ``advantages``: [T] constants.
     - ``mask``: [T] 1 for the tokens to train.
     - ``cu_seqlens``: [N+1]; a sequence is never split over calls.
-    - ``weights``: [T] or None: the correction; multiplies each token's loss and leaves the denominator alone.
+    - ``weights``: [T] or None: the correction; multiplies each token's loss and leaves the denominator unchanged.
     - ``coefficients``: [T] or None for 1: the aggregation; multiplies each token's loss and sums up to the denominator.
-    - ``clip_low``, ``clip_high``, ``dual_clip``: as in the ``algorithm`` section; a dual clip of 0 comes as None.
+    - ``clip_low``, ``clip_high``, ``dual_clip``: as in the ``algorithm`` section; a dual clip of 0 is passed as None.
 
-    It returns an ``algorithms.Loss``, whose metrics are logged under ``policy/``. A loss that is an average over
-    sequences by itself says ``averages="sequence_mean"``.
+    The function returns an ``algorithms.Loss``, whose metrics are logged under ``policy/``. A loss that already averages
+    over sequences is registered with ``averages="sequence_mean"``.
     """
     return POLICY_LOSSES.register(name, averages=averages)
 
@@ -154,22 +157,23 @@ def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], F
 def aggregation(
     name: str = "", *, denominator: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Callable[[Function], Function]:
-    """Register an aggregation: a function of ``mask`` [T] and ``cu_seqlens`` [N+1] that returns what each token's loss
-    is multiplied by, [T], of any float dtype and on the mask's device; what stands outside the mask is not read.
+    """Register an aggregation: a function of ``mask`` [T] and ``cu_seqlens`` [N+1] that returns coefficients [T].
 
-    The loss is the sum of the products over all micro-batches and ranks, over the sum of the coefficients in the mask,
-    or over the sum of ``denominator(mask, cu_seqlens)``.
+    The coefficients multiply the tokens' losses. They are of any float dtype and on the mask's device; values outside
+    the mask are not read. The loss is the sum of the products over all micro-batches and ranks, divided by the sum of
+    the coefficients in the mask, or by the sum of ``denominator(mask, cu_seqlens)``.
     """
     return AGGREGATIONS.register(name, denominator=denominator)
 
 
 def kl_estimator(name: str = "", *, places: tuple[str, ...] = ("reward", "loss")) -> Callable[[Function], Function]:
-    """Register an estimator of KL(pi || pi_ref) on tokens drawn from pi: a function of ``logprobs`` and
-    ``reference_logprobs`` [T] that returns [T]; the gradient flows through ``logprobs``.
+    """Register an estimator of KL(pi || pi_ref): a function of ``logprobs`` and ``reference_logprobs`` [T] returning [T].
 
-    ``places``: "reward" where the policy gradient of the estimate as a cost pulls towards the reference, as that of d
-    does; "loss" where its own gradient does. Elsewhere the configuration refuses it. One that is named by its import
-    path alone has not said, and is taken in both.
+    The tokens were sampled from pi; the gradient flows through ``logprobs``.
+
+    ``places``: "reward" if the policy gradient of the estimate as a cost pulls towards the reference, as k1's does;
+    "loss" if the estimate's own gradient does. The configuration refuses every other ``algorithm.kl.place``. An
+    unregistered estimator, named by its import path, is accepted for both.
     """
     return KL_ESTIMATORS.register(name, places=places)
 
@@ -177,24 +181,25 @@ def kl_estimator(name: str = "", *, places: tuple[str, ...] = ("reward", "loss")
 def correction_weight(
     name: str = "", *, bounded: bool = False, per_sequence: bool = False, local: bool = False
 ) -> Callable[[Function], Function]:
-    """Register an importance weight of the engine's samples: a function of
+    """Register an importance weight of sampled tokens: a function of
 
     - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, of the counted tokens.
     - ``max_weight``, ``icepop_low``, ``icepop_high``: as in the ``algorithm.correction`` section.
 
-    It returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: what exceeds max_weight is cut to it.
-    ``per_sequence``: all tokens of a sequence have one weight. ``local``: as for ``rejection``.
+    The function returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: weights above max_weight are
+    clamped to it. ``per_sequence``: all tokens of a sequence have one weight. ``local``: as for ``rejection``.
     """
     return CORRECTION_WEIGHTS.register(name, bounded=bounded, per_sequence=per_sequence, local=local)
 
 
 def rejection(name: str = "", *, local: bool = False) -> Callable[[Function], Function]:
-    """Register a rule for which samples stay: a function of
+    """Register a rule that rejects tokens from training: a function of
 
     - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, of the counted tokens.
     - ``rejection_low``, ``rejection_high``: as in the ``algorithm.correction`` section.
 
-    It returns [T] bool: the tokens that may train. ``local``: what it says of a sequence depends on that sequence alone;
-    then it is given the step's sequences a few at a time, which is faster, else all of them in one call.
+    The function returns [T] bool: the tokens that may train. ``local``: the decision for a sequence depends on that
+    sequence alone. A local rule is called with blocks of sequences, which is faster; any other rule gets the whole step
+    in one call.
     """
     return REJECTIONS.register(name, local=local)

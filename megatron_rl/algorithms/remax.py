@@ -13,12 +13,12 @@ from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, 
 def remax_advantages(rewards: Tensor, baselines: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Reward-to-go minus the reward of the greedy response to the prompt (ReMax).
 
-    The baseline knows the prompt's difficulty and does not depend on what was sampled, so the gradient stays unbiased
-    with a single sample per prompt.
+    The baseline reflects the prompt's difficulty and does not depend on the sample, so the gradient stays unbiased with
+    a single sample per prompt.
 
     Args:
         rewards: [T] float32 or float64: the outcome on the last token, a KL penalty on each.
-        baselines: [N] the reward of the greedy response; what is not valid may hold any number.
+        baselines: [N] the reward of the greedy response; entries of sequences that are not valid may be any value.
         cu_seqlens: [N+1] int32 or int64.
 
     Returns:
@@ -27,5 +27,5 @@ def remax_advantages(rewards: Tensor, baselines: Tensor, cu_seqlens: Tensor) -> 
     check_float_vector("rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
     check_per_sequence("baselines", baselines, len(bounds) - 1)
-    of_tokens = baselines.to(rewards).repeat_interleave(bounds.diff().to(rewards.device))
-    return monte_carlo_returns(rewards, cu_seqlens) - of_tokens
+    token_baselines = baselines.to(rewards).repeat_interleave(bounds.diff().to(rewards.device))
+    return monte_carlo_returns(rewards, cu_seqlens) - token_baselines

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation: a smooth gate in the place of PPO's clip (SAPO, arXiv 2511.20347)."""
+"""Soft adaptive policy optimization: a smooth gate instead of PPO's clip (SAPO, arXiv 2511.20347)."""
 
 import torch
 from torch import Tensor
@@ -21,18 +21,19 @@ def sapo_loss(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Loss:
-    """-A f(ratio) with f(r) = 4 / tau * sigmoid(tau (r - 1)): the further from 1, the less a token trains (SAPO).
+    """-A f(ratio) with f(r) = 4 / tau * sigmoid(tau (r - 1)): a token trains less the further its ratio is from 1 (SAPO).
 
-    f has the value 2 / tau and the slope 1 at r = 1, so the first update is that of the plain policy gradient. ``tau``
-    is ``tau_positive`` where A > 0 and ``tau_negative`` elsewhere: what raises the likelihood of unsampled tokens is
-    damped sooner. The paper averages by responses (algorithm.aggregation=sequence_mean).
+    f has the value 2 / tau and the slope 1 at r = 1, so the first update equals the plain policy gradient's. ``tau`` is
+    ``tau_positive`` where A > 0 and ``tau_negative`` elsewhere: updates that raise the likelihood of unsampled tokens
+    are damped sooner. The paper averages by responses (algorithm.aggregation=sequence_mean).
 
     Args:
         logprobs, old_logprobs, advantages, mask, weights, coefficients: as for ``policy_loss``.
-        tau_positive, tau_negative: temperatures of the gate, more than 0; the paper's numbers are the defaults.
+        tau_positive, tau_negative: temperatures of the gate, more than 0; the defaults are the paper's values.
 
     Returns:
-        Loss per token. Metrics as for ``policy_loss``, with ``gate_slope`` (mean df/dr, 1 on policy) for the clip's.
+        Loss per token. Metrics as for ``policy_loss``, with ``gate_slope`` (mean df/dr, 1 on policy) instead of the clip
+        fractions.
     """
     check_positive("tau_positive", tau_positive)
     check_positive("tau_negative", tau_negative)

@@ -1,9 +1,9 @@
-"""Numbers per sequence of packed per-token tensors, and back; no loop over sequences.
+"""Reduces packed per-token tensors to values per sequence, and repeats these per token.
 
 ``bounds`` is the int64 CPU tensor that ``check_cu_seqlens`` returns. Empty sequences have a sum of 0.
 
-On the CPU a step's tokens are gone through in compiled loops (``token_sums``), or in blocks: what is made of one on the way stays
-in a core's cache, where whole copies would each be hundreds of megabytes of new memory.
+On the CPU a step's tokens are processed by compiled loops (``token_sums``) or in blocks. A block's intermediate arrays
+fit into a core's cache, whereas intermediate arrays of a whole step would each take hundreds of megabytes.
 """
 
 import itertools
@@ -15,15 +15,17 @@ from torch import Tensor
 from megatron_rl.algorithms.token_sums import array, run, sums_by_sequence
 
 BLOCK_TOKENS = 32_000
-"""Several float64 numbers of each fit into a core's cache, and torch wakes no threads for so few (but see ``exp``)."""
+"""Tokens per block: several float64 arrays of this length fit into a core's cache, and torch starts no threads for them
+(except in ``exp``)."""
 
 _WORD = 8
+"""Bytes per word when a bool mask is viewed as uint64."""
 _ALL_ON = np.uint64(0x0101010101010101)
-"""A word of a mask of bytes, and what it is where all of them are on."""
+"""Value of such a word if all of its bytes are True."""
 
 
 def sequence_index(bounds: Tensor, device: torch.device) -> Tensor:
-    """[T] int64 on ``device``: the number of the sequence that each token belongs to."""
+    """[T] int64 on ``device``: index of each token's sequence."""
     return torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff()).to(device)
 
 
@@ -42,33 +44,34 @@ def exact_sums(values: Tensor, bounds: Tensor) -> Tensor:
 
 
 def counts_by_sequence(mask: Tensor, bounds: Tensor) -> Tensor:
-    """[N] int64 on the CPU: entries of ``mask`` [T] that are not 0, in each sequence."""
+    """[N] int64 on the CPU: number of entries of ``mask`` [T] other than 0, per sequence."""
     flags, borders = array(mask), bounds.tolist()
     return torch.tensor([np.count_nonzero(flags[start:end]) for start, end in itertools.pairwise(borders)], dtype=torch.int64)
 
 
 def repeat_per_sequence(values: Tensor, lengths: Tensor) -> Tensor:
-    """[T] ``values`` [N], each ``lengths`` [N] times."""
+    """[T]: each of ``values`` [N] repeated ``lengths`` [N] times."""
     if values.device.type != "cpu":
         return values.repeat_interleave(lengths.to(values.device))
     return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
 
 
 def exp(values: Tensor) -> Tensor:
-    """e to the power of ``values``; no gradient.
+    """Exponential of ``values``, without gradient.
 
-    Not torch's on the CPU: it wakes threads for two thousand numbers, which takes many times longer than a block of them.
+    Computed by numpy on the CPU, because torch starts threads from two thousand values on, and starting them takes much
+    longer than computing a block.
     """
     return values.exp() if values.device.type != "cpu" else torch.from_numpy(np.exp(values.numpy()))
 
 
 def expm1(values: Tensor) -> Tensor:
-    """``exp`` less 1, as precise near 0 as elsewhere."""
+    """``exp(values) - 1``, precise also near 0, without gradient."""
     return values.expm1() if values.device.type != "cpu" else torch.from_numpy(np.expm1(values.numpy()))
 
 
 def count_nonzero(mask: Tensor) -> int:
-    """How many entries of ``mask`` are not 0. Waits for the device."""
+    """Number of entries of ``mask`` other than 0. Waits for the device."""
     return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else mask.count_nonzero())
 
 
@@ -84,17 +87,17 @@ def sequence_blocks(bounds: Tensor) -> list[tuple[int, int]]:
 
 
 def edges(flags: np.ndarray) -> np.ndarray:
-    """[2 R] int64: first place and end of each run of True in ``flags`` [T] bool."""
-    places = _places_of_edges(flags)
-    edges = places[flags[places] != np.where(places > 0, flags[places - 1], False)]
+    """[2 R] int64: first index and end of each span of True in ``flags`` [T] bool."""
+    candidates = _edge_candidates(flags)
+    edges = candidates[flags[candidates] != np.where(candidates > 0, flags[candidates - 1], False)]
     return np.append(edges, len(flags)) if len(edges) % 2 else edges
 
 
-def _places_of_edges(flags: np.ndarray) -> np.ndarray:
-    """[K] int64, ascending: places of ``flags`` [T] bool, among them all that differ from the one before."""
+def _edge_candidates(flags: np.ndarray) -> np.ndarray:
+    """[K] int64, ascending: indices in ``flags`` [T] bool that include every entry different from its predecessor."""
     whole = len(flags) // _WORD * _WORD
     words = np.ascontiguousarray(flags[:whole]).view(np.uint64)
-    # A word like the one before it has no edge, unless both are on and off inside.
+    # A word equal to its predecessor contains no edge, unless both words mix True and False.
     new = np.flatnonzero(np.concatenate([np.ones(min(len(words), 1), bool), words[1:] != words[:-1]]))
     is_mixed = (words[new] != 0) & (words[new] != _ALL_ON)
     if (is_mixed & (np.diff(new, append=len(words)) > 1)).any():

@@ -1,7 +1,7 @@
-"""Checks of what the algorithms are given: shapes, dtypes, devices, ranges.
+"""Checks the arguments of the algorithms: shapes, dtypes, devices, ranges.
 
-Every refusal is a ValueError that names the argument, what was expected and what came. Nothing is cast silently where
-precision is at stake: per-token numbers are float32 or float64, and all those of one call share a dtype and a device.
+Every refusal is a ValueError with the argument's name, the expected and the actual value. Nothing is silently cast to a
+different precision: per-token values are float32 or float64, and all of one call share a dtype and a device.
 """
 
 import math
@@ -14,7 +14,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def describe(value: object) -> str:
-    """What came, in words for an error message."""
+    """Describe an argument's type, shape and device for an error message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
     return f"{type(value).__name__} {value!r}"
@@ -33,7 +33,7 @@ def check_same_kind(name: str, value: Tensor, like_name: str, like: Tensor) -> N
     """Refuse ``value`` unless it is a float vector with the length, dtype and device of ``like``."""
     check_float_vector(name, value)
     if value.shape != like.shape or value.dtype != like.dtype or value.device != like.device:
-        raise ValueError(f"{name}: expected the form of {like_name}, {describe(like)}, got {describe(value)}")
+        raise ValueError(f"{name}: expected the same form as {like_name}, {describe(like)}, got {describe(value)}")
 
 
 def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
@@ -52,11 +52,11 @@ def check_mask_vector(mask: Tensor) -> None:
 
 
 def check_factor(name: str, value: Tensor, like_name: str, like: Tensor) -> Tensor:
-    """A per-token factor as a constant in the dtype of ``like``; it may come as float32 or float64."""
+    """A per-token factor (float32 or float64), checked and detached, in the dtype of ``like``."""
     check_float_vector(name, value)
     if value.shape != like.shape or value.device != like.device:
         raise ValueError(
-            f"{name}: expected one number for each token of {like_name}, {describe(like)}, got {describe(value)}"
+            f"{name}: expected one value per token of {like_name}, {describe(like)}, got {describe(value)}"
         )
     return value.detach().to(like.dtype)
 
@@ -70,9 +70,10 @@ def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """The checked ``cu_seqlens`` [N+1] as int64 on the CPU.
+    """The checked ``cu_seqlens`` [N+1] as int64 on the CPU. Waits for the device.
 
-    It starts at 0, never falls and, where ``num_tokens`` is given, ends there. On a GPU this waits for the device.
+    Raises:
+        ValueError: the entries do not start at 0, decrease, or do not end at ``num_tokens`` (if given).
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INDEX_DTYPES:
         raise ValueError(f"cu_seqlens: expected a 1-D int32 or int64 tensor [N+1], got {describe(cu_seqlens)}")
@@ -80,20 +81,20 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tenso
     if len(bounds) == 0 or bounds[0] != 0:
         raise ValueError(f"cu_seqlens: expected N+1 entries, the first of them 0, got {bounds[:4].tolist()}...")
     if len(bounds) > 1 and bool((bounds[1:] < bounds[:-1]).any()):
-        place = int((bounds[1:] < bounds[:-1]).nonzero()[0])
+        sequence = int((bounds[1:] < bounds[:-1]).nonzero()[0])
         raise ValueError(
-            f"cu_seqlens: expected entries that never fall, got {int(bounds[place])} then {int(bounds[place + 1])} "
-            f"at sequence {place}"
+            f"cu_seqlens: expected entries that never decrease, got {int(bounds[sequence])} then "
+            f"{int(bounds[sequence + 1])} at sequence {sequence}"
         )
     if num_tokens is not None and bounds[-1] != num_tokens:
         raise ValueError(
-            f"cu_seqlens: expected its last entry to be the number of tokens {num_tokens}, got {int(bounds[-1])}"
+            f"cu_seqlens: expected the last entry to be the number of tokens {num_tokens}, got {int(bounds[-1])}"
         )
     return bounds
 
 
 def check_fraction(name: str, value: float) -> float:
-    """``value`` as a float within [0, 1]."""
+    """Return ``value`` as a float. Raises ValueError unless it is within [0, 1]."""
     number = float(value)
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name}: expected a number within [0, 1], got {value!r}")
@@ -101,7 +102,7 @@ def check_fraction(name: str, value: float) -> float:
 
 
 def check_not_negative(name: str, value: float) -> float:
-    """``value`` as a finite float of at least 0."""
+    """Return ``value`` as a float. Raises ValueError unless it is finite and at least 0."""
     number = float(value)
     if not (math.isfinite(number) and number >= 0.0):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
@@ -109,14 +110,14 @@ def check_not_negative(name: str, value: float) -> float:
 
 
 def check_positive(name: str, value: float) -> float:
-    """``value`` as a float above 0."""
+    """Return ``value`` as a float. Raises ValueError unless it is above 0."""
     if not value > 0.0:
         raise ValueError(f"{name}: expected a number above 0, got {value!r}")
     return float(value)
 
 
 def float_lengths(name: str, lengths: Tensor) -> Tensor:
-    """[N] lengths as floats: float32 and float64 stay, integers become float64."""
+    """[N] lengths as floats: float dtypes are kept, integers become float64."""
     if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_complex() or lengths.dtype == torch.bool:
         raise ValueError(f"{name}: expected a 1-D integer or float tensor [N], got {describe(lengths)}")
     return lengths.detach() if lengths.is_floating_point() else lengths.detach().double()

@@ -1,8 +1,7 @@
-"""Dialogues of several turns and roles (PAG, arXiv 2506.10406).
+"""Normalizes the advantages of multi-turn dialogues by role (PAG, arXiv 2506.10406).
 
-Turns are independent when ``cu_seqlens`` is cut at their borders: each turn is then a sequence of its own for GAE,
-EGAE and returns, with the dialogue before it as prompt, and no reward of a later turn reaches an earlier one. So what
-is left for this module is the normalisation by role.
+Turns need no other treatment: with ``cu_seqlens`` cut at the turns' borders, each turn is its own sequence for GAE,
+EGAE and returns, the preceding dialogue is its prompt, and no reward of a later turn enters an earlier one.
 """
 
 import torch
@@ -14,14 +13,14 @@ from megatron_rl.algorithms.shapes import INDEX_DTYPES, check_float_vector, chec
 
 @torch.no_grad()
 def role_normalize(advantages: Tensor, mask: Tensor, roles: Tensor, eps: float = 1e-8, *, clamp: float = 0.0) -> Tensor:
-    """Whiten the advantages of each role on its own, so that the easier role does not set the scale (RoleAdvNorm).
+    """Whiten the advantages of each role separately, so that the easier role does not set the scale (RoleAdvNorm).
 
     Args:
         advantages: [T] float32 or float64, of the whole step's batch, never a micro-batch.
         mask: [T] 0/1 of any real dtype.
-        roles: [T] int32 or int64: the role that spoke the token; any numbers, read inside the mask only.
-        eps: a standard deviation up to this counts as 0: the role has no signal and gets exactly 0.
-        clamp: bound on the size afterwards; 0 means none.
+        roles: [T] int32 or int64: id of the token's role; any ids, read inside the mask only.
+        eps: a standard deviation of at most eps counts as 0: the role has no signal and gets exactly 0.
+        clamp: bound on the absolute value afterwards; 0 means none.
 
     Returns:
         [T]: mean 0 and (population) standard deviation 1 within each role; 0 outside the mask.
@@ -39,8 +38,8 @@ def role_normalize(advantages: Tensor, mask: Tensor, roles: Tensor, eps: float =
             f"got {describe(roles)}"
         )
     normalized = torch.zeros_like(advantages)
-    # A role speaks for many tokens on end: sorting all of them would take longer than all the rest.
+    # unique_consecutive first: a turn is many tokens of one role, and sorting all of them would dominate the time.
     for role in roles.unique_consecutive().unique():
-        own = (mask != 0) & (roles == role)
-        normalized += normalize_advantages(advantages, own, kind="whiten", clamp=clamp, eps=eps)
+        role_mask = (mask != 0) & (roles == role)
+        normalized += normalize_advantages(advantages, role_mask, kind="whiten", clamp=clamp, eps=eps)
     return normalized

@@ -1,11 +1,12 @@
-"""When value pretraining has done its work (VC-PPO, arXiv 2503.01491). Pure.
+"""Decides when value pretraining has converged (VC-PPO, arXiv 2503.01491). Pure.
 
 The curve has two phases: the fresh head finds the scale of the returns in a few steps, then the critic slowly learns
-which states are good. Between them, and in noise, the loss can look flat. So the pretraining has settled only when
+which states are good. Between the phases, and in noise, the loss can appear flat. Pretraining has therefore converged
+only if
 
-- value loss and explained variance have both stopped changing between two neighbouring windows of steps,
-- and have done so for half a window of steps on end: one lucky comparison is no standstill,
-- and the critic explains something: a head that knows no more than the mean return has not begun its second phase.
+- value loss and explained variance both changed by less than the tolerance between two adjacent windows of steps,
+- both did so for half a window of consecutive steps, because a single flat comparison can be chance,
+- the critic explains some variance: a head that predicts only the mean return has not started its second phase.
 """
 
 import math
@@ -20,12 +21,15 @@ _TOLERANCE = 0.02
 
 @dataclass
 class ValueConvergence:
-    """Fed once per step; remembers two windows. ``state`` and ``load_state`` carry it over a restart."""
+    """Convergence test over the metrics of the last two windows, updated once per step.
+
+    Survives a restart through ``state`` and ``load_state``.
+    """
 
     window: int
-    """Steps in each of the two windows; 0: never settled."""
+    """Steps in each of the two windows; 0 means never converged."""
     tolerance: float = _TOLERANCE
-    """Relative change of the value loss, and change of the explained variance, that count as none."""
+    """Largest relative change of the value loss, and largest change of the explained variance, that count as flat."""
     min_steps: int = 0
     min_explained_variance: float = _MIN_EXPLAINED_VARIANCE
     num_steps: int = 0
@@ -41,7 +45,7 @@ class ValueConvergence:
             )
 
     def update(self, value_loss: float, explained_variance: float) -> bool:
-        """Take one step's numbers; True once pretraining may end."""
+        """Add one step's metrics; returns True once pretraining may end."""
         self.num_steps += 1
         keep = 2 * self.window
         self.losses = [*self.losses, value_loss][-keep:] if keep else []
@@ -51,7 +55,7 @@ class ValueConvergence:
 
     @property
     def settled(self) -> bool:
-        """Whether the curves are flat, regardless of the step limits."""
+        """True if the curves are flat, regardless of the step limits."""
         return self.window > 0 and self.num_calm_steps >= max(1, self.window // 2)
 
     @property
@@ -59,7 +63,7 @@ class ValueConvergence:
         return self.settled and self.num_steps >= self.min_steps
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The state as JSON-serializable values."""
         names = ("num_steps", "num_calm_steps", "losses", "variances")
         return {name: value for name, value in asdict(self).items() if name in names}
 

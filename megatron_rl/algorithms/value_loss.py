@@ -1,4 +1,4 @@
-"""Loss of the critic, and how much of the returns it explains."""
+"""The critic's loss and explained variance."""
 
 import torch
 from torch import Tensor
@@ -34,12 +34,12 @@ def value_loss(
         old_values, returns: [T], same dtype and device; taken as constants.
         mask: [T] 1 for the tokens to train (0/1 of any real dtype).
         clip_low, clip_high: at least 0; None: no bound on that side.
-        coefficients: [T] float32 or float64 of ``token_coefficients``; multiply the tokens' losses and make up the
+        coefficients: [T] float32 or float64 from ``token_coefficients``; multiply the tokens' losses and sum up to the
             denominator. None: 1.
 
     Returns:
-        Loss per token. Metrics: ``clip_fraction`` (tokens whose clipped error is the larger one), ``squared_error``
-        (unclipped, without the 0.5), ``value_mean``, ``return_mean``.
+        Loss per token. Metrics: ``clip_fraction`` (tokens whose clipped error exceeds the unclipped error),
+        ``squared_error`` (unclipped, without the 0.5), ``value_mean``, ``return_mean``.
 
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
@@ -75,14 +75,14 @@ def value_loss(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """``1 - Var[R - V] / Var[R]`` over the tokens in the mask, [] float64 (VC-PPO, arXiv 2503.01491).
 
-    1 is a perfect critic, 0 one that knows no more than the mean, below 0 worse. 0 where the returns do not vary.
+    A perfect critic has 1, a critic that predicts the mean has 0, a worse critic has less. 0 if the returns do not vary.
     """
     return explained_variance_of(explained_variance_stats(values, returns, mask))
 
 
 @torch.no_grad()
 def explained_variance_stats(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """What ``explained_variance_of`` needs, [5] float64: count, sums of R and R^2, sums of R - V and (R - V)^2.
+    """Sums for ``explained_variance_of``, [5] float64: count, sums of R and R^2, sums of R - V and (R - V)^2.
 
     Batches merge by addition, so an all-reduce with SUM merges ranks.
 
@@ -102,7 +102,7 @@ def explained_variance_of(stats: Tensor) -> Tensor:
     if not isinstance(stats, Tensor) or stats.shape != (5,):
         raise ValueError(f"stats: expected the [5] tensor of explained_variance_stats, got {describe(stats)}")
     count, target_sum, target_squares, error_sum, error_squares = stats.double().unbind()
-    # Variances times count; rounding may leave a constant with a tiny one of either sign.
+    # Variances times count. Rounding may give constant values a tiny variance of either sign, hence the threshold.
     target_spread = target_squares - target_sum.square() / count.clamp(min=1)
     error_spread = error_squares - error_sum.square() / count.clamp(min=1)
     varies = target_spread > 1e-12 * target_squares

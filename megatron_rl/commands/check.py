@@ -1,9 +1,9 @@
-"""``megatron-rl check``: replay the recorded steps of a released recipe, and say where this installation departs from them.
+"""``megatron-rl check``: replay the recorded steps of a released recipe, and report where this installation deviates from them.
 
-The recipe, its models and its prompts are made from a seed (``check_task.py``). The prompts that the record was made with, and the
-tokens that were sampled, are given to every stage in turn; what each makes of them is compared with the record: exactly where
-nothing is computed in floating point, else within what devices differ by (``check_compare.py``). The servers score the record's
-tokens, for what they sample depends on the last bit of a log-prob.
+The recipe, its models and its prompts are made from a seed (``check_task.py``). Every stage gets the prompts and
+sampled tokens of the record, and its result is compared with the record: exactly for quantities without floating
+point, otherwise within the tolerance of the device (``check_compare.py``). The servers score the record's tokens
+instead of sampling, because a sampled token depends on the last bit of a log-prob.
 """
 
 import argparse
@@ -33,15 +33,15 @@ _FORMAT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", default=str(RECORD), metavar="FILE", help="a record; by default that of this release")
-    parser.add_argument("--record", metavar="FILE", help="make a new record of this installation, with tokens that its servers sample")
-    parser.add_argument("--trainer-only", action="store_true", help="start no server: the trainer's half alone")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe, to see what that changes")
+    parser.add_argument("--against", default=str(RECORD), metavar="FILE", help="record to compare with (default: this release's)")
+    parser.add_argument("--record", metavar="FILE", help="write a new record of this installation, with tokens sampled by its servers")
+    parser.add_argument("--trainer-only", action="store_true", help="start no server; check only the trainer")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe, to see the effect")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.record and arguments.trainer_only:
-        raise UserError("check: --record needs servers, which sample its tokens; leave --trainer-only out")
+        raise UserError("check: --record needs servers to sample its tokens; remove --trainer-only")
     record = {} if arguments.record else _read(Path(arguments.against))
     with clean_stop(), tempfile.TemporaryDirectory(prefix="megatron-rl-check-") as scratch:
         from megatron_rl.config.checks import check_config
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config([make_task(Path(scratch))], arguments.overrides)
         check_config(config, command="train")
         if config.parallel.num_ranks > 1:
-            raise UserError("check: parallel.num_ranks: it runs on one rank; `megatron-rl doctor --invariance` compares layouts")
+            raise UserError("check: parallel.num_ranks: expected 1; `megatron-rl doctor --invariance` compares layouts")
         if arguments.record:
             made = _made(config, None, with_servers=True)
             Path(arguments.record).write_text(json.dumps(made) + "\n")
@@ -62,32 +62,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"check --against: {path} cannot be read: {error}; `megatron-rl check --record FILE` makes one") from error
-    if not isinstance(said, dict) or said.get("format") != _FORMAT or len(said.get("steps", ())) != NUM_STEPS:
-        raise UserError(f"check --against: {path} is no record of this version; make one with `megatron-rl check --record FILE`")
-    return said
+        raise UserError(f"check --against: {path} cannot be read: {error}; `megatron-rl check --record FILE` writes one") from error
+    if not isinstance(record, dict) or record.get("format") != _FORMAT or len(record.get("steps", ())) != NUM_STEPS:
+        raise UserError(f"check --against: {path} is not a record of this version; write one with `megatron-rl check --record FILE`")
+    return record
 
 
 def _report(made: Mapping[str, Any], record: Mapping[str, Any]) -> int:
-    """Prints it; the exit status."""
+    """Print the result. Returns the exit status."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    found = list(_all_departures(made, record, on_gpu=on_gpu))
+    deviations = list(_all_departures(made, record, on_gpu=on_gpu))
     device = "a GPU" if on_gpu else "a CPU"
     here = made["made_with"]
     others = [f"{name} {here.get(name)} (record: {was})" for name, was in record["made_with"].items() if here.get(name) != was]
     versions = f"other versions: {', '.join(others)}" if others else "the record's versions"
     print(f"replayed {NUM_STEPS} recorded steps on {device}, with {versions}")
     if on_gpu:
-        print("bounds on GPUs are guesses: no GPU has run this check before its release; a departure by little may be usual there")
-    if not found:
+        print("tolerances on GPUs are estimates: this check was not run on GPUs before the release; small deviations may be normal")
+    if not deviations:
         print("this installation computes what the release computed")
         return 0
-    lines = describe(found)
-    print(f"first departure: {lines[0]}")
+    lines = describe(deviations)
+    print(f"first deviation: {lines[0]}")
     for line in lines[1:_MAX_SHOWN]:
         print(f"  then {line}")
     if len(lines) > _MAX_SHOWN:
@@ -96,18 +96,19 @@ def _report(made: Mapping[str, Any], record: Mapping[str, Any]) -> int:
 
 
 def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Deviation]:
-    """In the order in which steps and stages run."""
+    """Yields all deviations in the order in which steps and stages run."""
     yield from departures(0, "start", made["start"], record["start"], on_gpu=on_gpu)
     for index, (ours, theirs) in enumerate(zip(made["steps"], record["steps"], strict=True)):
         for stage in theirs["stages"]:
             recorded = theirs["stages"][stage]
+            # With --trainer-only, server log-probs do not exist.
             if stage == "generate" and "server log-probs" not in ours["stages"].get(stage, {}):
                 recorded = {name: value for name, value in recorded.items() if name != "server log-probs"}
             yield from departures(index + 1, stage, ours["stages"].get(stage, {}), recorded, on_gpu=on_gpu)
 
 
 def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: bool) -> dict[str, Any]:
-    """What this installation makes of the record's tokens; without a record, of those that its servers sample."""
+    """Results of this installation on the record's tokens, or, without a record, on tokens that its servers sample."""
     from megatron_rl.desk.doctor.step_replay import RecordedServers, replay, weight_fingerprints
     from megatron_rl.step.run_inputs import make_inputs
     from megatron_rl.training.build_engines import rl_engines
@@ -119,7 +120,7 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
         inputs = make_inputs(config)
         rollout: Any = RecordedServers([step["window"] for step in record["steps"]]) if record else None
         wait_for: WaitFor = asyncio.run
-        asked: Any = None
+        scorer: Any = None
         if with_servers:
             from megatron_rl.desk.doctor.trainer_and_servers import temporary_servers
 
@@ -127,7 +128,7 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
             if record:
                 from megatron_rl.desk.doctor.check_servers import ScoringServers
 
-                rollout = asked = ScoringServers(rollout.windows, service=service)
+                rollout = scorer = ScoringServers(rollout.windows, service=service)
             else:
                 rollout = service
             service.publish()
@@ -136,7 +137,7 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
             say(f"step {step + 1} of {NUM_STEPS}: {stage}")
             if stage == "generate":
                 made["steps"].append({"window": window, "stages": {}})
-                quantities |= {"server log-probs": asked.logprobs if asked else _means(window)} if with_servers else {}
+                quantities |= {"server log-probs": scorer.logprobs if scorer else _means(window)} if with_servers else {}
             if quantities:
                 made["steps"][step]["stages"][stage] = quantities
     return made
@@ -147,10 +148,10 @@ def _means(window: Mapping[str, Mapping[str, Any]]) -> list[float]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions

@@ -1,4 +1,4 @@
-"""`megatron-rl config`: every key of a recipe with its type, default, bound and meaning; also writes docs/configuration.md."""
+"""`megatron-rl config`: explain every key of a recipe by type, default, bound and meaning. Also writes docs/configuration.md."""
 
 import argparse
 import re
@@ -25,9 +25,9 @@ This page is generated from the schema (`megatron_rl/config/schema`): `megatron-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", nargs="?", default="", help="a section (rollout.fire) or a key (batch.window_tokens); all without it"
+        "name", nargs="?", default="", help="a section (rollout.fire) or a key (batch.window_tokens); default: all"
     )
-    parser.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/configuration.md")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def _print(keys: Sequence[ConfigKey], inside: Sequence[ConfigSection]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    # A file or a pipe has no width of its own; a wide one keeps each key on a line that grep finds.
+    # A file or a pipe has no width; a wide one keeps each key on a single line, which grep finds.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     for key in keys:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -81,17 +81,17 @@ def _facts(key: ConfigKey) -> Iterator[tuple[str, str]]:
 
 
 def _choices(key: ConfigKey) -> Mapping[str, str]:
-    """Value -> meaning; of a piece of the algorithm, its registered names."""
+    """Maps each choice to its meaning; for a pluggable part of the algorithm, its registered names."""
     if not key.name.startswith("algorithm."):
         return key.choices
-    from megatron_rl.algorithms.register import SEAMS  # brings torch, which other sections need not wait for
+    from megatron_rl.algorithms.register import SEAMS  # imports torch, which other sections do not need
 
     seam = SEAMS.get(key.name.removeprefix("algorithm."))
     return seam.summaries() if seam else key.choices
 
 
 def markdown() -> str:
-    """docs/configuration.md."""
+    """The text of docs/configuration.md."""
     contents = [
         f"{'    ' * ('.' in section.name)}- [`{section.name}`](#{_anchor(section.name)}): {section.meaning}"
         for section in sections()
@@ -106,12 +106,12 @@ def markdown() -> str:
 
 
 def _anchor(name: str) -> str:
-    """GitHub's, of a heading."""
+    """GitHub's anchor of a heading."""
     return re.sub(r"[^a-z0-9_-]", "", name.lower())
 
 
 def _first_of_its_kind(section: ConfigSection) -> ConfigSection:
-    """Of the sections with the same keys, the outermost one, which shows them all."""
+    """The outermost section with the same keys, which shows them all."""
     return min((s for s in sections() if s.schema is section.schema), key=lambda s: s.name.count("."))
 
 
@@ -135,5 +135,5 @@ def _differences(section: ConfigSection) -> str:
 
 
 def _cell(text: str) -> str:
-    # What looks like a tag would vanish, and a bar would end the cell.
+    # Escape tags, which would vanish, and bars, which would end the cell.
     return re.sub(r"<(?!br>)", "&lt;", text).replace("|", r"\|")

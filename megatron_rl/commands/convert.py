@@ -1,4 +1,4 @@
-"""`megatron-rl convert`: a model between a Hugging Face folder and Megatron's distributed checkpoint."""
+"""`megatron-rl convert`: convert a model between a Hugging Face folder and Megatron's distributed checkpoint."""
 
 import argparse
 import os
@@ -15,14 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, help="folder to make; it must not exist")
     parser.add_argument("--to", required=True, choices=("megatron", "hf"))
     parser.add_argument("--config-from", help="folder with config.json and tokenizer, if not the input")
-    parser.add_argument("--max-shard-size", type=_bytes, default="2GB", help="of a safetensors file, as 500MB or 2GB")
-    parser.add_argument("--mtp", choices=("keep", "drop"), help="what becomes of multi-token-prediction layers")
-    parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, help="check that the model splits so")
-    parser.add_argument("--pipeline-parallel-size", type=positive_int, default=1, help="check that the model splits so")
+    parser.add_argument("--max-shard-size", type=_bytes, default="2GB", help="limit per safetensors file (default: %(default)s)")
+    parser.add_argument("--mtp", choices=("keep", "drop"), help="keep or drop multi-token-prediction layers")
+    parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, help="check that the model can be sharded like this")
+    parser.add_argument("--pipeline-parallel-size", type=positive_int, default=1, help="check that the model can be sharded like this")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Nothing is computed; models are only described, which the layers for GPUs cannot do without memory.
+    # Hide GPUs: models are only described, not computed, and layers for GPUs cannot be described without memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_rl.config.schema import Mtp, ParallelConfig
     from megatron_rl.models.hf.conversion import convert
@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     say(f"{arguments.output}: {done.num_tensors} tensors, {done.num_bytes / 1e9:.3f} GB")
     if done.left_out:
-        say(f"left out {len(done.left_out)} tensors of the input: {', '.join(done.left_out[:5])}")
+        say(f"omitted {len(done.left_out)} tensors of the input: {', '.join(done.left_out[:5])}")
     uncopied = uncopied_files(Path(arguments.config_from or arguments.input))
     if uncopied:
-        say(f"not carried along: {', '.join(uncopied)}")
+        say(f"not copied: {', '.join(uncopied)}")
     return 0
 
 

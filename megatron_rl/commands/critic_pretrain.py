@@ -1,4 +1,4 @@
-"""`megatron-rl critic-pretrain`: value pretraining on responses of the frozen policy."""
+"""`megatron-rl critic-pretrain`: pretrain the critic on responses of the frozen policy."""
 
 import argparse
 
@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _work(config: Config) -> None:
     from megatron_rl.rollout.server_pool import spawned_servers
 
-    # Before the import of Megatron, so that the servers load their libraries meanwhile.
+    # Start the servers before Megatron is imported, so that both load their libraries in parallel.
     with spawned_servers(config) as servers:
         with gc_disabled():
             from megatron_rl.step.driver import critic_pretrain

@@ -1,10 +1,10 @@
-"""``megatron-rl doctor``: is this machine fit for a run, and what is wrong with a run? A module for each mode:
+"""``megatron-rl doctor``: checks if this machine is fit for a run, and diagnoses a run. Each mode has a module:
 
-- without options it looks at the environment and at the ranks (``machine_checks.py``, ``rank_checks.py``), with a recipe or a model
-  also at both engines (``engine_checks.py``): a line each, with a remedy for what fails (``all_checks.py``);
+- without options: the environment and the ranks (``machine_checks.py``, ``rank_checks.py``); with a recipe or a model also the
+  trainer and its servers (``engine_checks.py``). One line per check, with a remedy if it fails (``all_checks.py``);
 - ``--invariance``: do all layouts compute the same (``layout_comparison.py``)?
 - ``--mismatch RUN``: which factor makes trainer and servers disagree (``mismatch_runs.py``)?
-- ``--hang RUN``: who waits for whom (``hang.py``)?
+- ``--hang RUN``: which process waits for which (``hang.py``)?
 """
 
 import argparse
@@ -19,31 +19,31 @@ from megatron_rl.system.processes.signals import clean_stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", action="append", default=[], help="YAML recipe whose engines are compared")
-    parser.add_argument("--model", help="Hugging Face model folder, in the place of a recipe")
+    parser.add_argument("--config", action="append", default=[], help="YAML recipe whose trainer and servers are compared")
+    parser.add_argument("--model", help="Hugging Face model folder, instead of a recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
-    runs = parser.add_argument_group("look at a run instead")
-    runs.add_argument("--hang", metavar="RUN", help="who waits for whom in the run of this output folder, with all stacks")
+    runs = parser.add_argument_group("diagnose a run instead")
+    runs.add_argument("--hang", metavar="RUN", help="output folder of a running run: report which process waits for which, with all stacks")
     runs.add_argument(
-        "--mismatch", metavar="RUN", help="which factor makes trainer and servers of this run's recipe and newest checkpoint disagree"
+        "--mismatch", metavar="RUN", help="output folder of a stopped run: report the factor that makes its trainer and servers disagree"
     )
     layouts = parser.add_argument_group("compare layouts instead")
-    layouts.add_argument("--invariance", action="store_true", help="compare one update in each layout")
-    layouts.add_argument("--layouts", help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
-    layouts.add_argument("--reference", default="tp1", help="the layout that the others are compared with")
+    layouts.add_argument("--invariance", action="store_true", help="compare one update in each of --layouts")
+    layouts.add_argument("--layouts", help='layouts to compare, such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
+    layouts.add_argument("--reference", default="tp1", help="layout that the others are compared with (default: %(default)s)")
     layouts.add_argument("--role", default="policy", choices=("policy", "critic"))
     layouts.add_argument("--max-tokens-per-microbatch", type=positive_int, default=64)
-    layouts.add_argument("--dtype", choices=DTYPES, help="bfloat16 on GPUs with Transformer Engine, else float32")
+    layouts.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs with Transformer Engine, otherwise float32")
     layouts.add_argument(
         "--tolerance",
         type=positive_number,
-        help="relative, of loss, gradient norm and weights; by default what the device's numbers allow",
+        help="relative tolerance of loss, gradient norm and weights (default: by device and dtype)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     _check_modes(arguments)
-    # Ranks and servers that were started here end with this process, also when a scheduler stops it.
+    # Ranks and servers started here end with this process, also when a scheduler stops it.
     with clean_stop() if "RANK" not in os.environ else nullcontext():
         if arguments.hang:
             from megatron_rl.desk.doctor.hang import print_hang
@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_modes(arguments: argparse.Namespace) -> None:
-    """UserError for two at once, and for what a mode would not look at."""
+    """Raise UserError for several modes at the same time, and for arguments that a mode would ignore."""
     modes = [f"--{name}" for name in ("hang", "mismatch", "invariance") if getattr(arguments, name)]
     if len(modes) > 1:
-        raise UserError(f"doctor: {' and '.join(modes)} are questions of their own; ask one after the other")
+        raise UserError(f"doctor: {' and '.join(modes)} cannot be combined; run them separately")
     if (arguments.hang or arguments.mismatch) and (arguments.config or arguments.model):
-        raise UserError(f"doctor {modes[0]} takes the output folder of a run, which holds its recipe, and no --config or --model")
+        raise UserError(f"doctor {modes[0]} takes the output folder of a run, which contains its recipe, and no --config or --model")
     if arguments.hang and arguments.overrides:
-        raise UserError(f"doctor --hang looks at a run as it is: {arguments.overrides[0]} would change nothing")
+        raise UserError(f"doctor --hang inspects a running run: {arguments.overrides[0]} would change nothing")

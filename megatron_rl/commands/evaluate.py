@@ -1,9 +1,9 @@
-"""`megatron-rl evaluate`: accuracy of policies on data.eval_files or eval.sets, on servers that start once.
+"""`megatron-rl evaluate`: measure the accuracy of policies on data.eval_files or eval.sets, on servers that start once.
 
     megatron-rl evaluate --config recipe.yaml --policies outputs/run/policies/* eval.num_samples=4
 
-The numbers are written to evaluation.json in each folder. A folder that has been measured with the same settings is
-passed over, so a command that was killed goes on where it was.
+The results are written to evaluation.json in each folder. A folder that was already measured with the same
+settings is skipped, so a killed command can be repeated and continues from there.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from megatron_rl.system.processes.signals import clean_stop
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
-        "--policies", required=True, nargs="+", metavar="FOLDER", help="Hugging Face folders of one architecture"
+        "--policies", required=True, nargs="+", metavar="FOLDER", help="policies to measure: Hugging Face folders of one architecture"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # What follows --policies is its own for argparse, also a key=value.
-    words = [word for word in arguments.policies if "=" not in word or Path(word).exists()]
-    overrides = [*arguments.overrides, *(word for word in arguments.policies if word not in words)]
-    folders = [Path(word) for word in words]
+    # argparse assigns everything after --policies to it, including key=value.
+    names = [word for word in arguments.policies if "=" not in word or Path(word).exists()]
+    overrides = [*arguments.overrides, *(word for word in arguments.policies if word not in names)]
+    folders = [Path(word) for word in names]
     if not folders:
         raise DataError("--policies: expected at least one Hugging Face folder, got none")
     config = load_config(arguments.config, [*overrides, f"policy.path={folders[0]}", "policy.init=checkpoint"])
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megatron_rl.tracking.sinks.all_trackers import tracked_evaluation
         from megatron_rl.tracking.terminal.console import evaluation_text
 
-        # Of other folders than those that the recipe's run has kept nobody knows a step.
+        # Only folders that the recipe's run has exported have a known step.
         steps = {kept.folder.resolve(): kept.step for kept in policy_exports(config.run.output_dir)}
         kept_by_run = any(folder.resolve() in steps for folder in missing)
         with clean_stop(), tracked_evaluation(config, say) if kept_by_run else nullcontext() as tracker:
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_architecture(folders: Sequence[Path]) -> None:
-    """DataError for a folder that is none of a policy, or whose config.json or tensors differ from the first one's."""
+    """Raise DataError for a folder without a policy, or whose config.json or tensors differ from the first folder's."""
     from megatron_rl.models.hf.model_config import load_hf_config
     from megatron_rl.models.hf.weights import checked_source
 
@@ -78,5 +78,5 @@ def _check_architecture(folders: Sequence[Path]) -> None:
         if differing:
             raise DataError(
                 f"--policies: {folder} is another architecture than {folders[0]} ({', '.join(differing)} in config.json); "
-                "measure them with commands of their own"
+                "measure them with separate commands"
             )

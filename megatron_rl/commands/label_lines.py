@@ -1,18 +1,20 @@
-"""`megatron-rl label-lines`: labels for a process reward model, by completing prefixes of programs and running them.
+"""`megatron-rl label-lines`: label lines for a process reward model, by completing prefixes of programs and running them.
 
-For every response: grade it; while the search has a question, sample K completions of the first lines on an SGLang
-server, grade them, and answer "recoverable" if one passes. The rows come out with ``line_labels`` and what they rest on.
+Each response is scored first. While the search needs another prefix, K completions of the first lines are sampled
+on an SGLang server and scored; the prefix is "recoverable" if one passes. The output rows have ``line_labels`` and
+the evidence for them.
 
 Invariants:
 
 - Prefixes and completions are token ids of the model's tokenizer; a completion's program is the prefix's text followed
   by the completion's text.
-- A finished row is appended at once and never labelled again: a run that is killed loses the rows in progress, and the
-  same command goes on after them. An output that belongs to other rows or settings is refused.
-- What could not be graded is no failure: a row where that decides is left out and counted; the next run tries it again.
+- A finished row is appended immediately and never labeled again: a killed run loses only the rows in progress, and the
+  same command continues after them. An output file from other rows or settings is refused.
+- An unscored completion is not a failure: a row whose label depends on one is skipped and counted, and the next run
+  retries it.
 
-Who waits for whom: a row waits for its own K completions and their grades; at most ``max_rows_in_progress`` rows run at
-the same time, enough to keep the servers busy.
+Waits: a row waits for its own K completions and their scores. At most ``max_rows_in_progress`` rows run at the
+same time, which keeps the servers busy.
 """
 
 import argparse
@@ -54,12 +56,12 @@ from megatron_rl.system.command_line.terminal import progress_bar, say
 from megatron_rl.system.processes.signals import clean_stop, run_until_stopped
 
 _Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
-"""A request to the token ids it generated."""
+"""Generates the token ids of a request."""
 Grade = Callable[[Sequence[RewardItem]], Awaitable[list[Score]]]
 
 _KEY_FIELD = "label_key"
 _LABEL_FIELDS = ("line_labels", "first_bad_line", "num_completions_graded", _KEY_FIELD)
-"""What a labelled row has in addition to the input's fields."""
+"""Fields that a labeled row has in addition to the input's."""
 
 
 add_arguments = add_recipe_arguments
@@ -72,13 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Ungraded(Exception):
-    """A row whose label hangs on responses that could not be graded."""
+class _Unscored(Exception):
+    """Raised for a row whose label depends on responses that could not be scored."""
 
 
 @dataclass(frozen=True)
 class LabelTask:
-    """One row to label."""
+    """A row to label."""
 
     row: dict[str, Any]
     content: RowContent
@@ -98,14 +100,14 @@ class LabelSummary:
 
     def text(self) -> str:
         return (
-            f"{self.num_labelled} of {self.num_rows} rows labelled ({self.num_done_before} were done before), "
+            f"{self.num_labelled} of {self.num_rows} rows labeled ({self.num_done_before} by earlier runs), "
             f"{self.num_passed} of them pass all tests, {self.num_without_lines} without a line to label, "
-            f"{self.num_ungraded} could not be graded; {self.num_completions} completions"
+            f"{self.num_ungraded} could not be scored; {self.num_completions} completions"
         )
 
 
 class LineLabeler:
-    """Labels single rows; knows how to ask, not how many at a time."""
+    """Labels single rows. The caller decides how many rows run at the same time."""
 
     def __init__(
         self,
@@ -123,16 +125,16 @@ class LineLabeler:
         self._complete = complete
         self._grade = grade
         self._context_tokens = context_tokens
-        """0: no limit is known."""
+        """Tokens of the model's context; 0 if unknown."""
 
     async def label(self, job: LabelTask) -> dict[str, Any]:
-        """The labelled row; raises _Ungraded."""
+        """Label a row. Raises _Unscored if its label depends on an unscored response."""
         response = job.row["response"]
         lines = _lines_of(job)
         candidates = scored_lines(lines)
         (score,) = await self._grade([self._form.item(job.row)])
         if score.value is None:
-            raise _Ungraded(f"the response itself could not be graded: {score.error}")
+            raise _Unscored(f"the response itself could not be scored: {score.error}")
         search = LineSearch(len(candidates), passes=score.value >= PASSED_FROM)
         num_graded = 0
         while search.question is not None:
@@ -150,28 +152,28 @@ class LineLabeler:
 
     async def _grade_completions(self, job: LabelTask, prefix: str, num_lines: int) -> list[Score]:
         token_ids = (*job.prompt_ids, *self._tokenizer.encode(prefix))
-        room = self._settings.max_new_tokens
+        max_new_tokens = self._settings.max_new_tokens
         if self._context_tokens:
-            # SGLang takes a few tokens of the context for itself.
-            room = min(room, self._context_tokens - len(token_ids) - 8)
-        if room < 1:
-            raise _Ungraded(
+            # SGLang reserves a few tokens of the context.
+            max_new_tokens = min(max_new_tokens, self._context_tokens - len(token_ids) - 8)
+        if max_new_tokens < 1:
+            raise _Unscored(
                 f"the prefix of {num_lines} lines fills the model's context of {self._context_tokens} tokens"
             )
         answers = await asyncio.gather(
             *[
-                self._sample(job, token_ids, room, f"label-{job.key}-{num_lines}-{sample}-")
+                self._sample(job, token_ids, max_new_tokens, f"label-{job.key}-{num_lines}-{sample}-")
                 for sample in range(self._settings.num_completions)
             ]
         )
         texts = [prefix + self._tokenizer.decode(answer) for answer in answers]
         return await self._grade([self._form.item({**job.row, "response": text}) for text in texts])
 
-    async def _sample(self, job: LabelTask, token_ids: Sequence[int], room: int, name: str) -> Sequence[int]:
+    async def _sample(self, job: LabelTask, token_ids: Sequence[int], max_new_tokens: int, name: str) -> Sequence[int]:
         prompt = Prompt(job.key, job.prompt_ids, source=job.content.place)
         seed = named_seed(self._sampling.seed, name)
         return await self._complete(
-            await self._sampling.request(prompt, token_ids, rid=name, max_new_tokens=room, seed=seed)
+            await self._sampling.request(prompt, token_ids, rid=name, max_new_tokens=max_new_tokens, seed=seed)
         )
 
 
@@ -185,22 +187,22 @@ def _recoverable(scores: Sequence[Score], num_lines: int) -> bool:
         return True
     errors = [s.error for s in scores if s.value is None]
     if errors:
-        raise _Ungraded(
+        raise _Unscored(
             f"no completion of the first {num_lines} lines passes, but {len(errors)} of {len(scores)} could not be "
-            f"graded: {errors[0]}"
+            f"scored: {errors[0]}"
         )
     return False
 
 
 def _line_number(lines: Sequence[CodeLine], candidates: Sequence[CodeLine], first_bad: int) -> int:
-    """From 1 over all lines of the program; 0 if none is bad."""
+    """Line number over all lines of the program, counted from 1; 0 if none is bad."""
     if first_bad > len(candidates):
         return 0
     return [line.end for line in lines].index(candidates[first_bad - 1].end) + 1
 
 
 def load_jobs(config: Config, tokenizer: Tokenizer, form: RowSchema) -> list[LabelTask]:
-    """Every row of the input that has a prompt and what the reward needs; DataError with place for the first bad one."""
+    """All rows of the input. Raises DataError with the file and line of the first row that lacks a prompt or reward fields."""
     data = replace(config.data, answer_required=False, reward_fields=[])
     jobs = []
     for row, place in read_rows([config.label_lines.input_path]):
@@ -221,7 +223,7 @@ def load_jobs(config: Config, tokenizer: Tokenizer, form: RowSchema) -> list[Lab
 
 
 def label_key(row: Mapping[str, Any], config: Config) -> str:
-    """What a label depends on: the row, the model and the settings, in 16 hex digits."""
+    """Hash of everything that a label depends on (row, model, settings), as 16 hex digits."""
     settings = config.label_lines
     parts = [
         row,
@@ -235,7 +237,7 @@ def label_key(row: Mapping[str, Any], config: Config) -> str:
 
 
 def _numbered(jobs: Sequence[LabelTask]) -> list[LabelTask]:
-    """Equal rows get different keys: their requests must not share an id."""
+    """Make the keys of equal rows unique, because their requests must not share an id."""
     counts: dict[str, int] = {}
     numbered = []
     for job in jobs:
@@ -245,9 +247,9 @@ def _numbered(jobs: Sequence[LabelTask]) -> list[LabelTask]:
 
 
 def finished_keys(path: Path, jobs: Sequence[LabelTask]) -> set[str]:
-    """Keys of the rows that ``path`` holds; a last line that was being written when the run was killed is cut off.
+    """Keys of the rows in ``path``. A torn last line of a killed run is removed from the file.
 
-    Raises DataError if the file holds rows that are none of ``jobs``.
+    Raises DataError if the file has rows that are not among ``jobs``.
     """
     if not path.exists():
         return set()
@@ -255,7 +257,7 @@ def finished_keys(path: Path, jobs: Sequence[LabelTask]) -> set[str]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    known, found = {job.key for job in jobs}, set()
+    known, keys = {job.key for job in jobs}, set()
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             key = json.loads(line)[_KEY_FIELD]
@@ -265,11 +267,11 @@ def finished_keys(path: Path, jobs: Sequence[LabelTask]) -> set[str]:
             ) from error
         if key not in known:
             raise DataError(
-                f"{path}:{number}: labelled from another input, model or setting; give another label_lines.output_path, "
+                f"{path}:{number}: labeled from another input, model or setting; give another label_lines.output_path, "
                 "or the settings it was made with"
             )
-        found.add(key)
-    return found
+        keys.add(key)
+    return keys
 
 
 async def label_rows(
@@ -282,7 +284,8 @@ async def label_rows(
     advance: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = print,
 ) -> None:
-    """Label ``jobs``, each appended to ``output`` as soon as it is done. The first error ends all of them."""
+    """Label ``jobs`` and append each row to ``output`` when it is done. The first error ends all of them."""
+    # pop() takes from the end: reversed, rows start in input order.
     waiting = list(reversed(jobs))
 
     async def work() -> None:
@@ -290,9 +293,9 @@ async def label_rows(
             job = waiting.pop()
             try:
                 row = await labeller.label(job)
-            except _Ungraded as error:
+            except _Unscored as error:
                 summary.num_ungraded += 1
-                warn(f"{job.content.place}: left out: {error}")
+                warn(f"{job.content.place}: skipped: {error}")
             else:
                 output.write(json.dumps(row) + "\n")
                 output.flush()
@@ -312,14 +315,14 @@ async def label_rows(
 
 
 def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = False) -> LabelSummary:
-    """The command: servers and graders started, every row of the input labelled; ``note`` gets what happens.
+    """Run the command: start servers and reward workers, label every row of the input. ``note`` receives messages.
 
-    Raises UserError for bad rows, and at the end when more rows than reward.max_error_rate could not be graded.
+    Raises UserError for bad rows, and at the end if more rows than reward.max_error_rate could not be scored.
     """
     settings = config.label_lines
     output_path = Path(settings.output_path)
     if output_path.resolve() == Path(settings.input_path).resolve():
-        raise UserError("label_lines.output_path: it is the input itself; give another file")
+        raise UserError("label_lines.output_path: this is the input file; give another file")
     tokenizer = Tokenizer(config.policy.path)
     reward = resolve(config.reward.name)
     form = RowSchema(reward, config.reward.options)
@@ -337,15 +340,16 @@ def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = 
     note(f"{summary.text()}; in {output_path}")
     if summary.num_ungraded > config.reward.max_error_rate * len(jobs):
         raise UserError(
-            f"{summary.num_ungraded} of {len(jobs)} rows could not be graded, more than "
+            f"{summary.num_ungraded} of {len(jobs)} rows could not be scored, more than "
             f"reward.max_error_rate={config.reward.max_error_rate:g}; fix the reward and run the command again"
         )
     return summary
 
 
 def _plan_text(jobs: Sequence[LabelTask], config: Config) -> str:
-    """What is left to do, and how many completions that can take at most."""
+    """Describe the remaining work, with the largest number of completions that it can take."""
     num_lines = [len(scored_lines(_lines_of(job))) for job in jobs]
+    # A binary search over the lines of each row.
     questions = sum(math.ceil(math.log2(n)) for n in num_lines if n)
     return (
         f"{len(jobs)} rows with {sum(num_lines)} lines to label: at most {questions} prefixes of "
@@ -387,7 +391,7 @@ def _label_open_jobs(
             async with RecoveringClient.without_trainer(config, servers, note) as rollout:
 
                 async def complete(request: GenerationRequest) -> Sequence[int]:
-                    # The completions of one prefix share a server, and its cache holds the prefix once.
+                    # Completions of one prefix go to the same server, whose cache then has the prefix once.
                     key = request.rid.rsplit("-", 2)[0]
                     return (await rollout.generate(request, sticky_key=key)).token_ids.tolist()
 

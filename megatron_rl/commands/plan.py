@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: layouts of a run that fit so many GPUs, ranked by the seconds of a finished response."""
+"""`megatron-rl plan`: rank parallel layouts of a run for N GPUs by predicted seconds per finished response."""
 
 import argparse
 import json
@@ -29,28 +29,28 @@ from megatron_rl.system.files.atomic_files import write_atomic
 
 _DEFAULT_PRESET = "tppo"
 _WITHOUT_RECIPE = ("policy.dtype=bfloat16", "rollout.start_timeout_s=1800", "data.train_files=[data/train.jsonl]")
-"""What a recipe on GPUs usually says; a recipe of the user's stands as it is."""
+"""Keys that a recipe on GPUs usually sets, used without a recipe; a user's recipe is not changed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("words", nargs="*", metavar="RECIPE.yaml or key=value", help="keys; those of the layout are chosen unless a word gives them")
-    add("--config", action="append", default=[], help="YAML recipe; a later one overrides")
+    add("words", nargs="*", metavar="RECIPE.yaml or key=value", help="recipe or overrides; layout keys that are not given are chosen")
+    add("--config", action="append", default=[], help="YAML recipe; may be repeated, later files override earlier ones")
     add("--model", type=Path, metavar="CONFIG", help="folder of the policy, or its config.json (default: policy.path); no weights are read")
-    add("--gpus", type=positive_int, required=True, metavar="N", help="of trainer and servers together")
-    add("--gpu", default="H100-80G", metavar="NAME", help="as docs/planning.md lists them (default: %(default)s)")
-    add("--gpu-file", type=Path, metavar="FILE", help="YAML with descriptions of your own, in the form of desk/costs/gpus.yaml")
-    add("--preset", help=f"megatron-rl presets lists them (default without a recipe: {_DEFAULT_PRESET})")
-    add("--lengths", metavar="LENGTHS", help="of responses: name:key=value,... or a file or a run's folder (docs/simulate.md)")
-    add("--prompts", metavar="LENGTHS", default=DEFAULT_PROMPTS, help="of prompts (default: %(default)s)")
-    add("--slots", type=positive_int, metavar="N", help="responses of a step: prompts x samples")
-    add("--sequence-tokens", type=positive_int, metavar="N", help="most tokens of a prompt and its response")
-    add("--windows", type=positive_int, nargs="+", metavar="TOKENS", help="windows to compare (default: its own, half, twice)")
+    add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs for trainer and servers together")
+    add("--gpu", default="H100-80G", metavar="NAME", help="GPU type, see docs/planning.md (default: %(default)s)")
+    add("--gpu-file", type=Path, metavar="FILE", help="YAML with your own GPU descriptions, in the format of desk/costs/gpus.yaml")
+    add("--preset", help=f"preset, see megatron-rl presets (default without a recipe: {_DEFAULT_PRESET})")
+    add("--lengths", metavar="LENGTHS", help="response lengths: name:key=value,... or a file or a run's folder (docs/simulate.md)")
+    add("--prompts", metavar="LENGTHS", default=DEFAULT_PROMPTS, help="prompt lengths (default: %(default)s)")
+    add("--slots", type=positive_int, metavar="N", help="responses per step: prompts x samples")
+    add("--sequence-tokens", type=positive_int, metavar="N", help="largest number of tokens of a prompt and its response")
+    add("--windows", type=positive_int, nargs="+", metavar="TOKENS", help="windows to compare (default: the recipe's, its half and double)")
     add("--top", type=positive_int, default=8, metavar="N", help="plans to show (default: %(default)s)")
-    add("--choose", type=positive_int, default=1, metavar="N", help="the plan that is shown in full and written (default: the first)")
+    add("--choose", type=positive_int, default=1, metavar="N", help="plan to show in full and to write (default: the first)")
     add("--write", type=Path, metavar="FILE.yaml", help="write the chosen plan as a recipe")
-    add("--seed", type=positive_int, default=1, help="of the lengths that are drawn")
-    add("--json", action="store_true", help="print numbers as JSON")
+    add("--seed", type=positive_int, default=1, help="random seed for sampling response lengths (default: %(default)s)")
+    add("--json", action="store_true", help="print the plans as JSON")
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class _PlanRequest:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    inputs = _inputs(arguments)
-    search = PlanSearch(inputs.config, inputs.facts, inputs.gpu, inputs.pinned)
-    ranking = PlanRanking(inputs.config, inputs.facts["policy"], inputs.gpu, inputs.workload, inputs.windows, arguments.seed)
+    request = _request(arguments)
+    search = PlanSearch(request.config, request.facts, request.gpu, request.pinned)
+    ranking = PlanRanking(request.config, request.facts["policy"], request.gpu, request.workload, request.windows, arguments.seed)
     plans = ranking.best(splits(search, arguments.gpus), max(arguments.top, arguments.choose))
     if not plans:
         raise UserError(no_plan_message(search, arguments.gpus, arguments.gpu, fewest_gpus(search)))
     if arguments.choose > len(plans):
-        raise UserError(f"--choose {arguments.choose}: expected one of the {len(plans)} plans that were found")
+        raise UserError(f"--choose {arguments.choose}: expected a number up to {len(plans)}, the number of plans found")
     chosen = plans[arguments.choose - 1]
-    planned = PlanReport(search, plans, chosen, arguments.gpus, arguments.gpu, inputs.workload.lengths.text)
+    planned = PlanReport(search, plans, chosen, arguments.gpus, arguments.gpu, request.workload.lengths.text)
     if arguments.json:
         print(json.dumps([_numbers(one.config) | {"response_s": one.response_s, **asdict(one.outcome)} for one in plans], indent=2))
     else:
@@ -81,12 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write:
         write_atomic(arguments.write, recipe_text(planned))
         say(f"wrote {arguments.write}")
-        _say_what_lacks(chosen.config)
+        _print_missing_keys(chosen.config)
     return 0
 
 
-def _say_what_lacks(config: Config) -> None:
-    """What the dry run would refuse: what a plan does not choose."""
+def _print_missing_keys(config: Config) -> None:
+    """Print what the recipe still lacks before a dry run accepts it: keys that a plan does not choose."""
     try:
         check_config(config, command="train")
     except ConfigError as error:
@@ -109,21 +109,23 @@ def _numbers(config: Config) -> dict[str, object]:
     }
 
 
-def _inputs(arguments: argparse.Namespace) -> _PlanRequest:
+def _request(arguments: argparse.Namespace) -> _PlanRequest:
     named, words = split_overrides(arguments.words)
     paths = [*arguments.config, *named]
     device = _gpu(arguments)
     if arguments.gpus > device.per_machine and arguments.gpus % device.per_machine:
         raise UserError(
-            f"--gpus {arguments.gpus}: expected whole machines of {device.per_machine} {arguments.gpu}, "
+            f"--gpus {arguments.gpus}: expected whole nodes of {device.per_machine} {arguments.gpu}, "
             f"{arguments.gpus // device.per_machine * device.per_machine} or "
-            f"{(arguments.gpus // device.per_machine + 1) * device.per_machine}, or a part of one"
+            f"{(arguments.gpus // device.per_machine + 1) * device.per_machine}, or a part of one node"
         )
     config = _config(arguments, paths, words)
     facts = {name: _facts(_folder(arguments, config, folder)) for name, folder in model_folders(config).items()}
     _check_context(config, facts["policy"])
+    # Keys given on the command line are not searched.
     pinned = {word.partition("=")[0].strip() for word in words} & set(CHOSEN)
     if arguments.windows:
+        # The option lists values to compare, so this key is searched.
         pinned.discard("batch.window_tokens")
     most = config.batch.max_response_tokens
     usual = f"lognormal:median={max(most / 8, 1):g},sigma=1,max={most}"
@@ -170,7 +172,7 @@ def _model_folder(path: Path) -> Path:
 
 
 def _folder(arguments: argparse.Namespace, config: Config, folder: str) -> str:
-    """Where to read of a model: ``--model`` stands for policy.path, which may be on other machines."""
+    """Folder to read a model from: ``--model`` replaces policy.path, which may be on another node."""
     return str(_model_folder(arguments.model)) if arguments.model and folder == config.policy.path else folder
 
 
@@ -186,7 +188,7 @@ def _facts(folder: str) -> ModelConfig:
     try:
         num_parameters(facts), flops_cost(facts)
     except AttributeError as error:
-        raise UserError(f"{folder}/config.json lacks {error.name}, without which its size is not known") from error
+        raise UserError(f"{folder}/config.json lacks {error.name}, which is needed to compute the model's size") from error
     return facts
 
 
@@ -201,7 +203,7 @@ def _check_context(config: Config, facts: ModelConfig) -> None:
 
 
 def _windows(given: list[int] | None, config: Config, pinned: set[str]) -> list[int]:
-    """batch.window_tokens to compare; 0 in sync mode."""
+    """Values of batch.window_tokens to compare; [0] in sync mode."""
     most, own = config.batch.max_response_tokens, config.batch.window_tokens
     if config.schedule.mode is Mode.sync:
         if given:

@@ -1,4 +1,4 @@
-"""`megatron-rl presets`: the presets, each with its source."""
+"""`megatron-rl presets`: list the presets, each with its source."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from megatron_rl.config.load import PRESETS, preset_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """This command has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`megatron-rl report`: a run's report, or several runs on one page, from what they have written so far.
+"""`megatron-rl report`: write the report of a run, or compare several runs on one page, from their files so far.
 
     megatron-rl report outputs/run                          # outputs/run/report.html
     megatron-rl report outputs/a outputs/b outputs/c        # comparison.html
@@ -9,7 +9,7 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir); several are compared")
-    parser.add_argument("--output", metavar="FILE", help="where to write (report.html in the run's folder; comparison.html here)")
+    parser.add_argument("--output", metavar="FILE", help="output file (default: report.html in the run's folder, or ./comparison.html)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`megatron-rl reward-train`: a reward model from preferences or line labels."""
+"""`megatron-rl reward-train`: train a reward model on preferences or line labels."""
 
 import argparse
 
@@ -22,7 +22,7 @@ def _check_inputs(config: Config) -> None:
     if settings.kind is not RewardModelKind.pairwise:
         return
     if config.data.system_prompt:
-        raise ConfigError("data.system_prompt: a judge is asked without a system message; leave it empty")
+        raise ConfigError("data.system_prompt: a judge gets no system message; leave this key empty")
     for row in load_preferences([*settings.train_files, *settings.eval_files], config.data):
         training_texts(
             row.content.text, row.chosen, row.rejected, place=row.content.place, tokenizer_path=config.policy.path

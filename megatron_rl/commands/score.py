@@ -1,9 +1,10 @@
-"""`megatron-rl score`: grades a file of responses. JSONL in, the same rows with ``score``, ``detail`` and ``error`` out.
+"""`megatron-rl score`: score a file of responses. Reads JSONL, writes the same rows with ``score``, ``detail`` and ``error``.
 
-Invariants: rows keep their order; every row is checked before the first one is scored, so bad data is refused with its place (file, line,
-field); the output appears whole or not at all; memory holds a few thousand rows, whatever the size of the file.
+Invariants: rows keep their order; every row is checked before the first one is scored, so bad data is refused with
+file, line and field; the output appears atomically; memory contains a few thousand rows, regardless of the file
+size.
 
-Who waits for whom: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
+Waits: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
 """
 
 import argparse
@@ -37,18 +38,18 @@ from megatron_rl.system.files.atomic_files import atomic_text_file
 
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2
-"""So that the workers have something to do while results are written."""
+"""Batches submitted ahead, so that workers stay busy while results are written."""
 _MAX_REPORTED = 5
-"""Bad rows that an error message names, and kinds of errors that a summary shows."""
+"""Largest number of bad rows in an error message, and of error kinds in a summary."""
 _MAX_ERROR_CHARS = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", required=True, help="a registered reward, or package.module:function")
     parser.add_argument("--input", required=True, help="JSONL with the fields response and answer")
-    parser.add_argument("--output", required=True, help="JSONL that receives score, detail and error next to them")
+    parser.add_argument("--output", required=True, help="JSONL file to write: input rows with score, detail and error")
     parser.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1)
-    parser.add_argument("--max-concurrency", type=positive_int, default=256, help="rows in progress at a server that is asked")
+    parser.add_argument("--max-concurrency", type=positive_int, default=256, help="rows in progress, for rewards that call a server")
     parser.add_argument("--timeout-s", type=positive_number, default=5.0)
     parser.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
 
@@ -73,13 +74,13 @@ class ScoreSummary:
     num_rows: int
     num_unscored: int
     mean_score: float | None
-    """Over the rows that could be scored; None if there are none."""
+    """Mean over the scored rows; None if there are none."""
     seconds: float
-    """Wall-clock time of the scoring, without starting the workers."""
+    """Wall-clock seconds of the scoring, without the start of the workers."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means of what the reward says besides the score, over the rows where it says it."""
+    """Means of additional reward metrics, each over the rows that have it."""
     errors: dict[str, int] = field(default_factory=dict)
-    """The most frequent reasons why rows went unscored."""
+    """Most frequent reasons of unscored rows, with their counts."""
 
     @property
     def rows_per_second(self) -> float:
@@ -117,9 +118,9 @@ def score_file(
         input_path: A file or a pipe. Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
             reward requires and ``options`` does not set.
         output_path: May be the input itself.
-        num_workers: Worker processes, for a reward that computes.
-        max_concurrency: Rows in progress, for a reward that asks a server.
-        timeout_s: Seconds one row may take.
+        num_workers: Worker processes, for a reward that runs on the CPU.
+        max_concurrency: Rows in progress, for a reward that calls a server.
+        timeout_s: Time limit of one row in seconds.
         options: Keyword arguments of the reward.
 
     Raises:
@@ -139,20 +140,20 @@ def score_file(
             atomic_text_file(Path(output_path)) as output,
             progress_bar(f"reward {name}", num_rows) as advance,
         ):
-            tally = _ScoreTotals()
+            totals = _ScoreTotals()
             started_at = time.monotonic()
             for row, score in _scored_rows(runner, rows_path, form):
                 result = {**row, "score": score.value, "detail": score.detail, "error": score.error}
                 output.write(json.dumps(result) + "\n")
-                tally.add(score)
+                totals.add(score)
                 advance()
             seconds = time.monotonic() - started_at
-    return tally.summary(name, seconds)
+    return totals.summary(name, seconds)
 
 
 @contextlib.contextmanager
 def _readable_twice(path: Path) -> Iterator[Path]:
-    """``path``, or a copy of what a pipe gives: rows are checked before they are scored."""
+    """Yield ``path``, or a copy of a pipe's content: rows are checked before they are scored, so they are read twice."""
     if path.is_file() or path.is_dir() or not path.exists():
         yield path
         return
@@ -163,13 +164,13 @@ def _readable_twice(path: Path) -> Iterator[Path]:
 
 
 class _ScoreTotals:
-    """What the scores of a file add up to; sums alone, for files may be long."""
+    """Running sums over the scores of a file, without storing rows, because files may be long."""
 
     def __init__(self) -> None:
         self._num_rows = self._num_scored = 0
         self._total = 0.0
         self._metrics: dict[str, tuple[int, float]] = {}
-        """Name -> (count, sum)."""
+        """Maps a metric to (count, sum)."""
         self._errors: Counter[str] = Counter()
 
     def add(self, score: Score) -> None:
@@ -178,6 +179,7 @@ class _ScoreTotals:
             self._num_scored += 1
             self._total += score.value
         else:
+            # Merge errors that differ only in numbers.
             self._errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
         for key, number in score.metrics.items():
             count, total = self._metrics.get(key, (0, 0.0))
@@ -196,7 +198,7 @@ class _ScoreTotals:
 
 
 def _scored_rows(runner: CallQueue, path: Path, form: RowSchema) -> Iterator[tuple[Row, Score]]:
-    """The rows of a file with their scores, in order."""
+    """Yields the rows of a file with their scores, in order."""
     waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
     for batch in _batches(path, form):
         items = [form.item(row) for row in batch]
@@ -220,7 +222,7 @@ def _batches(path: Path, form: RowSchema) -> Iterator[list[Row]]:
 
 
 def _read(path: Path, form: RowSchema) -> Iterator[tuple[int, Row, str]]:
-    """(line number from 1, row, what is wrong with it or ""); blank lines are passed over."""
+    """Yields (line number from 1, row, problem or ""); blank lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -230,7 +232,7 @@ def _read(path: Path, form: RowSchema) -> Iterator[tuple[int, Row, str]]:
 
 
 def _checked_rows(path: Path, name: str, form: RowSchema) -> int:
-    """Their number; raises RewardError for bad ones."""
+    """Number of rows. Raises RewardError if any row is bad."""
     num_good, num_bad = 0, 0
     reported: list[str] = []
     for number, _, problem in _read(path, form):
@@ -241,6 +243,6 @@ def _checked_rows(path: Path, name: str, form: RowSchema) -> int:
         if len(reported) < _MAX_REPORTED:
             reported.append(f"{name}:{number}: {problem}")
     if num_bad:
-        places = "\n".join(reported)
-        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them, or leave them out of the file:\n{places}")
+        listed = "\n".join(reported)
+        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them, or remove them from the file:\n{listed}")
     return num_good

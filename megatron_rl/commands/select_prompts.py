@@ -1,8 +1,8 @@
-"""`megatron-rl select-prompts`: from a checked configuration to the kept rows and their report.
+"""`megatron-rl select-prompts`: score prompts, decide, and write the kept rows with a report.
 
-Reads the prompts once to check them, gets their scores from select_prompts.scores_path or from the policy's own
-responses, decides, and reads the prompts again to write the kept rows as they are. The same prompts and scores give the
-same bytes. Nothing is written before everything could be read; each file appears whole or not at all.
+Prompts are read once to check them. Scores come from select_prompts.scores_path or from the policy's own
+responses. The prompts are read again to write the kept rows unchanged. The same prompts and scores give the same
+bytes. Nothing is written before all inputs have been read; each file appears atomically.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from megatron_rl.system.command_line.terminal import progress_bar, say
 from megatron_rl.system.files.atomic_files import atomic_text_file
 
 _SCORES_NAME = "select_scores.jsonl"
-"""In run.output_dir: the graded responses, when select_prompts.scores_path names none."""
+"""File in run.output_dir with the scored responses, if select_prompts.scores_path is empty."""
 
 Note = Callable[[str], None]
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_selection(config: Config) -> None:
-    """ConfigError listing every problem that the general checks do not know."""
+    """Raise ConfigError with every problem that the general checks do not cover."""
     rule = config.select_prompts
     problems = []
     if Path(rule.output_path).resolve() in {Path(name).resolve() for name in config.data.train_files}:
@@ -77,13 +77,13 @@ def check_selection(config: Config) -> None:
             f"(16 is in use), got {rule.num_samples}"
         )
     if not rule.scores_path and config.policy.init is Init.random:
-        problems.append("policy.init: random weights say nothing about prompts; set checkpoint, or give scores_path")
+        problems.append("policy.init: random weights give no information about prompts; set checkpoint, or give scores_path")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def check_inputs(config: Config) -> PromptCandidates:
-    """Everything outside the configuration that the command would trip over later; the prompts, by type."""
+    """Check everything outside the configuration that would fail later. Returns the prompts, by type."""
     takes_images = None if config.select_prompts.scores_path else model_has_vision(config)
     check_files(config.data.train_files, config.data, with_response=False, takes_images=takes_images)
     candidates = read_candidates(config.data.train_files, config.data)
@@ -96,11 +96,11 @@ def check_inputs(config: Config) -> PromptCandidates:
 
 
 def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> SelectionReport:
-    """Write the kept rows and the report; DataError when nothing is kept."""
+    """Write the kept rows and the report. Raises DataError if no prompt is kept."""
     rule = config.select_prompts
     notes = []
     if candidates.num_duplicates:
-        notes.append(f"{candidates.num_duplicates:,} rows with the id of an earlier row were left out.")
+        notes.append(f"{candidates.num_duplicates:,} rows with the id of an earlier row were skipped.")
     too_long: set[str] = set()
     if rule.scores_path:
         scores_path = rule.scores_path
@@ -109,7 +109,7 @@ def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> 
         too_long = candidates.types.keys() - {prompt.id for prompt in prompt_set.prompts}
     table = read_scores(scores_path, candidates.types, id_field=config.data.id_field)
     if table.num_foreign:
-        notes.append(f"{table.num_foreign:,} scores belong to none of the prompts.")
+        notes.append(f"{table.num_foreign:,} scores have no matching prompt.")
     verdicts = _verdicts(config, table.of(candidates.types), too_long)
     settings = {"data.train_files": ", ".join(config.data.train_files), "scores": scores_path, **_rule_settings(config)}
     report = SelectionReport(settings, verdicts, notes)
@@ -118,26 +118,26 @@ def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> 
     write_report(report, rule.output_path)
     if not report.num_kept:
         raise DataError(
-            f"select_prompts: no prompt is left; {report_paths(rule.output_path)['report.md']} says why they were dropped"
+            f"select_prompts: no prompt is left; {report_paths(rule.output_path)['report.md']} lists the reasons"
         )
     return report
 
 
 def plan_table(config: Config, candidates: PromptCandidates) -> Table:
-    """What the command would do, for --dry-run."""
+    """Plan of the command as a table, for --dry-run."""
     rule = config.select_prompts
     table = Table(title="select-prompts", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("prompts", f"{len(candidates.types):,} ({candidates.num_duplicates:,} doubled ids dropped)")
+    table.add_row("prompts", f"{len(candidates.types):,} ({candidates.num_duplicates:,} duplicate ids dropped)")
     for name, number in sorted(Counter(candidates.types.values()).items()):
         table.add_row(f"  type {name!r}", f"{number:,}")
     if rule.scores_path:
         table.add_row("scores", rule.scores_path)
     else:
         responses = f"up to {len(candidates.types) * rule.num_samples:,} responses"
-        where = f"{config.policy.path}, saved in {Path(config.run.output_dir) / _SCORES_NAME}"
-        table.add_row("scores", f"{responses} of {where}")
+        origin = f"{config.policy.path}, saved in {Path(config.run.output_dir) / _SCORES_NAME}"
+        table.add_row("scores", f"{responses} of {origin}")
         rewards = {name: route.name for name, route in config.reward.by_type.items()} or config.reward.name
         table.add_row("reward", str(rewards))
     for key, value in _rule_settings(config).items():
@@ -150,13 +150,13 @@ def plan_table(config: Config, candidates: PromptCandidates) -> Table:
 
 def _verdicts(config: Config, prompts: list[PromptScores], too_long: set[str]) -> list[PromptDecision]:
     rule = config.select_prompts
-    # A prompt that never reaches the policy takes no part in its type's mean and share.
+    # Prompts that never reach the policy do not count in the mean and share of their type.
     judged = [prompt for prompt in prompts if prompt.id not in too_long]
     most = max((len(prompt.scores) + prompt.num_unscored for prompt in judged), default=0)
     if rule.rule is not SelectionRule.lowest and most < 2:
         raise DataError(
             f"{rule.scores_path or 'scores'}: rule={rule.rule.value} compares responses to a prompt, but no prompt has "
-            "more than one score; give several rows an id"
+            "more than one score; give several rows the same id"
         )
     verdicts = {v.id: v for v in select(judged, rule, correct_from=config.algorithm.dynamic_sampling.correct_from)}
     return [verdicts.get(p.id) or PromptDecision(p.id, p.type, TOO_LONG, 0, 0, None, None, None) for p in prompts]
@@ -179,9 +179,9 @@ def _rule_settings(config: Config) -> dict[str, Any]:
 
 
 def _write_kept(config: Config, kept: set[str]) -> None:
-    """The rows of ``kept`` as they stand in the files, with their id added where they had none.
+    """Write the rows of ``kept`` unchanged, except that a missing id is added.
 
-    Paths of images lead to the same files from the new place.
+    Image paths are rewritten relative to the new folder.
     """
     data = config.data
     left = set(kept)
@@ -193,6 +193,7 @@ def _write_kept(config: Config, kept: set[str]) -> None:
             left.remove(prompt_id)
             row = moved_row(row, place, data, Path(config.select_prompts.output_path).parent)
             if is_missing(lookup(row, data.id_field)):
+                # Write the id as the first field, where readers expect it.
                 row = {data.id_field: prompt_id, **{key: value for key, value in row.items() if key != data.id_field}}
             file.write(_json_line(row, place))
 
@@ -209,7 +210,7 @@ def _json_line(row: Mapping[str, Any], place: str) -> str:
 
 
 def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
-    """Generate and grade what run.output_dir lacks; (path of the scores, the prompts that are not too long)."""
+    """Generate and score the responses that run.output_dir lacks. Returns (path of the scores, prompts that fit)."""
     from megatron_rl.data.tokenizer import Tokenizer
     from megatron_rl.rewards.router import check_prompts, wanted_row_fields
     from megatron_rl.rollout.sampling import Sampling
@@ -230,7 +231,7 @@ def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
         num_missing = sum(map(len, missing.values()))
         num_all = len(prompt_set.prompts) * plan.num_samples
         if num_missing < num_all:
-            note(f"{num_all - num_missing:,} of {num_all:,} responses are in {scores.path} already")
+            note(f"{num_all - num_missing:,} of {num_all:,} responses are already in {scores.path}")
         if num_missing:
             with progress_bar("responses", num_all, completed=num_all - num_missing) as advance:
                 _generate(config, prompt_set, plan, scores, note, advance)
@@ -245,7 +246,7 @@ def _generate(
     note: Note,
     advance: Callable[[int], None],
 ) -> None:
-    """Servers and rewards for as long as responses are missing."""
+    """Run servers and reward workers until no response is missing."""
     from megatron_rl.rewards.router import build_rewards
     from megatron_rl.rollout.recovering_client import RecoveringClient
     from megatron_rl.rollout.server_pool import open_servers
@@ -259,7 +260,7 @@ def _generate(
                 scores,
                 generate=lambda request, prompt_id: rollout.generate(request, sticky_key=prompt_id),
                 grade=rewards.score_many,
-                # Twice what fits, so that a prompt whose last response is being graded leaves no hole.
+                # Twice as many prompts as fit, so that servers stay busy while a prompt's last response is scored.
                 num_prompts_in_progress=max(
                     1, 2 * config.rollout.max_inflight_requests * num_servers // plan.num_samples
                 ),

@@ -1,12 +1,14 @@
-"""`megatron-rl serve`: SGLang servers in the foreground, for a trainer that attaches to them.
+"""`megatron-rl serve`: run SGLang servers in the foreground, for a trainer that attaches to them.
 
     megatron-rl serve --model-path MODEL --num-servers 8 --dtype bfloat16 mem-fraction-static=0.8
     megatron-rl serve --config recipe.yaml --trainer node0 --api-key-env SGLANG_KEY rollout.tensor_parallel_size=2
     megatron-rl serve --config recipe.yaml --num-nodes 2 --node-rank 1 --first-node node4 rollout.tensor_parallel_size=16
 
-The last is one server over two nodes: the same command on each, with its own --node-rank. The first one has the address.
+The last example is one server over two nodes: run the same command on each node, with its own --node-rank.
+Requests go to node 0.
 
-With a recipe they are the servers that the run itself would start, with weights that the trainer sends, on all GPUs of this node.
+With a recipe these are the servers that the run itself would start, on all GPUs of this node; the trainer sends
+their weights.
 """
 
 import argparse
@@ -28,43 +30,43 @@ if TYPE_CHECKING:
 
 _FIRST_GPU = "base-gpu-id"
 _LAST_PORT = 65535
-_MEETING_PORT = 100
-"""Where the nodes of one server meet: so far above its own port. It asks nobody for a key."""
+_RENDEZVOUS_PORT = 100
+"""Offset from the server's own port to the port of its nodes' rendezvous, which requires no key."""
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model-path", help="Hugging Face model folder")
-    model.add_argument("--config", action="append", help="the trainer's YAML recipe, for model and settings of the servers")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than 127.0.0.1 need a key")
-    parser.add_argument("--trainer", metavar="NODE", help="in the place of --host: this machine's address towards that one")
-    parser.add_argument("--port", type=int, default=30000, help="of the first server; the next ones up for the others")
+    model.add_argument("--config", action="append", help="the trainer's YAML recipe, which defines model and options of the servers")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s); any other address needs a key")
+    parser.add_argument("--trainer", metavar="NODE", help="instead of --host: listen on this machine's address that NODE can reach")
+    parser.add_argument("--port", type=int, default=30000, help="of the first server (default: %(default)s); others use the next ports")
     parser.add_argument(
-        "--num-servers", type=positive_int, help="default: 1, with --config as many as the GPUs hold (on a CPU rollout.num_servers)"
+        "--num-servers", type=positive_int, help="default: 1; with --config as many as fit the GPUs (on a CPU rollout.num_servers)"
     )
-    parser.add_argument("--num-nodes", type=positive_int, default=1, help="nodes of one server, where its GPUs are more than a node has")
-    parser.add_argument("--node-rank", type=int, default=0, help="number of this node among them, from 0; requests go to node 0")
-    parser.add_argument("--first-node", metavar="NODE", default="", help="name or address of node 0, which the others reach it by")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
-    parser.add_argument("--tensor-parallel-size", type=positive_int, help="GPUs (on a CPU: processes) per server; default: 1")
+    parser.add_argument("--num-nodes", type=positive_int, default=1, help="nodes of one server that needs more GPUs than a node has")
+    parser.add_argument("--node-rank", type=int, default=0, help="index of this node, from 0 (default: %(default)s); requests go to node 0")
+    parser.add_argument("--first-node", metavar="NODE", default="", help="name or address of node 0 for the other nodes")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: float32)")
+    parser.add_argument("--tensor-parallel-size", type=positive_int, help="GPUs (on a CPU: processes) per server (default: 1)")
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
-        help="heed the seeds of requests; default: on a CPU, where it costs nothing. On GPUs it costs a quarter to a half of the speed",
+        help="honor per-request seeds (default: only on a CPU, where it is free; on GPUs it costs a quarter to a half of the speed)",
     )
-    parser.add_argument("--start-timeout-s", type=positive_number, default=1800.0, help="longest wait for a server to answer")
+    parser.add_argument("--start-timeout-s", type=positive_number, default=1800.0, help="time limit for the start (default: %(default)s)")
     parser.add_argument(
         "--api-key-env",
         metavar="NAME",
         default="",
-        help="environment variable with the key that every request must carry (rollout.api_key_env of the trainer)",
+        help="environment variable with the API key that every request must send (the trainer's rollout.api_key_env)",
     )
-    parser.add_argument("--without-api-key", action="store_true", help="let everybody in who reaches the address")
-    parser.add_argument("--log", default="sglang.log", help="file for a server's log; several write sglang-0.log and so on")
-    parser.add_argument("--url-file", type=Path, help="file that gets the servers' URLs, a line each, once all of them answer")
+    parser.add_argument("--without-api-key", action="store_true", help="accept requests without an API key from any host")
+    parser.add_argument("--log", default="sglang.log", help="log file (default: %(default)s); several servers write sglang-0.log and so on")
+    parser.add_argument("--url-file", type=Path, help="file to write the servers' URLs to, one per line, once all servers are up")
     parser.add_argument(
-        "words", nargs="*", metavar="name=value", help="more SGLang options, without dashes; with --config: keys of the recipe"
+        "words", nargs="*", metavar="name=value", help="additional SGLang options, without dashes; with --config: keys of the recipe"
     )
 
 
@@ -83,28 +85,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def resolve_servers(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
-    """What the first server is started with, and how many there are. Raises UserError."""
+    """Returns (options of the first server, number of servers). Raises UserError."""
     from megatron_rl.rollout.sglang.process.server import count_gpus, detect_device
 
     host = _own_address(arguments.trainer) if arguments.trainer else arguments.host
     if arguments.url_file and host in _ALL_ADDRESSES:
-        raise UserError(f"--url-file: {host} is no address that a trainer could use; give --trainer NODE, or --host with one of them")
-    if not arguments.config:  # before the libraries are loaded
+        raise UserError(f"--url-file: {host} is not an address that a trainer can use; give --trainer NODE, or --host with one of them")
+    if not arguments.config:  # fail early, before the libraries are loaded
         _api_key(arguments.api_key_env, host, without=arguments.without_api_key)
     device = detect_device()
     options, default_number, key_name = _of_recipe(arguments) if arguments.config else _of_model(arguments, device)
     api_key = _api_key(key_name, host, without=arguments.without_api_key)
     size, first_gpu = options.tensor_parallel_size, options.server_args.get(_FIRST_GPU, 0)
     if not isinstance(first_gpu, int):
-        raise UserError(f"{_FIRST_GPU}={first_gpu}: expected the number of the first server's first GPU")
+        raise UserError(f"{_FIRST_GPU}={first_gpu}: expected the index of the first server's first GPU")
     spread = _over_nodes(arguments, size)
     here = size // arguments.num_nodes
     free_gpus = count_gpus() - first_gpu
     number = arguments.num_servers or (free_gpus // here if arguments.config and free_gpus > 0 else default_number)
+    # One command starts one node's part of the server.
     number = 1 if spread else number
     if device == "cuda" and not 0 < number * here <= free_gpus:
         raise UserError(
-            f"{max(number, 1)} servers x {here} GPUs are more than the {free_gpus} of this machine from GPU {first_gpu} on; lower "
+            f"{max(number, 1)} servers x {here} GPUs are more than the {free_gpus} of this node from GPU {first_gpu} on; lower "
             "--num-servers or the tensor-parallel size, or spread one server over several nodes (--num-nodes)"
         )
     if not 0 <= arguments.port <= _LAST_PORT - number:
@@ -114,7 +117,7 @@ def resolve_servers(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]
         flag_problems(server_args, num_servers=number, dtype=options.dtype, key="", loads_weights=options.load_weights)
     ):
         raise ConfigError("\n".join(problems))
-    # gloo would listen on the address of the host's name, which many a Linux has as 127.0.1.1.
+    # gloo would use the address of the host name, which many Linux systems map to 127.0.1.1.
     interface = "" if is_loopback(host) or "GLOO_SOCKET_IFNAME" in os.environ else interface_of(host)
     options = replace(
         options,
@@ -129,7 +132,7 @@ def resolve_servers(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]
 
 
 def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
-    """SGLang's options of one server over several nodes, of ``size`` GPUs in all; none on one node. Raises UserError."""
+    """SGLang's options of one server over several nodes with ``size`` GPUs in total; empty on one node. Raises UserError."""
     number, rank, first = arguments.num_nodes, arguments.node_rank, arguments.first_node
     if number == 1:
         if rank or first:
@@ -139,18 +142,18 @@ def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
     if not 0 <= rank < number:
         problem = f"--node-rank {rank}: expected 0 to {number - 1} with --num-nodes {number}"
     elif not first:
-        problem = "--num-nodes: name the node with --node-rank 0 to all of them, --first-node NODE"
+        problem = "--num-nodes: set --first-node NODE on every node, the one with --node-rank 0"
     elif size % number:
-        problem = f"{size} GPUs do not spread evenly over {number} nodes; set a tensor-parallel size that {number} divides"
+        problem = f"{size} GPUs cannot be divided evenly over {number} nodes; set a tensor-parallel size that {number} divides"
     elif (arguments.num_servers or 1) > 1:
-        problem = f"--num-servers {arguments.num_servers}: with --num-nodes one command is a node's part of one server; start each alone"
-    elif arguments.port == 0 or arguments.port + _MEETING_PORT > _LAST_PORT:
-        problem = f"--port {arguments.port}: all nodes of a server need the same one, from 1 to {_LAST_PORT - _MEETING_PORT}"
+        problem = f"--num-servers {arguments.num_servers}: with --num-nodes a command is one node's part of one server; start each alone"
+    elif arguments.port == 0 or arguments.port + _RENDEZVOUS_PORT > _LAST_PORT:
+        problem = f"--port {arguments.port}: all nodes of a server need the same port, from 1 to {_LAST_PORT - _RENDEZVOUS_PORT}"
     elif arguments.url_file and rank:
-        problem = "--url-file: the first node alone has an address for requests; leave it out on the others"
+        problem = "--url-file: only the first node has an address for requests; remove it on the others"
     if problem:
         raise UserError(problem)
-    return {"nnodes": number, "node-rank": rank, "dist-init-addr": f"{first}:{arguments.port + _MEETING_PORT}"}
+    return {"nnodes": number, "node-rank": rank, "dist-init-addr": f"{first}:{arguments.port + _RENDEZVOUS_PORT}"}
 
 
 def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOptions, int, str]":
@@ -193,12 +196,12 @@ def _recipe_words(arguments: argparse.Namespace) -> Sequence[str]:
 
 
 def _check_servers(config: Config) -> None:
-    """What a server needs of a recipe; the trainer checks the rest of it."""
+    """Check the keys that a server needs; the trainer checks the rest of the recipe."""
     from megatron_rl.config.schema.bounds import bound_problems, type_problems
 
     problems = list(type_problems(config)) or [*bound_problems("rollout", config.rollout), *key_problems(config.rollout)]
     if not (Path(config.policy.path) / "config.json").is_file():
-        problems.append(f"policy.path: {config.policy.path or 'nothing'} is no Hugging Face model folder with a config.json")
+        problems.append(f"policy.path: {config.policy.path or 'nothing'} is not a Hugging Face model folder with a config.json")
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -211,20 +214,20 @@ def _own_address(trainer: str) -> str:
     try:
         return local_address_for(trainer)
     except OSError as error:
-        raise UserError(f"--trainer {trainer}: {error}; expected the name or address of the driver's machine") from error
+        raise UserError(f"--trainer {trainer}: {error}; expected the name or address of the driver's node") from error
 
 
 def _api_key(name: str, host: str, *, without: bool) -> str:
-    """The key in the variable ``name``. Raises UserError where one is missing, or cannot travel in a header."""
+    """The API key in the variable ``name``. Raises UserError if a required key is missing or cannot be sent in a header."""
     key = os.environ.get(name, "").strip() if name else ""
     if name and not key:
         raise UserError(f"--api-key-env {name}: this environment variable is not set; export it with the key")
     if key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
-        raise UserError(f"--api-key-env {name}: the key must be ASCII without spaces, and not begin with a dash")
+        raise UserError(f"--api-key-env {name}: the key must be ASCII without spaces, and not start with a dash")
     if not key and host not in LOOPBACK and not without:
         raise UserError(
-            f"--host {host}: whoever reaches this server could change its weights. Export a key (openssl rand -hex "
-            "32) on this machine and the trainer's, and name its variable: --api-key-env here, rollout.api_key_env there. "
-            "In a network that is the job's alone, --without-api-key"
+            f"--host {host}: any process that reaches this server could change its weights. Export a key (openssl rand -hex "
+            "32) on this node and the trainer's, and name its variable: --api-key-env here, rollout.api_key_env there. "
+            "In a network that only this job can use, give --without-api-key"
         )
     return key

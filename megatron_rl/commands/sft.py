@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: supervised warm start on reference responses."""
+"""`megatron-rl sft`: train a policy on reference responses, as a supervised warm start."""
 
 import argparse
 

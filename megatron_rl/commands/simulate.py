@@ -1,4 +1,4 @@
-"""`megatron-rl simulate`: what a run would take, from a recipe and from what a finished run measured."""
+"""`megatron-rl simulate`: predict the times of a run from a recipe and a finished run's measurements."""
 
 import argparse
 import json
@@ -38,25 +38,25 @@ _STEPS_THAT_COUNT = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("words", nargs="*", metavar="RECIPE.yaml or key=value", help="what is simulated; with --run, changes to it")
-    add("--config", action="append", default=[], help="YAML recipe; a later one overrides")
+    add("words", nargs="*", metavar="RECIPE.yaml or key=value", help="recipe or overrides to simulate; with --run, changes to that run")
+    add("--config", action="append", default=[], help="YAML recipe; may be repeated, later files override earlier ones")
     add(
-        "--run", dest="from_run", type=Path, metavar="RUN", help="folder of a finished run: its costs, lengths and keys"
+        "--run", dest="from_run", type=Path, metavar="RUN", help="folder of a finished run, to take its costs, lengths and keys"
     )
-    add("--against", type=Path, metavar="RUN", help="simulate this run's configuration and lengths, and show both")
-    add("--lengths", metavar="LENGTHS", help="name:key=value,... or a file or a run's folder: docs/simulate.md")
-    add("--prompts", metavar="LENGTHS", help=f"of prompts; without --run {DEFAULT_PROMPTS}")
-    add("--timing", type=Path, metavar="FILE", help="YAML of costs, instead of a run's")
-    add("--gpu", metavar="NAME", help="estimate the costs of the configuration on such GPUs: docs/estimates.md")
-    add("--save-timing", type=Path, metavar="FILE", help="write the costs that are used")
+    add("--against", type=Path, metavar="RUN", help="simulate this run's configuration and lengths, and show both next to each other")
+    add("--lengths", metavar="LENGTHS", help="response lengths: name:key=value,... or a file or a run's folder (docs/simulate.md)")
+    add("--prompts", metavar="LENGTHS", help=f"prompt lengths (default without --run: {DEFAULT_PROMPTS})")
+    add("--timing", type=Path, metavar="FILE", help="YAML file of costs, instead of a run's")
+    add("--gpu", metavar="NAME", help="estimate the costs of the configuration on this GPU type (docs/estimates.md)")
+    add("--save-timing", type=Path, metavar="FILE", help="write the costs in use to this file")
     add("--windows", type=positive_int, nargs="+", metavar="TOKENS", help="compare these windows with sync")
-    add("--steps", type=positive_int, help=f"default: until the slots have settled, and {_STEPS_THAT_COUNT} more")
-    add("--seed", type=int, default=1, help="of the lengths that are drawn")
-    add("--tokens", type=positive_number, help="also the seconds until so many tokens are generated")
-    add("--responses", type=positive_number, help="also the seconds until so many responses have finished")
-    add("--replay", action="store_true", help="the run's own stages on the clock, beside the real seconds")
-    add("--trace", type=Path, metavar="FILE.json", help="write a timeline that opens in Perfetto")
-    add("--json", action="store_true", help="print numbers as JSON")
+    add("--steps", type=positive_int, help=f"steps to simulate (default: until slot lengths are stationary, plus {_STEPS_THAT_COUNT})")
+    add("--seed", type=int, default=1, help="random seed for sampling response lengths (default: %(default)s)")
+    add("--tokens", type=positive_number, help="also predict the seconds until this many tokens are generated")
+    add("--responses", type=positive_number, help="also predict the seconds until this many responses have finished")
+    add("--replay", action="store_true", help="replay the run's own stages on the simulated clock, and compare with the real seconds")
+    add("--trace", type=Path, metavar="FILE.json", help="write a timeline for Perfetto")
+    add("--json", action="store_true", help="print the results as JSON")
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class _SimulationRequest:
     workload: Workload
     timing: Timing
     real: RecordedRun | None
-    """That the simulated configuration is the one of."""
+    """Recorded run whose configuration is simulated, or None if the configuration was changed."""
     guesses_overlap: bool
-    """Stages overlap that did not in the run that the costs are from."""
+    """True if stages overlap here that did not overlap in the run that the costs come from."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,23 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
     source = read_run(arguments.from_run) if arguments.from_run else None
     if arguments.replay:
         if source is None:
-            raise UserError("--replay: expected --run RUN, the run that is replayed")
+            raise UserError("--replay: expected --run RUN, the run to replay")
         return _replay(source, arguments)
-    inputs = _inputs(arguments, source, paths, overrides)
+    request = _request(arguments, source, paths, overrides)
     if arguments.save_timing:
-        write_timing(arguments.save_timing, inputs.timing)
+        write_timing(arguments.save_timing, request.timing)
     if arguments.windows:
-        return _compare_windows(arguments, inputs)
-    prediction = _predicted(arguments, inputs)
+        return _compare_windows(arguments, request)
+    prediction = _predicted(arguments, request)
     if arguments.trace:
         timeline = Timeline(max_spans=max(len(prediction.spans), 1), spans=prediction.spans)
         timeline.write(arguments.trace)
-    real = observed(inputs.real, inputs.scenario, inputs.timing) if inputs.real and inputs.real.rounds else None
-    _show(arguments, inputs, prediction, _beside(arguments, inputs, real) if real else None)
+    real = observed(request.real, request.scenario, request.timing) if request.real and request.real.rounds else None
+    _show(arguments, request, prediction, _simulated_and_real(arguments, request, real) if real else None)
     return 0
 
 
-def _inputs(
+def _request(
     arguments: argparse.Namespace, source: RecordedRun | None, paths: Sequence[str], overrides: Sequence[str]
 ) -> _SimulationRequest:
     target = read_run(arguments.against) if arguments.against else source
@@ -114,10 +114,12 @@ def _inputs(
         timing = calibrated(source, _own_scenario(source))
     else:
         raise UserError(
-            "expected --run RUN, --timing FILE or --gpu NAME: without measured, given or estimated costs there is nothing to simulate with"
+            "expected --run RUN, --timing FILE or --gpu NAME: a simulation needs measured, given or estimated costs"
         )
+    # Only an unchanged configuration can be compared with the real run.
     unchanged = target is not None and scenario == _own_scenario(target)
     calibrates = source is not None and not (arguments.timing or arguments.gpu)
+    # A synchronous run has no overlap from which its cost could be fitted.
     guesses = calibrates and source is not None and _own_scenario(source).mode is Mode.sync and timing.overlap_rate < 1
     return _SimulationRequest(scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
 
@@ -140,18 +142,20 @@ def _workload(arguments: argparse.Namespace, run: RecordedRun | None) -> Workloa
     return Workload(lengths, prompt_lengths(run) if run is not None and run.rounds else named_lengths(DEFAULT_PROMPTS))
 
 
-def _predicted(arguments: argparse.Namespace, inputs: _SimulationRequest, scenario: Scenario | None = None) -> Prediction:
-    scenario = scenario or inputs.scenario
+def _predicted(arguments: argparse.Namespace, request: _SimulationRequest, scenario: Scenario | None = None) -> Prediction:
+    scenario = scenario or request.scenario
     steps = arguments.steps or scenario.num_settling_steps + _STEPS_THAT_COUNT
-    return predict(scenario, inputs.workload, inputs.timing, num_steps=steps, seed=arguments.seed)
+    return predict(scenario, request.workload, request.timing, num_steps=steps, seed=arguments.seed)
 
 
-def _beside(arguments: argparse.Namespace, inputs: _SimulationRequest, real: Prediction) -> tuple[PredictedMeans, PredictedMeans]:
-    """(simulated, real) over the same steps: those of the real run, simulated with several seeds."""
+def _simulated_and_real(
+    arguments: argparse.Namespace, request: _SimulationRequest, real: Prediction
+) -> tuple[PredictedMeans, PredictedMeans]:
+    """(simulated, real) outcome over the same steps: the real run's steps, simulated with several seeds."""
     num_steps = len(real.works)
     seeds = range(arguments.seed, arguments.seed + max(1, -(-_STEPS_THAT_COUNT // num_steps)))
     simulated = [
-        predict(inputs.scenario, inputs.workload, inputs.timing, num_steps=num_steps, seed=seed, first=real.first)
+        predict(request.scenario, request.workload, request.timing, num_steps=num_steps, seed=seed, first=real.first)
         for seed in seeds
     ]
     return mean_outcome([compute_means(one) for one in simulated]), compute_means(real)
@@ -159,17 +163,17 @@ def _beside(arguments: argparse.Namespace, inputs: _SimulationRequest, real: Pre
 
 def _replay(run: RecordedRun, arguments: argparse.Namespace) -> int:
     scenario = _own_scenario(run)
-    found = {"measured seconds of every stage": replay_measured(run, scenario)}
+    replays = {"measured seconds of every stage": replay_measured(run, scenario)}
     if run.rounds:
         timing = read_timing(arguments.timing) if arguments.timing else calibrated(run, scenario)
-        found["fitted costs of the recorded rows"] = replay_fitted(run, scenario, timing)
+        replays["fitted costs of the recorded rows"] = replay_fitted(run, scenario, timing)
     if arguments.json:
-        print(json.dumps({name: _replay_numbers(one) for name, one in found.items()}, indent=2))
+        print(json.dumps({name: _replay_numbers(one) for name, one in replays.items()}, indent=2))
         return 0
     table = Table(title=f"{run.folder}: {run.num_steps} steps, {scenario.mode.value}", title_justify="left")
     for column in ("on the clock", "simulated s", "real s", "error", "median step error"):
         table.add_column(column, justify="left" if column == "on the clock" else "right")
-    for name, one in found.items():
+    for name, one in replays.items():
         seconds = (f"{one.step_s.sum():.2f}", f"{one.real_step_s.sum():.2f}")
         table.add_row(name, *seconds, f"{one.error:+.2%}", f"{one.step_error:.2%}")
     Console().print(table)
@@ -185,8 +189,8 @@ def _replay_numbers(one: Replayed) -> dict[str, float]:
     }
 
 
-def _compare_windows(arguments: argparse.Namespace, inputs: _SimulationRequest) -> int:
-    base, most = inputs.scenario, inputs.scenario.max_response_tokens
+def _compare_windows(arguments: argparse.Namespace, request: _SimulationRequest) -> int:
+    base, most = request.scenario, request.scenario.max_response_tokens
     too_long = [window for window in arguments.windows if window > most]
     if too_long:
         raise UserError(
@@ -197,18 +201,18 @@ def _compare_windows(arguments: argparse.Namespace, inputs: _SimulationRequest) 
         jitter = min(base.jitter_tokens or 128, window) if window < most else 0
         mode = Mode.tppo if base.mode is Mode.sync else base.mode
         scenarios[f"{window:,}"] = replace(base, mode=mode, window_tokens=window, jitter_tokens=jitter)
-    outcomes = {name: compute_means(_predicted(arguments, inputs, one)) for name, one in scenarios.items()}
+    outcomes = {name: compute_means(_predicted(arguments, request, one)) for name, one in scenarios.items()}
     if arguments.json:
         print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))
         return 0
-    title = f"{inputs.workload.lengths.text}, {base.num_slots} slots"
-    _print_windows(outcomes, title, inputs.timing if inputs.guesses_overlap else None)
+    title = f"{request.workload.lengths.text}, {base.num_slots} slots"
+    _print_windows(outcomes, title, request.timing if request.guesses_overlap else None)
     return 0
 
 
 def _print_windows(outcomes: dict[str, PredictedMeans], title: str, guess: Timing | None) -> None:
     table = Table(title=title, title_justify="left")
-    columns = ("window", "step s", "finished/s", "against sync", "tokens/s", "rollout idle", "trainer idle")
+    columns = ("window", "step s", "finished/s", "vs. sync", "tokens/s", "rollout idle", "trainer idle")
     for column in (*columns, "unfinished", "prefixes"):
         table.add_column(column, justify="right")
     for name, one in outcomes.items():
@@ -218,14 +222,14 @@ def _print_windows(outcomes: dict[str, PredictedMeans], title: str, guess: Timin
         table.add_row(name, *rates, *(f"{share:.0%}" for share in shares))
     Console().print(table)
     if guess is not None:
-        _say_guess(guess)
+        _print_guess(guess)
     print(
-        "unfinished: tokens trained in windows after which the response goes on; prefixes: tokens that passes read again"
+        "unfinished: tokens trained in windows of unfinished responses; prefixes: tokens that passes process again"
     )
 
 
 def _show(
-    arguments: argparse.Namespace, inputs: _SimulationRequest, prediction: Prediction, pair: tuple[PredictedMeans, PredictedMeans] | None
+    arguments: argparse.Namespace, request: _SimulationRequest, prediction: Prediction, pair: tuple[PredictedMeans, PredictedMeans] | None
 ) -> None:
     outcome, measured = pair or (compute_means(prediction), None)
     until = {
@@ -235,12 +239,12 @@ def _show(
     }
     if arguments.json:
         numbers = {"simulated": asdict(outcome), "seconds_until": until, "real": asdict(measured) if measured else None}
-        print(json.dumps(numbers | {"lengths": inputs.workload.lengths.text}, indent=2))
+        print(json.dumps(numbers | {"lengths": request.workload.lengths.text}, indent=2))
         return
-    scenario = inputs.scenario
+    scenario = request.scenario
     title = (
         f"{scenario.mode.value}, {scenario.num_slots} slots on {scenario.num_servers} server(s), window "
-        f"{scenario.window_tokens:,} of {scenario.max_response_tokens:,} tokens; lengths: {inputs.workload.lengths.text}"
+        f"{scenario.window_tokens:,} of {scenario.max_response_tokens:,} tokens; lengths: {request.workload.lengths.text}"
     )
     table = Table(title=title, title_justify="left")
     table.add_column(f"means over {outcome.num_steps} steps")
@@ -252,7 +256,7 @@ def _show(
         if measured:
             other = theirs.get(name, (0.0, ""))[0]
             if name.startswith("oldest"):
-                row += ["", ""]  # a run does not record it
+                row += ["", ""]  # runs do not record this value
                 table.add_row(*row)
                 continue
             differs = "" if "{:.0%}" in form else f"{value / other - 1:+.1%}" if other > 1e-3 else ""
@@ -261,29 +265,29 @@ def _show(
     for name, seconds in until.items():
         table.add_row(f"seconds until {getattr(arguments, name):,.0f} {name}", f"{seconds:,.0f}")
     Console().print(table)
-    if inputs.guesses_overlap and scenario.mode is not Mode.sync:
-        _say_guess(inputs.timing)
+    if request.guesses_overlap and scenario.mode is not Mode.sync:
+        _print_guess(request.timing)
 
 
-def _say_guess(timing: Timing) -> None:
+def _print_guess(timing: Timing) -> None:
     print(
-        f"note: nothing overlapped in the run that the costs are from; stages that share cores are taken to run at "
-        f"{timing.overlap_rate:g} of their speed then (overlap_rate of --save-timing)"
+        f"note: nothing overlapped in the run that the costs come from; stages that share cores are assumed to run at "
+        f"{timing.overlap_rate:g} of their speed (overlap_rate of --save-timing)"
     )
 
 
 def _lines(outcome: PredictedMeans) -> dict[str, tuple[float, str]]:
-    """What a table says: name -> (value, format)."""
+    """Rows of the table: maps a name to (value, format)."""
     seconds, share = "{:.4g}", "{:.0%}"
     return {
-        "seconds a step": (outcome.step_s, seconds),
+        "seconds per step": (outcome.step_s, seconds),
         **{f"  {name}": (value, seconds) for name, value in outcome.stage_s.items() if value >= 0.002 * outcome.step_s},
         "rollout idle": (outcome.rollout_idle, share),
         "trainer idle": (outcome.trainer_idle, share),
-        "finished responses a second": (outcome.finished_per_s, seconds),
-        "tokens a second": (outcome.tokens_per_s, "{:,.1f}"),
+        "finished responses per second": (outcome.finished_per_s, seconds),
+        "tokens per second": (outcome.tokens_per_s, "{:,.1f}"),
         "trained tokens in unfinished windows": (outcome.unfinished_share, share),
         "prefixes in the policy's passes": (outcome.prefix_share, share),
-        "tokens prefilled again a step": (outcome.reprefilled_per_step, "{:,.0f}"),
+        "tokens prefilled again per step": (outcome.reprefilled_per_step, "{:,.0f}"),
         "oldest token at the critic, in versions": (outcome.oldest_age, "{:.0f}"),
     }

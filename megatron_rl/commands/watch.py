@@ -1,10 +1,10 @@
-"""`megatron-rl watch`: a run on the terminal, from the files in its folder.
+"""`megatron-rl watch`: show a run on the terminal, read from the files in its folder.
 
     megatron-rl watch outputs/run
-    megatron-rl watch outputs/run --once      # a single print: for scripts, logs and pipes
+    megatron-rl watch outputs/run --once      # print once, for scripts, logs and pipes
 
-Nothing of the run is touched, so it may be anyone's and on any machine that sees the folder. Ctrl-C leaves the screen as
-it was; the view of a run that has finished ends by itself and stays.
+The run itself is not touched, so it may belong to another user and run on any node that shares the folder. Ctrl-C
+restores the screen; the view of a finished run ends automatically and stays on the screen.
 """
 
 import argparse
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from megatron_rl.desk.watch.run_view import RunView
 
 _PLAIN_WIDTH = 100
-"""Where there is no terminal whose width could be asked."""
+"""Columns without a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="RUN", help="a run's folder (run.output_dir)")
-    parser.add_argument("--once", action="store_true", help="print the present state and exit")
-    parser.add_argument("--every", type=positive_number, default=1.0, metavar="SECONDS", help="look so often (1)")
-    parser.add_argument("--width", type=positive_int, metavar="COLUMNS", help="draw for so many columns, with --once")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
+    parser.add_argument("--every", type=positive_number, default=1.0, metavar="SECONDS", help="refresh interval in seconds (default: 1)")
+    parser.add_argument("--width", type=positive_int, metavar="COLUMNS", help="with --once: width of the output in columns")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.output_dir)
     if not folder.is_dir():
-        raise DataError(f"{folder}: expected the folder of a run (its run.output_dir), found {_what_is(folder)}")
+        raise DataError(f"{folder}: expected the folder of a run (its run.output_dir), got {_what_is(folder)}")
     console = Console(file=SafeStream(sys.stdout), highlight=False)
     watched = RunFolder(folder)
     if arguments.once or not console.is_terminal or console.is_dumb_terminal:
@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with clean_stop():
             view = _follow(console, watched.poll, arguments.every)
-    except KeyboardInterrupt:  # how one leaves it
+    except KeyboardInterrupt:  # Ctrl-C is the normal way to leave
         return 0
     _print(console, view, console.width)
     return 0
 
 
 def _follow(console: "Console", look: Callable[[], "RunView"], every_s: float) -> "RunView":
-    """Redraw the whole screen until the run has finished; the view then. A run that stopped or failed may go on."""
+    """Redraw the screen until the run has finished. Returns the last view. A stopped or failed run may resume, so it stays."""
     from rich.live import Live
 
     from megatron_rl.desk.watch.watch_screen import ClippedToHeight, screen
@@ -74,7 +74,7 @@ def _follow(console: "Console", look: Callable[[], "RunView"], every_s: float) -
 
 
 def _what_is(path: Path) -> str:
-    return "a file" if path.exists() else "nothing there"
+    return "a file" if path.exists() else "a path that does not exist"
 
 
 def _print(console: "Console", view: "RunView", width: int) -> None:

@@ -1,1 +1,1 @@
-"""What exists because a laptop has no GPU; nothing here runs where CUDA is available."""
+"""Code that is needed only because a laptop has no GPU; none of it runs where CUDA is available."""

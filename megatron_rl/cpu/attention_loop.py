@@ -1,10 +1,11 @@
 """Attention of new tokens over SGLang's paged cache, as one compiled loop.
 
-Invariant: what a token gets is computed in one order of operations, whoever shares the batch with it and however much
-of its prefix was cached, down to the last bit. Decode multiplies the query with one key after the other, prefill with
-sixteen transposed keys at once; both add the same products in the same order. bfloat16 caches are computed in float32.
+Invariant: a token's result is computed in one order of operations, down to the last bit, regardless of the rest of
+the batch and of how much of its prefix was cached. Decode multiplies the query with one key at a time, prefill
+with sixteen transposed keys at a time; both add the same products in the same order. bfloat16 caches are computed
+in float32.
 
-Tensors come as addresses; the caller (``sglang_attention.py``) has checked their shapes and dtypes.
+Tensors are passed as addresses; the caller (``sglang_attention.py``) has checked their shapes and dtypes.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from megatron_rl.cpu.simd import (
 )
 
 FEW_ROWS = 8
-"""So many rows of queries on one head of keys or fewer are multiplied row by row; more are worth transposing the keys."""
+"""Up to this many query rows per head of keys are multiplied row by row; with more, transposing the keys pays off."""
 
 
 class AttentionShape(NamedTuple):
@@ -45,11 +46,11 @@ class AttentionShape(NamedTuple):
     value_size: int
     scale: float
     window: int
-    """A token sees so many before it, itself not counted; -1: all."""
+    """Previous tokens that a token attends to, excluding itself; -1: all."""
 
 
 class KVPages(NamedTuple):
-    """The cache of one layer and who owns its slots, by addresses and strides in elements."""
+    """The cache of one layer and the owners of its slots, as addresses and strides in elements."""
 
     keys: int
     values: int
@@ -58,22 +59,22 @@ class KVPages(NamedTuple):
     value_slot: int
     value_head: int
     is_half: int
-    """1: bfloat16, 0: float32."""
+    """1 for bfloat16, 0 for float32."""
     table: int
-    """[requests, context] int32: slot of each token of a request."""
+    """[requests, context] int32: cache slot of each token of a request."""
     table_row: int
 
 
 class QueryTokens(NamedTuple):
-    """The new tokens of a batch, sequence by sequence, by addresses of int64 arrays."""
+    """The new tokens of a batch, sequence by sequence, as addresses of int64 arrays."""
 
     num_sequences: int
     requests: int
-    """[sequences] row in the table."""
+    """[sequences] row of the request in the table."""
     prefixes: int
-    """[sequences] tokens before the first new one."""
+    """[sequences] number of tokens before the first new one."""
     counts: int
-    """[sequences] new tokens; 0: one each."""
+    """[sequences] number of new tokens; address 0: one token per sequence."""
 
 
 def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> KVPages:
@@ -93,7 +94,7 @@ def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> KVPages:
 
 @inlined
 def _softmax(scores: int, count: int) -> float:
-    """exp(score - greatest) over [count, padded to lanes] in place; returns 1 / their sum."""
+    """Write exp(score - maximum) over [count, padded to lanes] in place. Returns 1 / their sum."""
     padded = (count + WIDTH - 1) // WIDTH * WIDTH
     for i in range(count, padded):
         put_float(scores, i, LOWEST)
@@ -118,7 +119,7 @@ def _softmax(scores: int, count: int) -> float:
 def _scores_by_row(
     pages: KVPages, row: int, head: int, span: tuple[int, int], size: int, query: int, scale: float, scores: int
 ) -> None:
-    """scale * query . key of the tokens span[0]..span[1] of a sequence; query: padded to lanes."""
+    """Write scale * query . key for the tokens span[0]..span[1] of a sequence; query: padded to lanes."""
     element = 2 if pages.is_half else 4
     first_key = pages.keys + element * head * pages.key_head
     for token in range(span[0], span[1]):
@@ -131,7 +132,7 @@ def _scores_by_row(
 
 @inlined
 def _transpose(pages: KVPages, row: int, head: int, count: int, size: int, keys: int) -> int:
-    """The first count keys of a sequence as [size, padded to lanes; count, padded to two lanes]; returns a row's length."""
+    """Write the first ``count`` keys as [size, padded to lanes; count, padded to two lanes]. Returns the length of a row."""
     length = (count + 2 * WIDTH - 1) // WIDTH * WIDTH
     element = 2 if pages.is_half else 4
     first_key = pages.keys + element * head * pages.key_head
@@ -148,7 +149,7 @@ def _transpose(pages: KVPages, row: int, head: int, count: int, size: int, keys:
 
 @inlined
 def _lane(query: int, keys: int, length: int, padded: int, lane: int) -> Lanes:
-    """What one lane of ``_scores_by_row`` sums up, of sixteen tokens at once; keys: transposed, from the first token."""
+    """The sum of one lane of ``_scores_by_row``, for sixteen tokens at a time; keys: transposed, from the first token."""
     total = splat(ZERO)
     for index in range(lane, padded, WIDTH):
         total = fma(splat(float_at(query, index)), load(keys + 4 * index * length), total)
@@ -174,7 +175,7 @@ def _eight_lanes(query: int, keys: int, length: int, padded: int, lane: int) -> 
 def _scores_by_lane(
     keys: int, length: int, span: tuple[int, int], size: int, query: int, scale: float, scores: int
 ) -> None:
-    """``_scores_by_row`` with transposed keys: the same sums in the same order (that of ``sum_of``), many at once."""
+    """Same as ``_scores_by_row`` with transposed keys: equal sums in equal order (that of ``sum_of``), many at a time."""
     padded = (size + WIDTH - 1) // WIDTH * WIDTH
     for token in range(span[0], span[1], WIDTH):
         even = _eight_lanes(query, keys + 4 * token, length, padded, 0)
@@ -186,7 +187,7 @@ def _scores_by_lane(
 def _mix(
     pages: KVPages, row: int, head: int, span: tuple[int, int], size: int, weights: int, factor: float, output: int
 ) -> None:
-    """factor * sum of weight * value over the tokens span[0]..span[1] into output [size], in four interleaved sums."""
+    """Write factor * sum of weight * value over the tokens span[0]..span[1] to output [size], in four interleaved sums."""
     element = 2 if pages.is_half else 4
     first, half = pages.values + element * head * pages.value_head, pages.is_half
     stride = element * pages.value_slot
@@ -209,7 +210,7 @@ def _mix(
 
 @compiled
 def attend(heads: AttentionShape, pages: KVPages, rows: QueryTokens, query: int, output: int, scratch: int) -> None:
-    """Causal attention of new tokens over the cache, which holds their own keys and values already.
+    """Compute causal attention of new tokens over the cache, which already contains their own keys and values.
 
     query: [new tokens, heads, size], output: [new tokens, heads, value_size], both float32 and contiguous;
     scratch: [``scratch_floats``] float32.
@@ -245,10 +246,10 @@ def attend(heads: AttentionShape, pages: KVPages, rows: QueryTokens, query: int,
 
 
 def scratch_floats(head_size: int, context: int) -> int:
-    """Of the memory that ``attend`` takes beside its result, for sequences of up to ``context`` tokens."""
+    """Float32 values of scratch memory that ``attend`` needs, for sequences of up to ``context`` tokens."""
     return (head_size + 4 * WIDTH) * (context + 4 * WIDTH)
 
 
 def compile_now() -> None:
-    """Compile it, or read it from the cache: the first request need not wait for that."""
+    """Compile the loop or load it from the cache, so that the first request does not wait for it."""
     attend(AttentionShape(1, 1, 1, 1, 1.0, -1), KVPages(*[0] * 9), QueryTokens(0, 0, 0, 0), 0, 0, 0)

@@ -1,6 +1,6 @@
-"""Prepares Megatron Core for a machine without a GPU at its first import, by whomever. Imports neither torch nor Megatron.
+"""Prepares Megatron Core for a machine without a GPU at its first import, from any module. Imports neither torch nor Megatron.
 
-``megatron_rl`` installs it when it is imported itself, so no module has to be imported before another.
+Importing ``megatron_rl`` installs the hook, so no module has to be imported before another.
 """
 
 import importlib.abc
@@ -15,11 +15,11 @@ PACKAGE = "megatron.core"
 
 
 def install() -> None:
-    """Calling it again changes nothing. Raises ImportError on a CPU where ``megatron.core`` was imported before."""
+    """Install the hook; a second call does nothing. Raises ImportError on a CPU if ``megatron.core`` is already imported."""
     if any(isinstance(finder, _FirstImport) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules:
-        import torch  # Megatron imports it anyway
+        import torch  # Megatron has imported torch already
 
         if not torch.cuda.is_available():
             raise ImportError(f"{PACKAGE} was imported before megatron_rl; without a GPU, import megatron_rl first")
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 class _FirstImport(importlib.abc.MetaPathFinder):
-    """Asked for every module; answers for those of Megatron Core, on a CPU alone, and two of transformers."""
+    """Handles modules of Megatron Core (on a CPU only) and two modules of transformers; ignores all other imports."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

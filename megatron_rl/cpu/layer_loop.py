@@ -1,10 +1,10 @@
-"""All layers of a dense decoder (Llama, Qwen2, Qwen3) in one compiled call; matrices are multiplied by PyTorch's own MKL.
+"""All layers of a dense decoder (Llama, Qwen2, Qwen3) in one compiled call; PyTorch's own MKL multiplies the matrices.
 
-Between the layers of a small model Python takes several times as long as the arithmetic. Everything is float32, and
-tensors come as addresses; the caller (``sglang_fused_decoder.py``) has checked shapes, dtypes and strides.
+Between the layers of a small model Python takes several times as long as the arithmetic. Everything is float32,
+and tensors are passed as addresses; the caller (``sglang_fused_decoder.py``) has checked shapes, dtypes and strides.
 
-Invariant: what a token gets depends on nothing else in the batch, down to the last bit, where matrices are small:
-MKL multiplies a few rows by other code than many, so that such a matrix gets at least ``MIN_ROWS``.
+Invariant: if matrices are small, a token's result depends on nothing else in the batch, down to the last bit. MKL
+multiplies a few rows with other code than many, so such a matrix gets at least ``MIN_ROWS``.
 """
 
 import os
@@ -20,28 +20,28 @@ from megatron_rl.cpu.simd import float_at, int_at, put_float, put_int32
 from megatron_rl.cpu.token_loops import gate, norm, rotate
 
 MIN_ROWS = 16
-"""From here on, each row of MKL's product is the same for any number of rows (measured with 2024.2)."""
+"""Number of rows from which each row of MKL's product is the same for any number of rows (measured with 2024.2)."""
 MAX_PADDED_WEIGHTS = 1 << 20
-"""Of a matrix; a larger one is read from memory for each product, and more rows than asked for would cost."""
+"""Largest matrix whose rows are padded. A larger one is read from memory for each product, so extra rows would cost time."""
 TABLE = (
     "input_norm qkv qkv_bias query_norm key_norm output output_bias mlp_norm gate_up down keys values".split()
 )
-"""Columns of the table of addresses, a row per layer; 0: the layer has none."""
+"""Columns of the table of addresses, with a row per layer; 0 means that the layer has no such tensor."""
 _COLUMNS = len(TABLE)
 _ARGUMENTS = 64
-"""Bytes of the arguments of a product, at the beginning of the scratch memory."""
+"""Bytes of a product's arguments, at the start of the scratch memory."""
 
 _sgemm = types.ExternalFunction("sgemm_", types.void(*[types.int64] * 13))
 
 
 def has_mkl() -> bool:
-    """PyTorch's library brings ``sgemm_``; also makes it known to compiled code of this process."""
+    """True if PyTorch's library exports ``sgemm_``. Also makes the symbol available to compiled code of this process."""
     llvmlite.binding.load_library_permanently(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
     return llvmlite.binding.address_of_symbol("sgemm_") is not None
 
 
 class DecoderSizes(NamedTuple):
-    """Of a model, and what all its layers share."""
+    """Sizes of a model, and fields that all its layers share."""
 
     num_layers: int
     hidden: int
@@ -50,11 +50,11 @@ class DecoderSizes(NamedTuple):
     is_neox: int
     epsilon: float
     cos_sin: int
-    """Address of [positions, rotary]."""
+    """Address of the array [positions, rotary]."""
 
 
 class TokenArrays(NamedTuple):
-    """New tokens of a batch: how many, and addresses of [tokens] int64."""
+    """New tokens of a batch: their number, and addresses of [tokens] int64."""
 
     num: int
     positions: int
@@ -63,7 +63,7 @@ class TokenArrays(NamedTuple):
 
 @inlined
 def _product(arguments: int, x: int, weight: int, bias: int, output: int, num_rows: int, num_in: int, num_out: int) -> None:
-    """output [rows, out] = x [rows, in] . weight [out, in] (+ bias)."""
+    """Matrix product: output [rows, out] = x [rows, in] . weight [out, in] (+ bias)."""
     rows = max(num_rows, MIN_ROWS) if num_in * num_out <= MAX_PADDED_WEIGHTS else num_rows
     put_int32(arguments, 0, 84)  # "T"
     put_int32(arguments, 1, 78)  # "N"
@@ -81,14 +81,14 @@ def _product(arguments: int, x: int, weight: int, bias: int, output: int, num_ro
 
 
 def scratch_floats(sizes: DecoderSizes, heads: AttentionShape, num_tokens: int) -> int:
-    """Of the memory that ``layers`` takes beside its result, without that of ``attend``."""
+    """Float32 values of scratch memory that ``layers`` needs, without those of ``attend``."""
     row = 2 * sizes.hidden + 3 * sizes.intermediate + (3 * heads.num + 2 * heads.num_kv) * heads.size
     return _ARGUMENTS // 4 + max(num_tokens, MIN_ROWS) * row
 
 
 @inlined
 def _norm_heads(heads: AttentionShape, num: int, fused: int, query_norm: int, key_norm: int, epsilon: float) -> None:
-    """RMSNorm of every query and key, in place; fused: [num, query | key | value]."""
+    """Apply RMSNorm to every query and key, in place; fused: [num, query | key | value]."""
     width = (heads.num + 2 * heads.num_kv) * heads.size
     for i in range(num):
         head = fused + 4 * i * width
@@ -99,7 +99,7 @@ def _norm_heads(heads: AttentionShape, num: int, fused: int, query_norm: int, ke
 
 @inlined
 def _part_heads(heads: AttentionShape, num: int, fused: int, query: int, cache: KVPages, slots: int) -> None:
-    """Of fused [num, query | key | value], queries into query [num, heads, size] and the others into the cache's slots."""
+    """Split fused [num, query | key | value]: queries into query [num, heads, size], keys and values into the cache's slots."""
     size, num_query = heads.size, heads.num * heads.size
     width = num_query + 2 * heads.num_kv * size
     for i in range(num):
@@ -119,9 +119,9 @@ def layers(
     sizes: DecoderSizes, heads: AttentionShape, pages: KVPages, rows: QueryTokens, tokens: TokenArrays,
     table: int, hidden: int, scratch: int,
 ) -> None:
-    """hidden [max(tokens, MIN_ROWS), hidden]: embeddings in, what goes into the last norm out.
+    """Run all layers; hidden [max(tokens, MIN_ROWS), hidden] has embeddings on entry and the last norm's input on return.
 
-    table: [layers, columns of TABLE] int64; pages: as of any layer, keys and values are taken from the table;
+    table: [layers, columns of TABLE] int64; pages: strides of any layer, keys and values are taken from the table;
     scratch: ``scratch_floats`` and ``attend``'s, without NaN.
     """
     num, size = tokens.num, heads.size
@@ -162,7 +162,7 @@ def layers(
 
 
 def compile_now() -> None:
-    """Compile it, or read it from the cache: the first request need not wait for that."""
+    """Compile the loop or load it from the cache, so that the first request does not wait for it."""
     layers(
         DecoderSizes(0, 1, 1, 2, 1, 1e-6, 0), AttentionShape(1, 1, 2, 2, 1.0, -1), KVPages(*[0] * 9),
         QueryTokens(0, 0, 0, 0), TokenArrays(0, 0, 0), 0, 0, 0,

@@ -1,15 +1,15 @@
-"""Megatron Core on a CPU with gloo, without a fork: only device placement is redirected.
+"""Runs Megatron Core on a CPU with gloo, without a fork: only device placement is redirected.
 
-Groups, schedules, collectives and optimizers stay Megatron's own code. It is installed by the first import of
-``megatron.core`` (``import_hook.py``) and does nothing where CUDA is available.
+Groups, schedules, collectives and optimizers stay Megatron's own code. The first import of ``megatron.core``
+installs the redirection (``import_hook.py``); it does nothing where CUDA is available.
 
-Every ``megatron.core`` module sees a private copy of the name ``torch`` in which device "cuda" means the CPU, streams
-and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays as it is: wrapping its factory
-functions for the whole process breaks ``with torch.device("meta")``, and transformers then loads wrong weights
-silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``, ``Tensor.type`` and
-``Module.cuda``.
+Every ``megatron.core`` module gets a private copy of the name ``torch``, in which device "cuda" means the CPU,
+streams and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays unchanged: wrapping its
+factory functions for the whole process breaks ``with torch.device("meta")``, and transformers then loads wrong
+weights silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``,
+``Tensor.type`` and ``Module.cuda``.
 
-Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails when a name touched here has moved.
+Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails when a name used here has moved.
 """
 
 import collections
@@ -36,9 +36,9 @@ _torch_for_megatron: types.ModuleType | None = None
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None, *, is_first: bool = False
 ) -> importlib.machinery.ModuleSpec | None:
-    """Of a module of Megatron Core, which gets the private ``torch`` after it has run. None where CUDA is available.
+    """Import spec of a Megatron Core module, which gets the private ``torch`` once it has run. None where CUDA is available.
 
-    ``is_first``: it is the package itself, whose import comes before that of all its modules.
+    ``is_first``: the module is the package itself, whose import precedes that of all its modules.
     """
     if torch.cuda.is_available():
         if is_first:
@@ -62,11 +62,11 @@ def find_spec(
 
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
-    """Around the first module of Megatron Core: ``torch`` is prepared before, Megatron's own functions after it."""
+    """Prepare ``torch`` before the first module of Megatron Core runs, and Megatron's own functions after it."""
     global _torch_for_megatron
     _torch_for_megatron = _make_torch_for_megatron()
     _redirect_methods()
-    # Several modules say so at import; on a CPU it is how things are.
+    # Several modules warn about this at import, but it is normal on a CPU.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     # Decorators run at import: with the real torch.compile they would call a C++ compiler at the first step.
     real_compile, torch.compile = torch.compile, _torch_for_megatron.compile
@@ -78,7 +78,7 @@ def _prepared() -> Iterator[None]:
 
 
 class _CpuStream:
-    """A CUDA stream's face; work on a CPU is done when the call returns."""
+    """Replaces a CUDA stream; on a CPU, work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -95,12 +95,12 @@ class _CpuStream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event()
+    def record_event(self, event: "_CpuEvent | None" = None) -> "_CpuEvent":
+        return event or _CpuEvent()
 
 
-class _Event:
-    """A CUDA event's face."""
+class _CpuEvent:
+    """Replaces a CUDA event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -122,7 +122,7 @@ class _Event:
 
 
 class _TypeName(str):
-    """"torch.FloatTensor", which also equals "torch.cuda.FloatTensor": the optimizer compares type names."""
+    """The name "torch.FloatTensor", which also equals "torch.cuda.FloatTensor": the optimizer compares type names."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, str(other).replace("torch.cuda.", "torch.", 1))
@@ -134,14 +134,14 @@ class _TypeName(str):
 
 
 class _ModuleCopy(types.ModuleType):
-    """A module's names with some of them replaced; a plain dictionary, so no cost on the hot path."""
+    """A copy of a module with some names replaced. It is a plain dictionary, so the hot path costs nothing."""
 
     def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(real.__name__)
         self.__dict__.update(real.__dict__)
         self.__dict__.update(replaced, _real=real)
 
-    def __getattr__(self, name: str) -> Any:  # submodules that torch loads on first use
+    def __getattr__(self, name: str) -> Any:  # for submodules that torch loads on first use
         return getattr(self.__dict__["_real"], name)
 
 
@@ -161,7 +161,7 @@ def _make_torch_for_megatron() -> types.ModuleType:
         default_stream=lambda device=None: stream,
         stream=lambda stream=None: contextlib.nullcontext(),
         Stream=_CpuStream,
-        Event=_Event,
+        Event=_CpuEvent,
         memory_stats=lambda device=None: collections.defaultdict(int),
         memory_allocated=lambda device=None: 0,
         get_rng_state=lambda device=None: torch.get_rng_state(),
@@ -176,7 +176,7 @@ def _make_torch_for_megatron() -> types.ModuleType:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``factory`` with a CUDA device read as the CPU and without pinned memory."""
+    """``factory`` with a CUDA device replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -207,12 +207,12 @@ def _redirect_methods() -> None:
 
 
 def _redirect_functions() -> None:
-    """Functions of Megatron that reach the GPU in other ways than through the name ``torch``."""
+    """Replace functions of Megatron that use the GPU without going through the name ``torch``."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # The tracked generator is the default CPU one.
+    # On a CPU the tracked generator is torch's default one.
     rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
@@ -228,9 +228,9 @@ def _redirect_functions() -> None:
 
 
 def _with_uneven_sizes(even: Callable[..., torch.Tensor], uneven: Callable[..., torch.Tensor]) -> Callable:
-    """Megatron's collective ``even``, but ``uneven`` where ranks hold different numbers of rows: gloo cannot.
+    """Megatron's collective ``even``, but ``uneven`` if ranks have different numbers of rows, which gloo cannot handle.
 
-    Experts that are split over several expert-parallel and expert-tensor-parallel ranks need it.
+    Experts that are sharded over several expert-parallel and expert-tensor-parallel ranks need this.
     """
 
     def collective(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
@@ -242,7 +242,7 @@ def _with_uneven_sizes(even: Callable[..., torch.Tensor], uneven: Callable[..., 
 
 
 def _gather_uneven(rows: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """[sizes[rank], ...] of each rank -> [sum(sizes), ...], by way of equal, padded parts."""
+    """Gather [sizes[rank], ...] of each rank to [sum(sizes), ...], by padding all parts to equal size."""
     padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in sizes]
@@ -251,7 +251,7 @@ def _gather_uneven(rows: torch.Tensor, group: Any, sizes: list[int]) -> torch.Te
 
 
 def _reduce_scatter_uneven(rows: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """[sum(sizes), ...] -> this rank's [sizes[rank], ...] of the sum over ranks."""
+    """Reduce-scatter [sum(sizes), ...] to this rank's [sizes[rank], ...] of the sum over ranks."""
     total = rows.clone()
     torch.distributed.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()].contiguous()

@@ -1,4 +1,4 @@
-"""What the compiled loops share: how they are compiled and kept, and pieces of rows as lanes (``simd.py``)."""
+"""Helpers of the compiled loops: compilation with a cache, and row chunks as lanes (``simd.py``)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ from megatron_rl.cpu.simd import (
 
 _F = np.float32
 Lanes = Any
-"""The type of sixteen lanes, for annotations."""
+"""Type of sixteen lanes, for annotations."""
 ZERO, ONE, LOWEST = _F(0), _F(1), _F(-np.inf)
 
 
@@ -34,18 +34,18 @@ _SOURCES = tuple((path.name, path.stat().st_mtime, path.stat().st_size) for path
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A part of compiled functions, copied into them."""
+    """Compile ``function`` for inlining into other compiled functions."""
     return numba.njit(forceinline=True, error_model="numpy")(function)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """``function`` compiled at its first call, without the cache where no folder may be written."""
+    """Compile ``function`` at its first call; without the cache if no cache folder is writable."""
     options = dict(nogil=True, error_model="numpy")
     try:
         loop = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no locator available: neither this folder nor the user's cache folder can be written
+    except RuntimeError:  # no locator: neither this folder nor the user's cache folder is writable
         return numba.njit(**options)(function)
-    # numba looks at the age of the function's own file alone, but pieces of the others are compiled into it.
+    # numba checks only the age of the function's own file, but code of the other files is compiled into it.
     loop._cache._cache_file._source_stamp = _SOURCES
     return loop
 
@@ -60,7 +60,7 @@ _SMALLEST_EXPONENT = _F(-87.0)
 
 @inlined
 def exp(x: Lanes) -> Lanes:
-    """Of numbers up to 88; below -87 it is exp(-87)."""
+    """exp of values up to 88; below -87 the result is exp(-87)."""
     x = greater(x, splat(_SMALLEST_EXPONENT))
     shifted = fma(x, splat(_LOG2_E), splat(_ROUNDER))
     n = sub(shifted, splat(_ROUNDER))
@@ -75,7 +75,7 @@ def exp(x: Lanes) -> Lanes:
 
 @inlined
 def part_of(address: int, index: int, count: int, is_half: int) -> Lanes:
-    """Lanes of elements index.. of a row, of which count are left; zeros after them."""
+    """Lanes of a row from element ``index`` on; ``count`` elements are left, and lanes after them are zero."""
     if is_half:
         return load_half(address + 2 * index) if count >= WIDTH else load_half_first(address + 2 * index, count)
     return load(address + 4 * index) if count >= WIDTH else load_first(address + 4 * index, count)

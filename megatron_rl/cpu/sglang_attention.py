@@ -1,4 +1,4 @@
-"""SGLang's ``torch_native`` attention, faster on a CPU: it costs what the tokens held cost, and nothing is padded."""
+"""SGLang's ``torch_native`` attention, faster on a CPU: its cost is proportional to the cached tokens, without padding."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from megatron_rl.cpu import attention_loop
 
 
 class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
-    """``torch_native`` with one compiled call per layer, for decode and prefill, where SGLang makes one per sequence."""
+    """Same as ``torch_native``, with one compiled call per layer for decode and prefill, not one per sequence."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self.rows: attention_loop.QueryTokens | None = None
-        self._held: list[Tensor] = []
-        """What the addresses in ``rows`` point to."""
+        self._owners: list[Tensor] = []
+        """Tensors that keep the memory behind the addresses in ``rows`` alive."""
         self._scratch = torch.empty(0)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -30,7 +30,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         else:
             self.rows = None
             return
-        self._held = held
+        self._owners = held
         addresses = [tensor.data_ptr() for tensor in held]
         self.rows = attention_loop.QueryTokens(len(requests), addresses[0], addresses[1], addresses[2] if len(addresses) > 2 else 0)
 
@@ -95,7 +95,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         scaling: float | None,
         window: int | None,
     ) -> bool:
-        """Causal attention of the batch's new tokens by ``attention_loop.attend``; False where it does not apply.
+        """Causal attention of the batch's new tokens with ``attention_loop.attend``. Returns False if it does not apply.
 
         query, output: [new tokens, heads, head size]; cache: keys and values [slots, KV heads, head size];
         req_to_token: [requests, context] cache slot of each token.

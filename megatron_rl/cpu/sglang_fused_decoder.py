@@ -1,4 +1,4 @@
-"""Gives SGLang's dense decoders one compiled call for all their layers (``layer_loop.py``), where they fit it."""
+"""Replaces the forward of SGLang's dense decoders by one compiled call for all layers (``layer_loop.py``), if they fit."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _MAX_SCRATCH_FLOATS = 1 << 27
 
 
 def fuse(model: Any) -> None:
-    """Replace the forward of ``model.model``; a model that does not fit, or a call that asks for more, keeps its own."""
+    """Replace the forward of ``model.model``. Models that do not fit, and calls with other inputs, keep SGLang's forward."""
     if _fits(model) and layer_loop.has_mkl():
         layer_loop.compile_now()
         model.model.forward = _FusedLayers(model.model)
@@ -48,7 +48,7 @@ def _fits(model: Any) -> bool:
 
 
 class _FusedLayers:
-    """``forward`` of SGLang's ``LlamaModel`` and ``Qwen2Model``."""
+    """Replaces ``forward`` of SGLang's ``LlamaModel`` and ``Qwen2Model``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -79,7 +79,7 @@ class _FusedLayers:
         )
 
     def _table(self, pool: Any) -> Tensor:
-        """[layers, columns] addresses. Read anew at each step: who updates weights may put them elsewhere."""
+        """Addresses [layers, columns], read at each step, because a weight update may move the weights."""
 
         def address(tensor: Tensor | None) -> int:
             return tensor.data_ptr() if tensor is not None else 0
@@ -128,8 +128,8 @@ class _FusedLayers:
             self._scratch = torch.zeros(num_scratch)
         hidden = torch.zeros(max(num, layer_loop.MIN_ROWS), sizes.hidden)
         hidden[:num] = model.embed_tokens(input_ids)
-        places = positions.to(torch.int64).contiguous(), forward_batch.out_cache_loc.to(torch.int64).contiguous()
-        tokens = layer_loop.TokenArrays(num, places[0].data_ptr(), places[1].data_ptr())
+        indices = positions.to(torch.int64).contiguous(), forward_batch.out_cache_loc.to(torch.int64).contiguous()
+        tokens = layer_loop.TokenArrays(num, indices[0].data_ptr(), indices[1].data_ptr())
         table = self._table(pool)
         layer_loop.layers(
             sizes, heads, pages, rows, tokens, table.data_ptr(), hidden.data_ptr(), self._scratch.data_ptr()

@@ -1,7 +1,7 @@
-"""SGLang's small layers and its sampler on a CPU, each one compiled call where SGLang makes up to twenty of PyTorch's.
+"""SGLang's small layers and its sampler on a CPU: a single compiled call each, instead of up to twenty PyTorch calls.
 
-Invariant: what a token gets depends on nothing else in the batch, down to the last bit, in dense float32 models. MKL
-multiplies a few rows by other code than many: small matrices get at least ``MIN_ROWS``.
+Invariant: in dense float32 models a token's result depends on nothing else in the batch, down to the last bit. MKL
+multiplies a few rows with other code than many, so small matrices get at least ``MIN_ROWS``.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from megatron_rl.cpu.simd import WIDTH
 
 
 def install(dispatch_key: str) -> None:
-    """Put them where SGLang looks for those of an out-of-tree platform, in this process."""
+    """Register the layers where SGLang looks up those of an out-of-tree platform, in this process."""
     for layer, forward in ((RMSNorm, rms_norm), (SiluAndMul, silu_and_mul)):
         BaseFusedOp.register_oot_forward(layer, forward, dispatch_key)
     for layer in _with_subclasses(RotaryEmbedding):
@@ -36,7 +36,7 @@ def install(dispatch_key: str) -> None:
 
 def _with_subclasses(kind: type) -> list[Any]:
     children: list[type] = kind.__subclasses__()
-    return [kind, *[found for child in children for found in _with_subclasses(child)]]
+    return [kind, *[subclass for child in children for subclass in _with_subclasses(child)]]
 
 
 def rms_norm(
@@ -46,7 +46,7 @@ def rms_norm(
     post_residual_addition: Tensor | None = None,
     quant_linear: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``RMSNorm.forward_native``; x, residual: [..., hidden]."""
+    """Compiled ``RMSNorm.forward_native``; x, residual: [..., hidden]."""
     plain = x.dtype == layer.weight.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] == layer.hidden_size
     special = post_residual_addition is not None or layer.variance_size_override is not None
     if special or not plain or (residual is not None and (residual.dtype != x.dtype or not residual.is_contiguous())):
@@ -65,7 +65,7 @@ def rms_norm(
 
 
 def silu_and_mul(layer: SiluAndMul, x: Tensor) -> Tensor:
-    """x: [tokens, a | b] -> silu(a) * b."""
+    """Compiled SiLU gate; x: [tokens, a | b] -> silu(a) * b."""
     if x.dtype != torch.float32 or x.dim() != 2 or not x.is_contiguous():
         return layer.forward_native(x)
     size = x.shape[1] // 2
@@ -77,7 +77,7 @@ def silu_and_mul(layer: SiluAndMul, x: Tensor) -> Tensor:
 def rotary_embedding(
     layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor, offsets: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """``RotaryEmbedding.forward_native``, in place; query, key: [tokens, heads * head size]."""
+    """Compiled ``RotaryEmbedding.forward_native``, in place; query, key: [tokens, heads * head size]."""
     angles = layer.cos_sin_cache
     plain = all(x.dtype == angles.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1 for x in (query, key))
     if not plain or positions.dim() != 1 or offsets is not None or args or any(kwargs.values()):
@@ -93,7 +93,7 @@ def rotary_embedding(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [..., in] -> [..., out]."""
+    """Linear layer, x: [..., in] -> [..., out]; few rows are padded to ``MIN_ROWS``."""
     num_rows = len(x)
     if x.dim() != 2 or not 0 < num_rows < MIN_ROWS or weight.numel() > MAX_PADDED_WEIGHTS:
         return F.linear(x, weight, bias)
@@ -118,7 +118,7 @@ def _with_enough_rows(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class CompiledSampler(Sampler):
-    """Seeded sampling from whole distributions in one pass; everything else as SGLang does it."""
+    """Seeded sampling from complete distributions in one pass; all other cases use SGLang's sampler."""
 
     def forward(
         self,
@@ -138,7 +138,7 @@ class CompiledSampler(Sampler):
             or sampling_info.need_top_k_sampling
             or sampling_info.need_min_p_sampling
         )
-        # Both lists are None where no request of the batch wants log-probs.
+        # Both lists are None if no request of the batch wants log-probs.
         other_tokens = return_logprob and (
             any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs)
         )
@@ -159,9 +159,9 @@ class CompiledSampler(Sampler):
 
 
 def sampled(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob. logits: [sequences, vocabulary] float32, maybe overwritten; the others: [sequences]."""
+    """A token per row and its log-prob. logits: [sequences, vocabulary] float32, may be overwritten; the others: [sequences]."""
     num_rows, size = logits.shape
-    logits = logits.contiguous()  # of a padded vocabulary it is a view
+    logits = logits.contiguous()  # logits are a view if the vocabulary is padded
     tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
     weights = torch.empty(size + WIDTH)
     temperatures = temperatures.to(torch.float32).contiguous()

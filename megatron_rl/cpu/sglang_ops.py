@@ -1,8 +1,9 @@
 """``TorchCpuPlatform``: SGLang 0.5.23 on plain PyTorch CPU operators, without sgl_kernel and Triton.
 
-Only SGLang imports this module, after ``sglang_platform.activate`` has named the class: in the middle of ``import
-sglang``, which is why everything else of SGLang is imported inside the hooks. The hooks are called in this order:
-``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each scheduler.
+Only SGLang imports this module, after ``sglang_platform.activate`` has named the class. This happens in the middle
+of ``import sglang``, so the hooks import everything else of SGLang themselves. The hooks are called in this order:
+``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each
+scheduler.
 """
 
 import os
@@ -17,13 +18,13 @@ from megatron_rl.cpu import sglang_start
 from megatron_rl.cpu.murmur_hash import murmur_hash32
 
 STOCK_KERNELS = "MEGATRON_RL_STOCK_KERNELS"
-"""Environment variable: 1 lets SGLang compute with its own PyTorch fallbacks, to compare with."""
+"""Environment variable: 1 makes SGLang use its own PyTorch fallbacks, for comparisons."""
 _DEFAULT_MAX_TOTAL_TOKENS = 65536
-"""Tokens in the KV pool. SGLang's own default would take 72 % of the machine's memory."""
+"""Tokens in the KV pool. SGLang's own default would take 72 % of the node's memory."""
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    # Out of tree, not CPU: SGLang's own CPU code paths import sgl_kernel.
+    # Out-of-tree instead of CPU, because SGLang's own CPU code paths import sgl_kernel.
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
@@ -36,19 +37,19 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.arg_groups import choices
 
-        # Allow --enable-deterministic-inference (which makes seeds count) with this backend.
+        # Allow --enable-deterministic-inference, which is needed for per-sample seeds, with this backend.
         choices.add_deterministic_attention_backend_choices(["torch_native"])
         choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"
-        # Overlap hides the scheduler behind the device; on a CPU both use the same cores.
+        # Overlap hides the scheduler during device work; on a CPU both use the same cores.
         server_args.disable_overlap_schedule = True
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
         sglang_start.skip_unserved_models(server_args)
 
     def init_backend(self) -> None:
-        """Put PyTorch functions where SGLang would call Triton or sgl_kernel."""
+        """Install PyTorch functions where SGLang would call Triton or sgl_kernel."""
         import sglang.srt.batch_invariant_ops as batch_invariant_ops
         import sglang.srt.layers.sampler as sampler
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -57,7 +58,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # --enable-deterministic-inference swaps in Triton matmuls and calls sgl_kernel's hash.
         batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
         sampler.murmur_hash32 = murmur_hash32
-        # --enable-return-routed-experts asks for memory pinned by CUDA.
+        # --enable-return-routed-experts would allocate memory pinned by CUDA.
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
         if os.environ.get(STOCK_KERNELS) != "1":
             from megatron_rl.cpu import attention_loop, sglang_layers, token_loops
@@ -73,8 +74,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: Any) -> None:
         """Let DeepSeek's attention use the latent KV pool.
 
-        SGLang's fallback prefills with expanded keys and values, which ``torch_native`` answers from the latent pool:
-        wrong output without an error.
+        SGLang's fallback prefills with expanded keys and values, but ``torch_native`` reads the latent pool: wrong
+        output without an error.
         """
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod

@@ -1,9 +1,9 @@
-"""SGLang on a machine without a GPU: an out-of-tree platform made of plain PyTorch operators.
+"""Runs SGLang on a machine without a GPU: an out-of-tree platform made of plain PyTorch operators.
 
-SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and in
-every process that it spawns. Where CUDA is available ``activate`` returns None and SGLang behaves as if this file did
-not exist. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` lives in ``sglang_ops.py``, which
-SGLang imports once the platform is chosen.
+SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and
+in every process that it spawns. Where CUDA is available ``activate`` returns None, and SGLang behaves as without
+this file. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` is in ``sglang_ops.py``,
+which SGLang imports once the platform is chosen.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ from megatron_rl.system.processes import process_probe
 
 
 def activate() -> str | None:
-    """SGLang's question "is this your platform?": the class to use, or None where a GPU is present."""
+    """SGLang's platform hook: the name of the class to use, or None if a GPU is present."""
     import torch
 
     if sglang_start.serves():
@@ -34,9 +34,9 @@ def activate() -> str | None:
 def _fork_workers() -> None:
     """Let the launching process fork its scheduler and detokenizer instead of spawning them.
 
-    A spawned process imports everything again, about 12 s of CPU time each; a forked one is there at once and shares
-    the memory. SGLang spawns because a CUDA context does not survive a fork; here there is none, and at that moment
-    the launching process runs one thread and holds no event loop yet.
+    A spawned process repeats all imports, about 12 s of CPU time each; a forked process starts immediately and
+    shares the memory. SGLang spawns because a CUDA context does not survive a fork. Here no CUDA context exists,
+    and at that moment the launching process runs one thread and has no event loop yet.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,7 +1,8 @@
-"""A server's start without what a CPU server never uses. Of the time until SGLang answers, imports are nine tenths.
+"""Starts a server without the parts that a CPU server never uses. Imports take nine tenths of the time until SGLang replies.
 
-Half of that went to the garbage collector, which walks the growing heap again and again, to ``torch.compile``, which
-loads Inductor for functions that are never compiled here, and to the files of models that are not served.
+Half of that time went to three causes: the garbage collector, which repeatedly scans the growing heap;
+``torch.compile``, which loads Inductor for functions that are never compiled here; and the files of models that
+are not served.
 """
 
 import gc
@@ -19,27 +20,27 @@ _OTHER_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
 def begin() -> None:
-    """In a process that becomes a server, and in no other that imports SGLang."""
+    """Prepare the imports of a process that becomes a server; no effect in other processes that import SGLang."""
     if not _becomes_server():
         return
     import torch
 
     gc.disable()
-    # SGLang's debugging aid imports Megatron where it finds it.
+    # SGLang's debugging aid would import Megatron if it is installed.
     sys.modules["megatron"] = None  # type: ignore[assignment]
-    # With TORCH_COMPILE_DISABLE the compiled function is the function itself, after a second of imports.
-    torch.compile = _as_it_is
+    # Even with TORCH_COMPILE_DISABLE, torch.compile takes a second of imports before it returns the function itself.
+    torch.compile = _identity
 
 
 def end() -> None:
-    """All is imported: what is there now stays, so the collector need not look at it again, here or in a fork."""
+    """Freeze the imported objects, so that the collector never scans them again, here or in a fork."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def skip_unserved_models(server_args: Any) -> None:
-    """Import of SGLang's models only the files that define the architecture served, and what these import."""
+    """Limit SGLang's model imports to the files that define the served architecture, and to what these import."""
     if (
         not _becomes_server()
         or server_args.speculative_algorithm
@@ -55,13 +56,13 @@ def skip_unserved_models(server_args: Any) -> None:
     import sglang.srt
 
     sources = {path.stem: path.read_text() for path in Path(sglang.srt.__path__[0], "models").glob("*.py")}
-    left_out = not_defining(architectures, sources)
-    if left_out:
-        os.environ.setdefault(_OTHER_MODELS, ",".join(left_out))
+    skipped = not_defining(architectures, sources)
+    if skipped:
+        os.environ.setdefault(_OTHER_MODELS, ",".join(skipped))
 
 
 def not_defining(architectures: Sequence[str], sources: Mapping[str, str]) -> list[str]:
-    """Names of the ``sources`` that define no class of ``architectures``; none where one of these is defined nowhere."""
+    """Names of the ``sources`` that define no class of ``architectures``; empty if an architecture is defined nowhere."""
     defining = [
         {
             name
@@ -76,7 +77,7 @@ def not_defining(architectures: Sequence[str], sources: Mapping[str, str]) -> li
 
 
 def serves() -> bool:
-    """This process is a server, or one that it spawned."""
+    """True if this process is a server, or was spawned by one."""
     return _becomes_server() or "--multiprocessing-fork" in sys.orig_argv
 
 
@@ -85,5 +86,5 @@ def _becomes_server() -> bool:
     return any(first == "-m" and name in _ANY_SERVER for first, name in itertools.pairwise(words))
 
 
-def _as_it_is(model: Any = None, **options: Any) -> Any:
-    return model if model is not None else _as_it_is
+def _identity(model: Any = None, **options: Any) -> Any:
+    return model if model is not None else _identity

@@ -1,8 +1,8 @@
-"""Sixteen float32 lanes as one value of compiled code, and memory by its address.
+"""Sixteen float32 lanes as one value of compiled code, and memory access by address.
 
-numba leaves vector instructions to LLVM, which splits a sum over lanes as it likes: another loop around the same numbers
-gives other last bits. Here the order is written down. Addresses are whole numbers (``Tensor.data_ptr``) in bytes,
-counts and indices are in elements. Nobody checks a bound: callers do.
+numba leaves vector instructions to LLVM, which splits a sum over lanes at will: another loop around the same
+values changes the last bits. These functions fix the order. Addresses are integers (``Tensor.data_ptr``) in bytes,
+counts and indices are in elements. Bounds are not checked; callers must do so.
 """
 
 from collections.abc import Callable
@@ -34,14 +34,14 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _instruction(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
-    """A function of compiled code from ``emit(builder, *LLVM values)``, which returns an LLVM value."""
+    """A function of compiled code made from ``emit(builder, *LLVM values)``, which returns an LLVM value."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         made = emit(builder, *values)
         return context.get_dummy_value() if result is types.void else made
 
     signature = result(*arguments)
-    # numba wants as many named parameters as there are arguments.
+    # numba needs a function with exactly as many named parameters as there are arguments.
     return intrinsic(
         [
             lambda typing: (signature, generate),
@@ -81,7 +81,7 @@ def _store_masked(builder: Any, address: Any, value: Any, count: Any) -> None:
 
 
 def _widened(builder: Any, halves: Any) -> Any:
-    """bfloat16 bits to float32."""
+    """Convert bfloat16 bits to float32."""
     bits = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * WIDTH))
     return builder.bitcast(bits, _VECTOR)
 
@@ -97,7 +97,7 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _folded(combine: Callable[..., Any]) -> Callable[..., Any]:
-    """One number of all lanes: the upper half onto the lower half, until one lane is left."""
+    """Reduce all lanes to one value: combine the upper half with the lower half until one lane is left."""
 
     def emit(builder: Any, value: Any) -> Any:
         width = WIDTH
@@ -122,7 +122,7 @@ def _greater(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _power_of_two(builder: Any, shifted: Any) -> Any:
-    """2**n from n + 1.5 * 2**23, in whose last bits n stands."""
+    """Compute 2**n from n + 1.5 * 2**23, whose last bits are n."""
     bits = builder.add(builder.bitcast(shifted, _INTS), ir.Constant(_INTS, [127 - 0x4B400000] * WIDTH))
     return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [23] * WIDTH)), _VECTOR)
 
@@ -138,18 +138,18 @@ mul = _instruction(LANES, (LANES, LANES), _binary("fmul"))
 div = _instruction(LANES, (LANES, LANES), _binary("fdiv"))
 greater = _instruction(LANES, (LANES, LANES), _greater)
 fma = _instruction(LANES, (LANES, LANES, LANES), _fma)
-"""a * b + c, rounded once."""
+"""Fused multiply-add: a * b + c, rounded once."""
 splat = _instruction(LANES, (_F32,), _splat_of)
 power_of_two = _instruction(LANES, (LANES,), _power_of_two)
 sum_of = _instruction(_F32, (LANES,), _folded(_binary("fadd")))
 greatest_of = _instruction(_F32, (LANES,), _folded(_greater))
 load = _instruction(LANES, (_I64,), lambda b, address: b.load(_at(b, address, _VECTOR), align=4))
 load_half = _instruction(LANES, (_I64,), lambda b, address: _widened(b, b.load(_at(b, address, _HALVES), align=2)))
-"""Of sixteen bfloat16."""
+"""Loads sixteen bfloat16 values as float32 lanes."""
 load_first = _instruction(
     LANES, (_I64, _I64), lambda b, address, n: _load_masked(b, address, n, _VECTOR, "llvm.masked.load.v16f32.p0")
 )
-"""The first n lanes, and zeros."""
+"""Loads the first n lanes; the others are zeros."""
 load_half_first = _instruction(
     LANES, (_I64, _I64), lambda b, address, n: _widened(b, _load_masked(b, address, n, _HALVES, _HALF_LOAD))
 )

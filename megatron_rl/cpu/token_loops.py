@@ -1,7 +1,7 @@
-"""The small layers of a model and seeded sampling as compiled loops over the tokens of a batch.
+"""The small layers of a model and seeded sampling, as compiled loops over the tokens of a batch.
 
-Invariant: what a token gets depends on its own row alone, down to the last bit. Tensors come as addresses of contiguous
-float32; the callers (``sglang_layers.py``) have checked that.
+Invariant: a token's result depends only on its own row, down to the last bit. Tensors are passed as addresses of
+contiguous float32; the callers (``sglang_layers.py``) have checked that.
 """
 
 from typing import NamedTuple
@@ -29,23 +29,23 @@ from megatron_rl.cpu.simd import (
 )
 
 _LOWEST_GATE = np.float32(-88.0)
-"""exp of its negative still is a float32."""
+"""Smallest input of a gate: exp of its negative still fits float32."""
 
 
 class SamplingArrays(NamedTuple):
-    """How a token of each sequence is drawn, by addresses of [sequences]."""
+    """Sampling parameters of each sequence, as addresses of [sequences]."""
 
     temperatures: int
-    """float32."""
+    """Address of float32 values."""
     seeds: int
-    """int64."""
+    """Address of int64 values."""
     positions: int
-    """int64."""
+    """Address of int64 values."""
 
 
 @compiled
 def norm(source: int, residual: int, weight: int, output: int, num_rows: int, size: int, epsilon: float) -> None:
-    """RMSNorm of rows [size]: x = source (+ residual, which becomes x), output = x / rms(x) * weight; residual 0: none."""
+    """RMSNorm of rows [size]: x = source (+ residual, which becomes x), output = x / rms(x) * weight. residual 0: none."""
     for i in range(num_rows):
         x, old, y = source + 4 * i * size, residual + 4 * i * size, output + 4 * i * size
         squares = splat(ZERO)
@@ -65,7 +65,7 @@ def norm(source: int, residual: int, weight: int, output: int, num_rows: int, si
 
 @compiled
 def gate(source: int, output: int, num_rows: int, size: int) -> None:
-    """silu(a) * b of rows [a of size, b of size]."""
+    """SiLU gate: silu(a) * b of rows [a of size, b of size]."""
     for i in range(num_rows):
         row, result = source + 8 * i * size, output + 4 * i * size
         for part in range(0, size, WIDTH):
@@ -82,7 +82,7 @@ def rotate(
     """Rotary embedding in place, of the first shape[1] elements of every head.
 
     heads: [num_tokens with that stride, shape[0], head_length]; cos_sin: [positions, shape[1]], the cosines first;
-    shape[2]: 1 where the halves of a head are pairs (NeoX), 0 where neighbours are (GPT-J).
+    shape[2]: 1 if the halves of a head form pairs (NeoX), 0 if neighbors do (GPT-J).
     """
     half = shape[1] // 2
     next_pair, partner = (1, half) if shape[2] else (2, 1)
@@ -119,24 +119,24 @@ def _murmur_end(hashed: int) -> int:
 
 @compiled
 def murmur(seed: int, position: int, column: int) -> int:
-    """``murmur.murmur_hash32`` of three int64."""
+    """Same hash as ``murmur_hash.murmur_hash32``, of three int64."""
     hashed = _murmur_mix(_murmur_mix(_murmur_mix(0, seed & _MASK), (seed >> 32) & _MASK), position & _MASK)
     return _murmur_end(_murmur_mix(hashed, column))
 
 
 @inlined
 def _gumbel(hashed: int) -> float:
-    """-log(-log(hashed / (2**32 - 1))) in float64, at both ends as SGLang cuts it off."""
+    """-log(-log(hashed / (2**32 - 1))) in float64, clipped at both ends like SGLang's."""
     log = np.log(hashed / _MASK) if hashed else -np.finfo(np.float64).max
     return -np.log(-min(log, -(2.0**-32)))
 
 
 @compiled
 def sample(logits: int, num_rows: int, size: int, draws: SamplingArrays, tokens: int, logprobs: int, weights: int) -> None:
-    """One token per row [size] of logits, and its log-softmax of logits / temperature, which takes the logits' place.
+    """Sample a token per row [size] of logits; the log-softmax of logits / temperature replaces the logits.
 
-    The token is the argmax of log-prob + Gumbel noise, of a hash of (seed, position, token): SGLang's seeded sampling.
-    tokens: [num_rows] int64, logprobs: [num_rows] float32, weights: [size + lanes] float32.
+    The token is the argmax of log-prob + Gumbel noise from a hash of (seed, position, token): SGLang's seeded
+    sampling. tokens: [num_rows] int64, logprobs: [num_rows] float32, weights: [size + lanes] float32.
     """
     for i in range(num_rows):
         row, temperature = logits + 4 * i * size, splat(float_at(draws.temperatures, i))
@@ -164,7 +164,7 @@ def sample(logits: int, num_rows: int, size: int, draws: SamplingArrays, tokens:
         best, chosen, quotient = -np.inf, 0, np.inf
         for token in range(size):
             noise = _murmur_end(_murmur_mix(hashed, token))
-            # -log(u) >= 1 - u, and the token with the least -log(u) / weight wins: most cannot, and need no logarithm.
+            # -log(u) >= 1 - u, and the token with the smallest -log(u) / weight wins: most tokens cannot win and need no logarithm.
             if (_MASK - noise) > quotient * float_at(weights, token):
                 continue
             value = np.float64(float_at(row, token) - greatest) + _gumbel(noise)
@@ -176,7 +176,7 @@ def sample(logits: int, num_rows: int, size: int, draws: SamplingArrays, tokens:
 
 
 def compile_now() -> None:
-    """Compile them, or read them from the cache: the first request need not wait for that."""
+    """Compile the loops or load them from the cache, so that the first request does not wait for them."""
     norm(0, 0, 0, 0, 0, 1, 1e-6)
     gate(0, 0, 0, 1)
     rotate(0, 0, 0, (1, 2, 1), 0, 0, 2)

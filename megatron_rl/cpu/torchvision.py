@@ -1,4 +1,4 @@
-"""torchvision with a CPU build of torch."""
+"""Makes torchvision importable with a CPU build of torch."""
 
 _torchvision_library = None
 """Keeps the declared operators alive: torch forgets them with the Library object."""
@@ -7,10 +7,10 @@ _torchvision_library = None
 def declare_torchvision_ops() -> None:
     """Make ``import torchvision`` work with a CPU build of torch.
 
-    PyPI's torchvision is built for CUDA: its compiled part cannot load with CPU torch, and the import then fails at
-    ``register_fake("torchvision::nms")``. Declaring the operators it registers unconditionally is enough. SGLang and
-    ``transformers`` models import torchvision, so every process that uses either calls this first. Calling it again,
-    or with a CUDA build of torch, does nothing.
+    PyPI's torchvision is built for CUDA: its compiled part cannot load with CPU torch, and the import then fails
+    at ``register_fake("torchvision::nms")``. Declaring the operators that it registers unconditionally is
+    sufficient. SGLang and ``transformers`` models import torchvision, so every process that uses either calls this
+    first. A second call, or a call with a CUDA build of torch, does nothing.
     """
     global _torchvision_library
     import torch

@@ -1,1 +1,1 @@
-"""Dialogues: who answers the model's turns (``base.py``), by name (``environment_registry.py``)."""
+"""Environments respond to the model's turns: interface (``base.py``), registry (``environment_registry.py``) and two environments."""

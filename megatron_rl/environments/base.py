@@ -1,13 +1,12 @@
-"""The interface of an environment: it sees the turns that have ended and returns the next message, or a stop.
+"""The interface of an environment: it receives the finished turns and returns the next message, or ends the dialogue.
 
-Invariants: an environment keeps no state. Everything it decides follows from the prompt and the turns, so that a
-dialogue goes on identically after a restart, in another window and on another server. ``respond`` is called on the
-event loop that talks to the servers: it must be quick and must not wait.
+Invariants: an environment keeps no state. Its decisions follow from the prompt and the turns alone, so that a dialogue
+continues identically after a restart, in another window and on another server. ``respond`` is called on the event loop
+that communicates with the servers, so it must be fast and must not block.
 
-When rewards are asked for: with independent turns each turn is an episode of its own and is scored in the step in which
-it ends; a continuous dialogue is one episode and only its last turn is scored, once the dialogue is finished. In both
-cases ``turns`` are all turns that have ended and ``grades`` has an entry for each of them whose ``graded_text`` was not
-None, whether the run's reward could score it or not.
+Scoring: independent turns are separate episodes, each scored in the step in which the turn ends. A continuous dialogue
+is one episode; only its last turn is scored, once the dialogue is finished. In both cases ``turns`` are all finished
+turns, and ``grades`` has an entry for each turn whose ``graded_text`` was not None, even if the reward could not score it.
 """
 
 from abc import ABC, abstractmethod
@@ -19,70 +18,70 @@ from megatron_rl.errors import UserError
 
 
 class EnvironmentFault(UserError, RuntimeError):
-    """An environment that cannot be found or built, or that answered what it must not."""
+    """An environment that cannot be found or built, or that returned an invalid result."""
 
 
 @dataclass(frozen=True)
 class TurnView:
-    """A turn that has ended, as an environment sees it."""
+    """A finished turn, as passed to an environment."""
 
     role: str
     text: str
-    """Decoded, without special tokens; a stop string is part of it."""
+    """Decoded text without special tokens; a stop string is included."""
     token_ids: tuple[int, ...]
     finish_reason: str
-    """stop, or else it was cut: by the budget of the turn or of the dialogue."""
+    """"stop", or "length" if the budget of the turn or of the dialogue truncated the turn."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What the environment adds to the history; the model trains on none of it."""
+    """Text that the environment adds to the dialogue; the model does not train on it."""
 
     text: str
     next_role: str = POLICY
-    """Who speaks next: one of the environment's roles."""
+    """Role of the next turn: one of the environment's roles."""
     verbatim: bool = False
-    """False: a user message in the chat template, if the run uses it. True: the text goes on where the turn ended."""
+    """True appends the text to the turn directly; False makes it a user message of the chat template, if the run has one."""
 
 
 class Environment(ABC):
-    """Options are the constructor's keyword parameters."""
+    """Base class of environments; the constructor's keyword parameters are the options of the recipe."""
 
     roles: tuple[str, ...] = (POLICY,)
     """The roles that the model plays."""
     turns_are_independent: bool = False
-    """Returns are cut at the end of a turn: each is an episode whose prompt is the dialogue so far."""
+    """True if each turn is its own episode, whose prompt is the dialogue so far; returns then end with the turn."""
     stop_strings: tuple[str, ...] = ()
-    """A turn ends with any of these, in addition to the stop tokens."""
+    """Strings that end a turn, in addition to the stop tokens."""
 
     def first_role(self) -> str:
         return self.roles[0]
 
     @abstractmethod
     def respond(self, prompt: Prompt, turns: Sequence[TurnView]) -> Message | None:
-        """The answer to the last of ``turns`` (at least one); None ends the dialogue."""
+        """The message after the last of ``turns`` (at least one), or None to end the dialogue."""
 
     @abstractmethod
     def graded_text(self, prompt: Prompt, turns: Sequence[TurnView], index: int) -> str | None:
-        """What the run's reward grades for turn ``index``; None: the reward is not asked."""
+        """Text of turn ``index`` that the run's reward scores, or None if the reward is not called for this turn."""
 
     @abstractmethod
     def turn_reward(
         self, prompt: Prompt, turns: Sequence[TurnView], index: int, grades: Mapping[int, Score]
     ) -> Score | None:
-        """The reward at the last token of turn ``index``; None: none."""
+        """The reward at the last token of turn ``index``, or None for no reward."""
 
     @abstractmethod
     def outcome(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> Score:
-        """Of the whole dialogue, for accuracy."""
+        """The score of the whole dialogue, from which accuracy is computed."""
 
     def metrics(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> dict[str, float]:
-        """Numbers of one dialogue, averaged over the dialogues that have them."""
+        """Metrics of one dialogue; each is averaged over the dialogues that return it."""
         return {}
 
 
 def turn_views(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> list[TurnView]:
-    """The turns that have ended."""
+    """The finished turns of a trajectory, in order."""
     return [
         TurnView(
             turn.role, decode(ids), tuple(ids), "stop" if turn.finish_reason == "stop" else "length"
@@ -94,7 +93,7 @@ def turn_views(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -
 
 
 def turns_to_score(environment: Environment, trajectory: Trajectory, step: int) -> list[int]:
-    """Indices of the turns whose reward is due in ``step``, in order: the rule of the module's docstring."""
+    """Indices of the turns that are scored in ``step``, in order (see the module's docstring for the rule)."""
     ended = [turn.index for turn in trajectory.turn_ended(step)]
     if environment.turns_are_independent:
         return ended

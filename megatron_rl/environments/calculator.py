@@ -1,10 +1,10 @@
-"""A calculator that the model calls in the middle of its text: ``<calc>2+3*4</calc>`` is answered by the result.
+"""A calculator that the model calls within its text: after ``<calc>2+3*4</calc>`` the environment inserts the result.
 
-A call ends the turn; the result joins the same text, without a chat template between, and the model goes on. A turn that
-ends otherwise is the last one, and the one that the run's reward grades. The dialogue is one episode.
+A call ends the turn. The result is appended to the same text, without a chat template, and the model continues. The
+first turn without a call is the last, and the run's reward scores it. The dialogue is one episode.
 
-Expressions have numbers, + - * / // % ** and parentheses. They are evaluated here, never executed, with bounds on
-length, exponents and size, so that no call takes long; what cannot be evaluated is answered by an error.
+Expressions consist of numbers, + - * / // % ** and parentheses. They are evaluated by this module, never executed, with
+bounds on length, exponents and size, so that every call is fast. An invalid expression gives an error text as result.
 """
 
 import ast
@@ -20,11 +20,11 @@ from megatron_rl.environments.environment_registry import register
 _MAX_CHARACTERS = 200
 MAX_DIGITS = 50
 _SIGNIFICANT_DIGITS = 10
-"""Of results that are no integers."""
+"""Digits of results that are not integers."""
 
 
 class _CalculatorError(ValueError):
-    """An expression that has no result here; the text is what the model reads."""
+    """An expression without a result; the message is inserted into the model's text."""
 
 
 @register("calculator")
@@ -39,14 +39,14 @@ class Calculator(Environment):
     ) -> None:
         """
         Args:
-            open_tag, close_tag: Around a call.
-            result: What is inserted behind it, with {} where the number or the error stands.
-            max_calls: A further call ends the dialogue unanswered.
+            open_tag, close_tag: Delimiters of a call.
+            result: Text inserted after a call; {} is replaced by the number or the error.
+            max_calls: Calls per dialogue that get a result; one more call ends the dialogue.
         """
         if not open_tag or not close_tag:
             raise ValueError("open_tag and close_tag must not be empty")
         if result.count("{}") != 1:
-            raise ValueError(f"result must have one place {{}} for the number, got {result!r}")
+            raise ValueError(f"result must contain {{}} exactly once, for the number, got {result!r}")
         if max_calls < 0:
             raise ValueError(f"max_calls must be at least 0, got {max_calls}")
         self.open_tag = open_tag
@@ -61,7 +61,7 @@ class Calculator(Environment):
         return Message(self.result.replace("{}", answer(expression)), verbatim=True)
 
     def graded_text(self, prompt: Prompt, turns: Sequence[TurnView], index: int) -> str | None:
-        """The turn that answers; None for a call, also where the budget ended the dialogue before its result."""
+        """The text of the last turn; None for a call, even if the budget ended the dialogue before its result."""
         return turns[index].text if self.respond(prompt, turns[: index + 1]) is None else None
 
     def turn_reward(
@@ -74,15 +74,16 @@ class Calculator(Environment):
         return grades[last] if last in grades else Score(0.0, "ended with a call, without an answer")
 
     def metrics(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> dict[str, float]:
-        """num_calls, and failed_calls: the share of them that were no expressions."""
+        """``num_calls``, and ``failed_calls``: the fraction of calls whose result was an error."""
         calls = [call for turn in turns[: self.max_calls] if (call := self._call(turn)) is not None]
-        found = {"num_calls": float(len(calls))}
+        values = {"num_calls": float(len(calls))}
         if calls:
-            found["failed_calls"] = sum(answer(call).startswith("error") for call in calls) / len(calls)
-        return found
+            values["failed_calls"] = sum(answer(call).startswith("error") for call in calls) / len(calls)
+        return values
 
     def _call(self, turn: TurnView) -> str | None:
-        """The expression of a turn that ended with a call. The last token may carry characters beyond the closing tag."""
+        """The expression of a turn that ended with a call, else None."""
+        # rpartition instead of removesuffix, because the last token may have characters after the closing tag.
         before, closed, _ = turn.text.rpartition(self.stop_strings[0])
         _, opened, expression = before.rpartition(self.open_tag)
         return expression if turn.finish_reason == "stop" and closed and opened else None
@@ -91,7 +92,7 @@ class Calculator(Environment):
 def answer(expression: str) -> str:
     """The result as text, or ``error: reason``."""
     try:
-        return _written(evaluate(expression))
+        return _format(evaluate(expression))
     except _CalculatorError as error:
         return f"error: {error}"
 
@@ -102,7 +103,7 @@ def evaluate(expression: str) -> int | float:
         raise _CalculatorError(f"longer than {_MAX_CHARACTERS} characters")
     if not re.fullmatch(r"[0-9.+\-*/%() ]+", expression):
         raise _CalculatorError("only numbers, + - * / // % ** and parentheses")
-    # Python takes no zeros before an integer: 07 is a 7 here.
+    # Python rejects leading zeros of integers; here 07 means 7.
     source = re.sub(r"(?<![\d.])0+(?=\d)", "", expression).strip()
     try:
         tree = ast.parse(source, mode="eval")
@@ -136,13 +137,14 @@ def _divide(a: int | float, b: int | float) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
+    # Checked before computing, because a huge integer power would take too long.
     if abs(exponent) > 1000 or (abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > MAX_DIGITS):
         raise _CalculatorError("too large")
     return base**exponent
 
 
 def _bounded(number: int | float | complex) -> int | float:
-    if isinstance(number, complex) or number != number:
+    if isinstance(number, complex) or number != number:  # only NaN differs from itself
         raise _CalculatorError("no real number")
     if abs(number) >= 10**MAX_DIGITS:
         raise _CalculatorError("too large")
@@ -160,7 +162,7 @@ _OPERATIONS = {
 }
 
 
-def _written(number: int | float) -> str:
+def _format(number: int | float) -> str:
     if isinstance(number, float) and number.is_integer() and abs(number) < 10**15:
         number = int(number)
     return str(number) if isinstance(number, int) else f"{number:.{_SIGNIFICANT_DIGITS}g}"

@@ -1,7 +1,7 @@
 """Environments by name: a registered one (``pag``) or an import path (``package.module:Class``).
 
-Modules of this package are searched for environments. Invariant: importing this module imports no
-environment; an unknown name or option is refused before a run starts.
+Modules of this package are searched for environments. Invariants: importing this module imports no environment; an
+unknown name or option is refused before a run starts.
 """
 
 import inspect
@@ -31,8 +31,8 @@ def build(name: str, options: Mapping[str, Any]) -> Environment:
     """The environment, ready to use.
 
     Raises:
-        EnvironmentFault: unknown name, a module that does not import, a class that is none, or options that its
-            constructor does not take, misses, or takes with another type or value.
+        EnvironmentFault: unknown name, a module that does not import, a class that is not an Environment, or options
+            that are unknown to its constructor, missing, or of the wrong type or value.
     """
     kind = resolve(name)
     _registry.check_options(plugins.Plugin(name, kind), options)
@@ -49,7 +49,11 @@ def build(name: str, options: Mapping[str, Any]) -> Environment:
 
 
 def resolve(name: str) -> type[Environment]:
-    """The class behind a name. Raises EnvironmentFault."""
+    """The environment class with this name or import path.
+
+    Raises:
+        EnvironmentFault: unknown name, or a class that is not a complete subclass of Environment.
+    """
     kind = _registry.find(name).function
     if not inspect.isclass(kind) or not issubclass(kind, Environment):
         raise EnvironmentFault(f"environment {name!r}: expected a subclass of Environment, got {kind!r}")

@@ -1,12 +1,12 @@
-"""PAG: the policy answers, verifies its own answer and revises it only if it judged it wrong (arXiv 2506.10406).
+"""PAG: the policy answers, verifies its own answer and revises it only after a verdict "wrong" (arXiv 2506.10406).
 
-A dialogue is y1 v1 [y2 v2 ...]: answers of the role ``policy``, verdicts of the role ``verifier``. It ends with the
-verdict "correct", with a verdict that cannot be read, or with the last attempt. Turns are independent: each is an
+A dialogue is y1 v1 [y2 v2 ...]: answers of the role ``policy``, verdicts of the role ``verifier``. The dialogue ends
+with the verdict "correct", with an unreadable verdict, or with the last attempt. Turns are independent: each is an
 episode, rewarded at its last token.
 
 Rewards: R_y(t) is the run's reward of the answer, plus ``bonus * (R_y(t) - R_y(t-1))`` from the second answer on (the
-paper's shaping, with alpha = ``bonus``). R_v(t) is 1 where the verdict agrees with the reward's opinion of y_t, else 0,
-also if it cannot be read.
+paper's shaping, with alpha = ``bonus``). R_v(t) is 1 if the verdict agrees with the reward of y_t, else 0; an unreadable
+verdict gets 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,19 +46,20 @@ class Pag(Environment):
     ) -> None:
         """
         Args:
-            max_attempts: Answers in one dialogue, at most (T_max).
+            max_attempts: Maximum number of answers per dialogue (T_max).
             bonus: alpha of the shaping on answers after the first.
-            verify_last: The last attempt is verified too. With False and one attempt: plain single-turn PPO.
-            correct_from: A reward of at least this makes an answer correct.
-            verify_prompt, revise_prompt: The messages.
-            correct_verdict, wrong_verdict: How a verdict's last sentence ends.
+            verify_last: Verify the last attempt also. With False and one attempt: plain single-turn PPO.
+            correct_from: Smallest reward of a correct answer.
+            verify_prompt, revise_prompt: Messages before a verdict and before a revised answer.
+            correct_verdict, wrong_verdict: Endings of a verdict.
         """
         if max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {max_attempts}")
+        # A text that ends with the other would match both verdicts.
         verdicts = [_letters(correct_verdict), _letters(wrong_verdict)]
         if not all(verdicts) or verdicts[0].endswith(verdicts[1]) or verdicts[1].endswith(verdicts[0]):
             raise ValueError(
-                f"correct_verdict and wrong_verdict must be texts of which none ends with the other, got "
+                f"correct_verdict and wrong_verdict must be texts, and neither may end with the other, got "
                 f"{correct_verdict!r} and {wrong_verdict!r}"
             )
         self.max_attempts = max_attempts
@@ -70,9 +71,9 @@ class Pag(Environment):
         self._verdicts = {verdicts[0]: True, verdicts[1]: False}
 
     def verdict(self, text: str) -> bool | None:
-        """What a verdict says of the answer: True correct, False wrong, None unreadable.
+        """The verdict in ``text``: True for correct, False for wrong, None if unreadable.
 
-        It must end with one of the two sentences; case, spacing, final punctuation and markup do not matter.
+        A readable verdict ends with one of the two sentences; case, spacing, final punctuation and markup are ignored.
         """
         letters = _letters(text)
         for sentence, is_correct in self._verdicts.items():
@@ -103,7 +104,7 @@ class Pag(Environment):
             return grade
         before = grades[index - 2]  # the verdict on it is between them
         if grade.value is None or before.value is None:
-            return Score(None, error=grade.error or f"the bonus needs the score of the answer before: {before.error}")
+            return Score(None, error=grade.error or f"the bonus needs the score of the previous answer: {before.error}")
         return Score(grade.value + self.bonus * (grade.value - before.value), grade.detail)
 
     def outcome(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> Score:
@@ -111,36 +112,36 @@ class Pag(Environment):
         return grades[max(grades)]
 
     def metrics(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> dict[str, float]:
-        """first_accuracy, final_accuracy, revised, and of the verdicts: verifier_accuracy, unreadable_verdicts."""
-        found = {"revised": float(len(grades) > 1)}
+        """``first_accuracy``, ``final_accuracy`` and ``revised``; ``verifier_accuracy`` and ``unreadable_verdicts``."""
+        values = {"revised": float(len(grades) > 1)}
         for name, grade in (("first_accuracy", grades[min(grades)]), ("final_accuracy", grades[max(grades)])):
             if grade.value is not None:
-                found[name] = float(grade.value >= self.correct_from)
+                values[name] = float(grade.value >= self.correct_from)
         verdicts = [(i, turn) for i, turn in enumerate(turns) if turn.role == VERIFIER]
         if verdicts:
             unreadable = [self.verdict(turn.text) is None for _, turn in verdicts]
-            found["unreadable_verdicts"] = sum(unreadable) / len(unreadable)
+            values["unreadable_verdicts"] = sum(unreadable) / len(unreadable)
         rewards = [self._verdict_reward(turn, grades[i - 1]).value for i, turn in verdicts]
         known = [reward for reward in rewards if reward is not None]
         if known:
-            found["verifier_accuracy"] = sum(known) / len(known)
-        return found
+            values["verifier_accuracy"] = sum(known) / len(known)
+        return values
 
     def _verdict_reward(self, turn: TurnView, grade: Score) -> Score:
-        said = self.verdict(turn.text)
-        if said is None:
-            return Score(0.0, "the verdict cannot be read")
+        verdict = self.verdict(turn.text)
+        if verdict is None:
+            return Score(0.0, "the verdict is unreadable")
         if grade.value is None:
-            return Score(None, error=f"the answer that it judges could not be scored: {grade.error}")
+            return Score(None, error=f"the verified answer could not be scored: {grade.error}")
         truth = grade.value >= self.correct_from
-        return Score(float(said == truth), f"said {_word(said)}, the answer is {_word(truth)}")
+        return Score(float(verdict == truth), f"the verdict is {_label(verdict)}, the answer is {_label(truth)}")
 
 
-def _word(is_correct: bool) -> str:
+def _label(is_correct: bool) -> str:
     return "correct" if is_correct else "wrong"
 
 
 def _letters(text: str) -> str:
-    """Lower case, one space between words, nothing behind the last letter or digit and no markup around words."""
+    """``text`` in lower case, with single spaces, and without punctuation or markup around words."""
     words = (word.strip("*_`'\"“”\u2018\u2019().,:;!?\\$ ") for word in text.lower().split())
     return " ".join(word for word in words if word)

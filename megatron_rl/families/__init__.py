@@ -1,5 +1,5 @@
-"""What is known of a model family. Pure: no Megatron, no SGLang, no process group.
+"""Describes the supported model families. Pure: no Megatron, no SGLang, no process group.
 
-A family is one file here, named after its ``model_type`` and holding one ``FAMILY``; nothing else lists the families.
-``blocks`` and ``experts`` hold what several of them share.
+A family is one file of this package, named after its ``model_type``, with one ``FAMILY``; nothing else lists the
+families. ``blocks`` and ``experts`` contain the rules that several families share.
 """

@@ -44,7 +44,7 @@ def _transformer_kwargs(config: ModelConfig) -> dict[str, Any]:
         qk_head_dim=config.qk_nope_head_dim,
         qk_pos_emb_head_dim=config.qk_rope_head_dim,
         v_head_dim=config.v_head_dim,
-        # The fused kernel computes its own frequencies.
+        # Not fused, because the fused kernel computes its own frequencies.
         apply_rope_fusion=False,
     )
 
@@ -59,11 +59,11 @@ FAMILY = Family(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-        # transformers computes the norms of the latents with this constant, whatever the field says.
+        # transformers computes the norms of the latents with this constant and ignores the field.
         "rms_norm_eps": 1e-6,
     },
     experts=Experts(
-        # 3 is the default of transformers, where config.json leaves it out.
+        # 3 is the default of transformers if config.json omits the field.
         in_layer=lambda config, index: index >= getattr(config, "first_k_dense_replace", 3),
         number=("n_routed_experts", "num_local_experts"),
         groups=("n_group", "topk_group"),

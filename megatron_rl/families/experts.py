@@ -1,4 +1,4 @@
-"""What families with experts share: the rules of their layers, and what their routers mean to Megatron."""
+"""Rules and Megatron arguments that families with experts share."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_rl.families.transforms import GatedMLP, Replicated, RowParallel
 
 
 def expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A router and its experts, by a checkpoint's names."""
+    """Rules of a router and its experts, under a checkpoint's names."""
     expert = f"{prefix}.experts.{{expert}}"
     return (
         Rule("mlp.router.weight", {f"{prefix}.gate.weight": ("experts", "hidden")}, Replicated()),
@@ -35,7 +35,7 @@ _SHARED_EXPERTS = gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_
 
 
 def biased_experts(config: ModelConfig) -> tuple[Rule, ...]:
-    """DeepSeek-V3's: a bias on the router's choice, and, where there are some, experts that every token goes to."""
+    """Rules of DeepSeek-V3's experts: a bias on the router's choice and, if the model has them, shared experts."""
     return (*_BIASED_EXPERTS, *_SHARED_EXPERTS) if dims(config)["shared_ffn"] else _BIASED_EXPERTS
 
 
@@ -46,6 +46,7 @@ def moe_kwargs(config: ModelConfig) -> dict[str, Any]:
         num_moe_experts=sizes["experts"],
         moe_ffn_hidden_size=sizes["expert_ffn"],
         moe_router_topk=text_config(config).num_experts_per_tok,
+        # Off, because models/routing.py has its own load balancing.
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
@@ -56,7 +57,7 @@ def moe_kwargs(config: ModelConfig) -> dict[str, Any]:
 
 
 def biased_router_kwargs(config: ModelConfig) -> dict[str, Any]:
-    """The router of DeepSeek-V3: sigmoid scores, a bias for the choice alone, the choice limited to some groups."""
+    """Fields of TransformerConfig for DeepSeek-V3's router: sigmoid scores, a bias on the choice only, limited groups."""
     groups, chosen_groups = router_groups(config)
     limits_groups = chosen_groups < groups
     return dict(

@@ -1,7 +1,7 @@
-"""What a family's file says (``Family``), and the families that there are: every module of this package with a ``FAMILY``.
+"""Defines ``Family``, the content of a family's file, and finds the families: all modules of this package with a ``FAMILY``.
 
-Shapes are names of sizes (``facts.dims``), so that a table can be read and every tensor of a checkpoint can be checked
-before it is used.
+Shapes are tuples of size names (``facts.dims``), so that the tables are readable and every tensor of a checkpoint can be
+checked before it is used.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import ModelError
 
-# The tables' transforms need torch; the check of a configuration imports this module and should not wait for it.
+# Only for type checking: transforms import torch, and checking a configuration, which imports this module, must stay fast.
 if TYPE_CHECKING:
     from megatron_rl.families.transforms import Transform
 
@@ -23,45 +23,45 @@ ModelConfig = Any
 
 @dataclass(frozen=True)
 class Rule:
-    """How one of Megatron's parameters is made of a checkpoint's tensors."""
+    """Mapping between one Megatron parameter and the tensors of a checkpoint."""
 
     megatron: str
     """Parameter name; inside a layer without the prefix ``decoder.layers.N.``; ``{expert}`` for each expert."""
     hf: Mapping[str, tuple[str, ...]]
-    """Hugging Face names, inside a layer without ``model.layers.N.``, and shapes by names of sizes."""
+    """Maps Hugging Face names (inside a layer without ``model.layers.N.``) to shapes given as size names."""
     transform: "Transform"
     is_stacked: bool = False
-    """The tensors hold all experts, along their first dimension; the transform takes one expert's part."""
+    """True if the tensors contain all experts along their first dimension; the transform then gets one expert's slice."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, by the names of config.json."""
+    """A mixture of experts, described by field names of config.json."""
 
     in_layer: Callable[[ModelConfig, int], bool]
-    """Whether a decoder layer of the language model, by its index, has experts."""
+    """Function (config, layer index) that returns True if this decoder layer of the language model has experts."""
     number: tuple[str, ...]
-    """The number of experts of a layer; the first name that is there counts."""
+    """Fields with the number of experts per layer; the first field that is present counts."""
     ffn_size: str = "moe_intermediate_size"
-    """The inner features of an expert."""
+    """Field with the number of inner features of an expert."""
     groups: tuple[str, str] | None = None
-    """The number of groups of experts, and how many of them a token's experts may come from."""
+    """Fields with the number of expert groups, and the number of groups that a token's experts may come from."""
     has_bias: bool = False
-    """The router adds a bias to the scores before it chooses (auxiliary-loss-free balancing, arXiv 2408.15664)."""
+    """True if the router adds a bias to the scores before choosing (auxiliary-loss-free balancing, arXiv 2408.15664)."""
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """A vision-language model. Its config.json describes the language model as ``text_config``."""
+    """A vision-language model; config.json describes its language model as ``text_config``."""
 
     encoder_prefix: str
-    """How files begin the names of the encoder's tensors ..."""
+    """Prefix of the encoder's tensor names in files."""
     text_prefix: str
-    """... and those of the language model's."""
+    """Prefix of the language model's tensor names in files."""
     title: str
-    """The family's name as people write it."""
+    """The family's display name."""
     interleaves_positions: bool
-    """Rotary dimensions of time, height and width take turns; else they follow one another."""
+    """True if the rotary dimensions of time, height and width are interleaved; False if they are consecutive blocks."""
     token_ids: tuple[str, ...] = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     """Fields of config.json with the ids that only prompts may contain."""
 
@@ -80,68 +80,68 @@ EXPERT_PARTS: Mapping[str, tuple[str, int, int]] = {
 }
 
 
-def _nothing(model: Mapping[str, Any], where: str) -> Iterator[str]:
+def _no_problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
     yield from ()
 
 
 @dataclass(frozen=True)
 class SGLangSupport:
-    """What SGLang makes of the family: its names of parameters, and what it computes otherwise than transformers.
+    """SGLang's implementation of the family: its parameter names, and its differences from transformers.
 
-    Found by reading the models of SGLang 0.5.23.
+    Source: the model files of SGLang 0.5.23.
     """
 
     joined: Mapping[str, tuple[str, int]] = field(default_factory=lambda: JOINED)
-    """Hugging Face module -> (SGLang's module, place among the parts that are joined along the first dimension)."""
+    """Maps a Hugging Face module to (SGLang's module, index among the tensors concatenated along the first dimension)."""
     expert_parts: Mapping[str, tuple[str, int, int]] = field(default_factory=lambda: EXPERT_PARTS)
-    """Projection of one expert -> (SGLang's parameter, place within the expert, parts of an expert)."""
+    """Maps an expert's projection to (SGLang's parameter, index within the expert, projections per expert)."""
     is_sparse_everywhere: bool = False
-    """It takes every layer for a mixture of experts."""
+    """True if SGLang treats every layer as a mixture of experts."""
     is_never_tied: bool = False
-    """It gives the model a head of its own, which no tensor fills where config.json ties it to the embedding."""
+    """True if SGLang gives the model a separate head, which no tensor fills if config.json ties it to the embedding."""
     scales_rope: bool = True
-    """It knows the scalings of rotary positions."""
+    """True if SGLang implements the scalings of rotary positions."""
     rope_is_yarn: bool = False
-    """It computes every scaling as yarn with a truncated range, and has defaults of its own for its factors."""
-    problems: Callable[[Mapping[str, Any], str], Iterator[str]] = _nothing
-    """What else it cannot serve: (config.json, the beginning of the messages) -> messages."""
+    """True if SGLang computes every scaling as yarn with a truncated range, with its own defaults of the factors."""
+    problems: Callable[[Mapping[str, Any], str], Iterator[str]] = _no_problems
+    """Function (config.json, prefix of the messages) that yields a message for each other feature SGLang cannot serve."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``: its table of parameters, and what its configuration means."""
+    """One ``model_type``: its table of parameters, and the meaning of its configuration."""
 
     layer: Callable[[ModelConfig, int], tuple[Rule, ...]]
-    """Rules of one decoder layer, by its index."""
+    """Function (config, layer index) that returns the rules of one decoder layer."""
     transformer_kwargs: Callable[[ModelConfig], dict[str, Any]]
-    """What this family adds to Megatron's TransformerConfig."""
+    """Function that returns the family's additional arguments of Megatron's TransformerConfig."""
     forbidden: Mapping[str, Any]
-    """Configuration fields that must be absent or equal to this value: other values are not implemented."""
+    """Maps configuration fields to the only implemented value; each field must be absent or have this value."""
     experts: Experts | None = None
     vision: VisionSpec | None = None
     is_latent: bool = False
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
-    """Whether ``partial_rotary_factor`` means something to this family; to the others it is unknown."""
+    """True if the family reads ``partial_rotary_factor``, which other families do not know."""
     num_mtp_layers: str = ""
-    """The name of the number of multi-token-prediction layers in config.json; empty where there are none."""
+    """Field of config.json with the number of multi-token-prediction layers; empty if the family has none."""
     served: SGLangSupport = field(default_factory=SGLangSupport)
 
 
 @functools.cache
 def families() -> Mapping[str, Family]:
-    """All families by model_type, sorted; the files are imported at the first call."""
-    # The package's path, not this file's folder: another package may add a folder to it.
+    """All families, keyed by model_type and sorted; the files are imported at the first call."""
+    # The package's path instead of this file's folder, because another package may add a folder to it.
     package = importlib.import_module(__package__)
     modules = (
-        importlib.import_module(f"{__package__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
     )
-    found = {module.__name__.rpartition(".")[2]: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
-    return dict(sorted(found.items()))
+    by_type = {module.__name__.rpartition(".")[2]: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+    return dict(sorted(by_type.items()))
 
 
 def family_of(config: ModelConfig) -> Family:
-    """ModelError for a model_type that no family has."""
+    """The family of ``config.model_type``. Raises ModelError if the type is not supported."""
     family = families().get(config.model_type)
     if family is None:
         raise ModelError(f"model_type {config.model_type!r} is not supported; supported: {', '.join(families())}")

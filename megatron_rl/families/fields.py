@@ -1,7 +1,7 @@
-"""What the fields of config.json must be, whatever else they say: types, signs and sizes that any model could have.
+"""Checks the fields of config.json one by one: types, signs and plausible sizes, independent of the model.
 
-Checked before anything computes with them, so that a file that cannot be right is told by its field. A field that a model
-does not have, and null for one that may be left out, are no problem here.
+The check comes before any computation, so that an impossible file is reported by its field. Absent fields, and null for
+optional fields, pass.
 """
 
 import math
@@ -12,11 +12,11 @@ _MAX_SIZE = 2**31
 _MAX_LAYERS = 1000
 _MAX_EXPERTS = 10_000
 _MAX_EXPERTS_OF_ALL_LAYERS = 500_000
-"""Each of them has entries of its own in the tables."""
+"""Limit for the whole model, because each expert of each layer has its own entries in the tables."""
 _MAX_SHOWN = 60
 
 Check = tuple[str, Callable[[Any], bool]]
-"""(what is expected, whether a value is that)."""
+"""(the expected value as text, function that returns True for a valid value)."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -68,7 +68,7 @@ _REQUIRED: Mapping[str, Check] = {
     "attention_dropout": _number("a number from 0 up to but not including 1", lambda value: 0 <= value < 1),
     **dict.fromkeys(("image_token_id", "video_token_id"), _whole(0)),
 }
-"""Null is no value of these."""
+"""Fields that must not be null if present."""
 _OPTIONAL: Mapping[str, Check] = {
     **dict.fromkeys(("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window"), _whole(1)),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), _whole(0, _MAX_EXPERTS)),
@@ -117,7 +117,7 @@ _INSIDE: Mapping[str, Mapping[str, Check]] = {
 
 
 def field_problems(model: Mapping[str, Any]) -> Iterator[str]:
-    """One message for every field of config.json, as it stands in the file, that cannot be right."""
+    """Yield one message per field of config.json with an impossible value."""
     yield from _problems("", model, {**_REQUIRED, **_OPTIONAL})
     texts: dict[str, Any] = {"": dict(model), "text_config.": model.get("text_config")}
     for prefix, text in texts.items():

@@ -1,15 +1,15 @@
-"""What a model computes for a sequence, by its length: the cost that micro-batches are balanced by. Pure.
+"""Computes the cost of a sequence from its length, by which micro-batches are balanced. Pure.
 
-Counted are matrix products of the language model's forward pass, two operations per multiply-add:
+The cost is the matrix products of the language model's forward pass, two operations per multiply-add:
 
-- every weight matrix that a token passes: 2 * size, of a mixture's experts only the share that a token is routed to;
-- causal attention: each token's query against the keys up to its own, and as many values: length * (length + 1) / 2
-  pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations per layer.
+- every weight matrix that a token passes: 2 * size; for a mixture, only the fraction of experts a token is routed to;
+- causal attention: each token's query against all keys up to its own, and the same number of values. These are
+  length * (length + 1) / 2 pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations per layer.
 
-The shapes come from the family's table, so a new family counts without a line here. A backward pass does each of the
-products twice more (flash attention computes the scores once again), which moves the balance of the two parts little.
-Not counted: embeddings (no product), vision encoders (their cost follows from images, not from the length), and that
-the output layer runs for trained tokens alone.
+The shapes come from the family's table, so a new family needs no code here. A backward pass computes each product two
+more times (flash attention also recomputes the scores), which hardly changes the ratio of both terms. Not counted:
+embeddings (no product) and vision encoders (their cost depends on images, not on the length). The output layer is
+counted for all tokens, although it runs only for trained tokens.
 """
 
 from collections import Counter
@@ -32,9 +32,9 @@ class ForwardFlops:
     """Floating-point operations of one forward pass over one sequence, as a function of its length [tokens]."""
 
     per_token: float
-    """Of the weight matrices."""
+    """Operations of the weight matrices per token."""
     per_pair: float
-    """Of attention, for each token and one that it sees (itself included), over all layers."""
+    """Operations of attention per pair of a token and a token that it attends to (or itself), over all layers."""
 
     def __call__(self, length: int) -> float:
         return length * (self.per_token + self.per_pair * (length + 1) / 2)
@@ -46,7 +46,7 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     Raises ValueError for a model family without a table.
     """
     sizes, text = dims(hf_config), text_config(hf_config)
-    # A family's layers differ in whether they have experts alone.
+    # One layer of each kind is enough: the layers of a model differ only in having experts or not.
     kinds = has_experts(hf_config)
     layers = {_matrices(hf_config, kinds.index(kind)): number for kind, number in Counter(kinds).items()}
     per_token = 2.0 * sum(
@@ -58,7 +58,7 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
 
 
 _Matrix = tuple[str, tuple[str, ...], bool]
-"""(Hugging Face name inside a layer, shape by names of sizes, whether it holds all experts)."""
+"""(Hugging Face name inside a layer, shape as size names, True if the tensor contains all experts)."""
 
 
 def _matrices(config: ModelConfig, layer: int) -> tuple[_Matrix, ...]:
@@ -69,9 +69,10 @@ def _matrices(config: ModelConfig, layer: int) -> tuple[_Matrix, ...]:
 
 
 def _passed_weights(matrix: _Matrix, text: ModelConfig, sizes: Mapping[str, int]) -> float:
-    """Weights that one token is multiplied with, on average."""
+    """Number of weights that multiply one token, on average."""
     name, shape, is_stacked = matrix
     passed = prod(sizes[size] for size in shape)
+    # A rule has one expert's tensors, or all experts' if they are stacked; a token passes num_experts_per_tok of them.
     if ".experts." in name:
         passed *= text.num_experts_per_tok
     return passed / sizes["experts"] if is_stacked else passed

@@ -26,7 +26,7 @@ FAMILY = Family(
     transformer_kwargs=_transformer_kwargs,
     forbidden={"norm_topk_prob": True},
     experts=Experts(
-        # 1 is the default of transformers, where config.json leaves it out.
+        # 1 is the default of transformers if config.json omits the field.
         in_layer=lambda config, index: index >= getattr(config, "first_k_dense_replace", 1),
         number=("n_routed_experts", "num_local_experts"),
         groups=("n_group", "topk_group"),

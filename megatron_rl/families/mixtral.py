@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, of the model's own intermediate size."""
+"""Mixtral: experts in every layer, with the model's ``intermediate_size``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ def _problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
         yield f"{where}: rope_type={rope['rope_type']}: SGLang's mixtral does not scale rotary positions; {OTHERWISE}"
     if model.get("head_dim") and model["head_dim"] * heads != hidden:
         yield (
-            f"{where}: head_dim={model['head_dim']}: SGLang's mixtral takes hidden_size / num_attention_heads = "
+            f"{where}: head_dim={model['head_dim']}: SGLang's mixtral uses hidden_size / num_attention_heads = "
             f"{hidden / heads:g}; {OTHERWISE}"
         )
     theta = rope.get("rope_theta", 0)

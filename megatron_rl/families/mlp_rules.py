@@ -1,4 +1,4 @@
-"""Rules of decoder layers that several families share; those of experts are in ``experts``."""
+"""Rules of dense decoder layers that several families share (see ``experts`` for mixtures of experts)."""
 
 from megatron_rl.families.family import Rule
 from megatron_rl.families.transforms import QKV, GatedMLP, Replicated, RowParallel

@@ -1,7 +1,7 @@
-"""What a model's config.json says: its one reader, and the facts that are asked of it in many places.
+"""Reads a model's config.json, and derives the facts that many modules need from it.
 
-A configuration is read by attributes: transformers' PretrainedConfig, or the file itself (``as_config``), which may
-leave out what transformers has a default for.
+A configuration is read by attributes: transformers' PretrainedConfig, or the file itself (``as_config``), which may omit
+fields that have a default in transformers.
 """
 
 import functools
@@ -15,34 +15,35 @@ from megatron_rl.errors import ModelError
 from megatron_rl.families.family import ModelConfig, families, family_of
 from megatron_rl.families.fields import field_problems
 
-_Asked = ParamSpec("_Asked")
-_Said = TypeVar("_Said")
-_MOST_REMEMBERED = 20_000
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_MAX_CACHED = 20_000
 
 
-def cached_by_content(function: Callable[_Asked, _Said]) -> Callable[_Asked, _Said]:
-    """``function`` of a model's facts, and of what else it takes, asked once for each content: a plan asks a thousand times.
+def cached_by_content(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Decorator that caches ``function`` by the content of its arguments; the first argument is a configuration.
 
-    What it gives must not be changed. Only facts of ``as_config`` are remembered; transformers' objects print slowly.
+    The planner calls such functions thousands of times. Callers must not change a result. Only configurations of
+    ``as_config`` are cached, because the ``repr`` of a transformers configuration, the cache key, is slow.
     """
-    said: dict[str, _Said] = {}
+    cache: dict[str, _Result] = {}
 
     @functools.wraps(function)
-    def asked(*words: _Asked.args, **named: _Asked.kwargs) -> _Said:
-        if type(words[0]) is not SimpleNamespace:
-            return function(*words, **named)
-        content = repr((words, named))
-        if content not in said:
-            if len(said) > _MOST_REMEMBERED:
-                said.clear()
-            said[content] = function(*words, **named)
-        return said[content]
+    def cached(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        if type(args[0]) is not SimpleNamespace:
+            return function(*args, **kwargs)
+        content = repr((args, kwargs))
+        if content not in cache:
+            if len(cache) > _MAX_CACHED:
+                cache.clear()
+            cache[content] = function(*args, **kwargs)
+        return cache[content]
 
-    return asked
+    return cached
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """ModelError when the file is not a JSON object, or says something twice."""
+    """The JSON object in the file. Raises ModelError if the file is not a JSON object or repeats a name."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -53,22 +54,23 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; readers differ in which of two equal names they take."""
+    """A JSON object. Duplicate names are refused, because readers differ in which value they take."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return content
 
 
 def read_model_json(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder (``with_text``).
+    """config.json of a model folder, with the fields of its language model at the top (``with_text``).
 
-    ModelError when it is not a JSON object, or when a field of a family that is supported cannot be right.
+    Raises:
+        ModelError: the file is not a JSON object, or a field of a supported family has an impossible value.
     """
     file = Path(folder) / "config.json"
     model = read_json_object(file)
-    # Fields of other models may be called the same and mean something else.
+    # Only for supported families: fields of other models may have the same names and a different meaning.
     problems = list(field_problems(model)) if is_supported(model.get("model_type")) else []
     if problems:
         raise ModelError(f"{file}: {'; '.join(problems)}")
@@ -80,91 +82,91 @@ def is_supported(model_type: Any) -> bool:
 
 
 def with_text(model: Mapping[str, Any]) -> dict[str, Any]:
-    """``model`` with what a vision-language model says of its language model (``text_config``) next to the rest."""
+    """``model`` with the fields of ``text_config``, a vision-language model's language model, moved to the top."""
     rest = {name: value for name, value in model.items() if name != "text_config"}
     text = model.get("text_config")
-    # The inner model_type (qwen3_vl_text) is that of no family.
+    # The outer model_type wins: the inner type (qwen3_vl_text) is not the name of a family.
     return {**rest, **text, "model_type": model.get("model_type")} if isinstance(text, dict) else dict(model)
 
 
 def as_config(model: Mapping[str, Any]) -> ModelConfig:
-    """What ``read_model_json`` gave, by attributes."""
+    """The result of ``read_model_json`` as an object with attributes."""
     return SimpleNamespace(**model)
 
 
 def has_vision(model: Mapping[str, Any]) -> bool:
-    """Whether ``model``, from ``read_model_json``, is a vision-language model of a family that is supported."""
+    """Return whether ``model``, from ``read_model_json``, is a vision-language model of a supported family."""
     model_type = model.get("model_type")
     return is_supported(model_type) and families()[str(model_type)].vision is not None
 
 
 def vision_token_ids(config: ModelConfig) -> tuple[int, ...]:
-    """Ids that stand for or around images: no response may contain them. Empty without vision."""
+    """Ids of image placeholders and their delimiters, which no response may contain. Empty without vision."""
     vision = family_of(config).vision
-    found = (getattr(config, name, None) for name in (vision.token_ids if vision is not None else ()))
-    return tuple(sorted({token for token in found if isinstance(token, int)}))
+    ids = (getattr(config, name, None) for name in (vision.token_ids if vision is not None else ()))
+    return tuple(sorted({token for token in ids if isinstance(token, int)}))
 
 
 def vision_titles() -> list[str]:
-    """The names of the families that see, as people write them."""
+    """Display names of the families that take images, sorted."""
     return sorted({family.vision.title for family in families().values() if family.vision is not None})
 
 
 def takes_images(config: ModelConfig) -> bool:
-    """Whether the model takes images."""
+    """Return whether the model takes images."""
     return family_of(config).vision is not None
 
 
 def text_config(config: ModelConfig) -> ModelConfig:
-    """The part of a model's configuration that describes its language model: all of it, or a nested one."""
+    """The configuration of the language model: the nested ``text_config`` of a vision-language model, else ``config``."""
     return getattr(config, "text_config", config) if takes_images(config) else config
 
 
 @cached_by_content
 def has_experts(config: ModelConfig) -> list[bool]:
-    """For each decoder layer, whether it is a mixture of experts; all False in a dense model."""
+    """One flag per decoder layer: True if the layer is a mixture of experts; all False in a dense model."""
     experts, text = family_of(config).experts, text_config(config)
     return [experts is not None and experts.in_layer(text, index) for index in range(text.num_hidden_layers)]
 
 
 def uses_only_experts(config: ModelConfig) -> bool:
-    """Every layer is a mixture of experts with a size of its own: nothing has the model's intermediate size."""
+    """True if every layer is a mixture of experts with its own size, so that no MLP has ``intermediate_size``."""
     experts = family_of(config).experts
     return experts is not None and experts.ffn_size != "intermediate_size" and all(has_experts(config))
 
 
 def num_experts(config: ModelConfig) -> int:
-    """Of one layer, also where no layer has them; 0 for a dense family."""
+    """Number of experts per layer as configured, even if no layer has experts; 0 for a dense family."""
     experts, text = family_of(config).experts, text_config(config)
     numbers = [getattr(text, name, None) or 0 for name in experts.number] if experts is not None else []
     return next(filter(None, numbers), 0)
 
 
 def expert_ffn_size(config: ModelConfig) -> int:
-    """Inner features of one expert; those of a layer where there are none."""
+    """Inner features of one expert; ``intermediate_size`` if the model has no separate expert size."""
     experts, text = family_of(config).experts, text_config(config)
     own = getattr(text, experts.ffn_size, 0) if experts is not None else 0
     return own or getattr(text, "intermediate_size", 0)
 
 
 def router_groups(config: ModelConfig) -> tuple[int, int]:
-    """(groups of experts, how many of them a token's experts may come from); one group where there are none."""
+    """(number of expert groups, number of groups that a token's experts may come from); (1, 1) without groups."""
     experts, text = family_of(config).experts, text_config(config)
     groups, chosen = (experts.groups if experts is not None else None) or ("", "")
     return getattr(text, groups, None) or 1, getattr(text, chosen, None) or 1
 
 
 def num_mtp_layers(config: ModelConfig) -> int:
-    """Multi-token-prediction layers that the configuration counts."""
+    """Number of multi-token-prediction layers in the configuration."""
     return getattr(text_config(config), family_of(config).num_mtp_layers, None) or 0
 
 
 @cached_by_content
 def dims(config: ModelConfig) -> Mapping[str, int]:
-    """The sizes that tables name."""
+    """Maps the size names of the families' tables to this model's sizes."""
     family, text = family_of(config), text_config(config)
     heads = text.num_attention_heads
-    # Optional in the files of every family: transformers leaves them out where they follow from the others.
+    # Optional in the files of every family: transformers omits sizes that follow from the others.
     groups = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     expert_ffn = expert_ffn_size(config)
@@ -198,7 +200,7 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
 
 
 def split_sizes(config: ModelConfig) -> dict[str, int]:
-    """What tensor-parallel ranks share out, by the names of config.json."""
+    """Sizes that tensor parallelism divides among ranks, keyed by their names in config.json."""
     sizes = dims(config)
     split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
     if not uses_only_experts(config):
@@ -206,7 +208,7 @@ def split_sizes(config: ModelConfig) -> dict[str, int]:
     if sizes["experts"]:
         split["moe_intermediate_size x n_shared_experts"] = sizes["shared_ffn"]
     if family_of(config).is_latent:
-        # Megatron builds them split before they are made whole.
+        # Also divisible, although they end up replicated: Megatron builds these layers split before they are replaced.
         split["q_lora_rank"] = sizes["q_latent"]
         split["kv_lora_rank + qk_rope_head_dim"] = sizes["kv_down"]
     return split

@@ -1,4 +1,4 @@
-"""Every parameter of a model: which of Megatron's is which Hugging Face tensors, of which shape, by which transform."""
+"""Lists every parameter of a model: Megatron's name, the Hugging Face tensors with their shapes, and the transform."""
 
 import re
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from megatron_rl.families.vision_encoder import parameter_shapes
 
 Role = Literal["policy", "critic"]
 VALUE_HEAD = "value_head.weight"
-"""The critic's value head, under one name in Megatron's place (output_layer.weight) and in files."""
+"""Name of the critic's value head in files; in Megatron it replaces ``output_layer.weight``."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor, without its numbers."""
+    """Name, shape and dtype of a full tensor."""
 
     name: str
-    """In Hugging Face files."""
+    """The tensor's name in Hugging Face files."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -33,19 +33,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule for one parameter of the whole model: all indices and sizes filled in."""
+    """A rule for one parameter of the whole model, with all indices and sizes filled in."""
 
     megatron: str
     hf: dict[str, tuple[int, ...]]
-    """Whole tensors' names and shapes."""
+    """Maps the names of full tensors to their shapes."""
     transform: Transform
     part: tuple[int, int] | None = None
-    """(index, count): it is this one of so many parts of its tensors, along their first dimension. Parts of one tensor
-    follow one another."""
+    """(index, count) if the parameter is one slice of its tensors along their first dimension; None if it is the whole.
+
+    Slices of one tensor are adjacent."""
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """What the transform takes and gives: the shapes of whole tensors, or of its parts of them."""
+        """Shapes of the transform's inputs: full tensors, or this parameter's slices."""
         return [shape if self.part is None else shape[1:] for shape in self.hf.values()]
 
 
@@ -56,7 +57,7 @@ _VALUE_OUTPUT = Rule("output_layer.weight", {VALUE_HEAD: ("one", "hidden")}, Rep
 
 
 def entries(config: ModelConfig, role: Role) -> list[Entry]:
-    """Every parameter of the whole model, in the order of Hugging Face files: encoder, embedding, layers, norm, head."""
+    """All parameters of the whole model, in the order of Hugging Face files: encoder, embedding, layers, norm, head."""
     sizes, family = dims(config), family_of(config)
     rules, text = [], "model."
     if family.vision is not None:
@@ -73,13 +74,14 @@ def entries(config: ModelConfig, role: Role) -> list[Entry]:
     rules.append(_fill(_FINAL_NORM, sizes, hf_prefix=text))
     if role == "critic":
         rules.append(_fill(_VALUE_OUTPUT, sizes))
+    # A tied head is the embedding and has no separate tensor.
     elif not config.tie_word_embeddings:
         rules.append(_fill(_LM_HEAD, sizes))
     return rules
 
 
 def stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that hold all experts of a layer, with their shapes in the hub's files; none in most families."""
+    """Maps tensors that contain all experts of a layer to their shapes in the hub's files; empty in most families."""
     stacked = (entry for entry in entries(config, "policy") if entry.part is not None)
     return {name: shape for entry in stacked for name, shape in entry.hf.items()}
 
@@ -93,22 +95,22 @@ def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "
     )
 
 
-_OTHER_SPELLINGS = (
-    # Transformer Engine folds a norm into the linear layer after it ...
+_NAME_VARIANTS = (
+    # Transformer Engine fuses a norm into the following linear layer.
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (
         re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
         r"self_attention.\1_layernorm.\2",
     ),
-    # ... and its grouped linear layers number the experts at the end; Megatron's own keep a list of them.
+    # Transformer Engine's grouped linear layers number the experts at the end; Megatron's own layers keep them in a list.
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.\2.\1.weight"),
     (re.compile(r"mlp\.experts\.local_experts\."), "mlp.experts."),
 )
 
 
 def canonical_name(name: str) -> str:
-    """A Megatron parameter's name as the tables spell it, whichever layer implementation it comes from."""
-    for pattern, replacement in _OTHER_SPELLINGS:
+    """A Megatron parameter's name as used in the tables, for any layer implementation."""
+    for pattern, replacement in _NAME_VARIANTS:
         name = pattern.sub(replacement, name)
     return name

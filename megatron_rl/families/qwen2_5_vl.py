@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: the language model of Qwen2, an encoder whose layers see windows of an image."""
+"""Qwen2.5-VL: the language model of Qwen2, and an encoder whose layers attend within windows of an image."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from megatron_rl.families.sglang_limits import OTHERWISE
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
 _PATCH_VALUES = 1176
-"""3 channels x 2 frames x 14 x 14 pixels: the only patch that SGLang does not take for finished features."""
+"""3 channels x 2 frames x 14 x 14 pixels: the only patch size that SGLang does not mistake for precomputed features."""
 
 
 def _problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -19,7 +19,7 @@ def _problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
     if values != _PATCH_VALUES:
         yield (
             f"{where}: vision_config.patch_size={vision.get('patch_size', 14)}: a patch has {values} values, but SGLang's "
-            f"qwen2_5_vl takes all but {_PATCH_VALUES} for finished features and crashes; {OTHERWISE}"
+            f"qwen2_5_vl mistakes any size but {_PATCH_VALUES} for precomputed features and crashes; {OTHERWISE}"
         )
 
 

@@ -8,12 +8,12 @@ from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.model_facts import has_experts
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""As on the hub, and as transformers 5 saves it."""
+"""Field with the number of experts: its name on the hub, and its name as saved by transformers 5."""
 
 
 def in_layer(text: ModelConfig, index: int) -> bool:
-    """Whether layer ``index`` of a Qwen3 with experts has them; ``text`` is the language model's configuration."""
-    # config.json may leave both out.
+    """Return whether layer ``index`` has experts; ``text`` is the language model's configuration."""
+    # Defaults, because config.json may omit both fields.
     step, dense = getattr(text, "decoder_sparse_step", 1), getattr(text, "mlp_only_layers", None) or []
     has_any = any(getattr(text, name, None) for name in NUM_EXPERTS)
     return has_any and index not in dense and (index + 1) % step == 0

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: the language model of Qwen3, whose first layers take features of their own from the encoder."""
+"""Qwen3-VL, dense: the language model of Qwen3, whose first layers also receive features from the encoder (DeepStack)."""
 
 from megatron_rl.families.family import Family, VisionSpec
 from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM

@@ -1,4 +1,4 @@
-"""Qwen3-VL with experts, which its files hold stacked."""
+"""Qwen3-VL with experts, which its files store stacked: one tensor for all experts of a layer."""
 
 from megatron_rl.families.experts import moe_kwargs
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport

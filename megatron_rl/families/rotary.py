@@ -1,4 +1,4 @@
-"""Rotary positions of a model, as transformers has them."""
+"""Rotary positions of a model, computed as in transformers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_rl.families.model_facts import dims, text_config
 
 
 def rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """transformers 5 keeps everything in ``rope_parameters``; older versions in two fields."""
+    """Rotary parameters of a configuration of transformers 5 (``rope_parameters``) or older versions (two fields)."""
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
@@ -18,11 +18,14 @@ def rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """([rotated dimensions / 2] float32, the factor on cosine and sine) of the rotary embedding, as transformers has it."""
+    """Frequencies of the rotary embedding, [rotated dimensions / 2] float32, and its factor on cosine and sine.
+
+    Both are computed by the functions of transformers, or by the same formula for the default type.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rope_parameters(config)
-    # Real numbers also where a model is built on the meta device.
+    # On the CPU explicitly, because the caller may be building a model on the meta device.
     with torch.device("cpu"):
         if rope["rope_type"] == "default":
             head = text_config(config).qk_rope_head_dim if family_of(config).is_latent else dims(config)["head_dim"]

@@ -1,8 +1,8 @@
-"""Models that SGLang computes otherwise than transformers and this trainer, without saying so. Pure; read from config.json.
+"""Detects models that SGLang silently computes differently from transformers and this trainer. Pure; reads config.json.
 
-Found by reading the models of SGLang 0.5.23. A run that samples from such a model is refused before anything starts, for
-the check of log-probs at its first step would stop it anyway; training without servers (sft, reward-train), convert and
-doctor take these models.
+Source: the model files of SGLang 0.5.23. A run that samples from such a model is refused before anything starts, because
+the parity check of its first step would stop it anyway. Training without servers (sft, reward-train), convert and doctor
+accept these models.
 """
 
 import math
@@ -16,7 +16,10 @@ OTHERWISE = "use another checkpoint, or train it without SGLang (sft, reward-tra
 
 
 def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
-    """What SGLang would compute otherwise; ``model`` from ``facts.read_model_json``, ``path`` its name in messages."""
+    """Yield a message for each difference between SGLang and transformers on this model.
+
+    ``model`` is from ``facts.read_model_json``; ``path`` is its name in messages.
+    """
     model_type = model["model_type"]
     served = families()[model_type].served
     where = f"policy.path: {path}"
@@ -28,12 +31,12 @@ def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
         for name, value in dense.items():
             if value and value != 1:
                 yield (
-                    f"{where}: {name}={value}: SGLang's {model_type} takes every layer for a mixture of experts; "
+                    f"{where}: {name}={value}: SGLang's {model_type} treats every layer as a mixture of experts; "
                     f"{OTHERWISE}"
                 )
     if served.is_never_tied and model.get("tie_word_embeddings"):
         yield (
-            f"{where}: tie_word_embeddings=true: SGLang gives {model_type} a head of its own, which no tensor fills; "
+            f"{where}: tie_word_embeddings=true: SGLang gives {model_type} a separate head, which no tensor fills; "
             "store a copy of model.embed_tokens.weight as lm_head.weight and set tie_word_embeddings to false"
         )
     yield from served.problems(model, where)
@@ -42,20 +45,20 @@ def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
 
 
 def split_problems(model: Mapping[str, Any], tensor_parallel_size: int, path: object) -> Iterator[str]:
-    """Why SGLang cannot split the model over ``tensor_parallel_size`` ranks of a server."""
+    """Yield a message for each size that SGLang cannot split over ``tensor_parallel_size`` ranks of a server."""
     heads = model.get("num_attention_heads", tensor_parallel_size)
     groups = model.get("num_key_value_heads") or heads
     has_groups = not families()[model["model_type"]].is_latent
     where = f"rollout.tensor_parallel_size: {tensor_parallel_size}"
     if heads % tensor_parallel_size:
         yield f"{where} does not divide num_attention_heads={heads} of {path}"
-    # Fewer groups than ranks are copied, which has to come out even too.
+    # SGLang replicates the groups if there are fewer groups than ranks; each group needs the same number of ranks.
     elif max(groups, tensor_parallel_size) % min(groups, tensor_parallel_size) and has_groups:
         yield f"{where} and num_key_value_heads={groups} of {path}: expected one to divide the other"
 
 
 def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters as newer (rope_parameters) or older files (rope_theta, rope_scaling) have them."""
+    """Rotary parameters of a model's newer (rope_parameters) or older file (rope_theta, rope_scaling)."""
     rope = dict(model.get("rope_parameters") or model.get("rope_scaling") or {})
     if "rope_theta" in model:
         rope.setdefault("rope_theta", model["rope_theta"])
@@ -66,7 +69,7 @@ def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(model_type: str, served: SGLangSupport, rope: Mapping[str, Any], where: str) -> Iterator[str]:
     kind = rope["rope_type"]
     if served.rope_is_yarn and kind not in ("default", "yarn"):
-        yield f"{where}: rope_type={kind}: SGLang's {model_type} computes yarn whatever the type says; {OTHERWISE}"
+        yield f"{where}: rope_type={kind}: SGLang's {model_type} computes yarn for every type; {OTHERWISE}"
         return
     if kind != "yarn":
         return
@@ -74,13 +77,13 @@ def _rope(model_type: str, served: SGLangSupport, rope: Mapping[str, Any], where
         yield f"{where}: truncate=false of yarn: SGLang's {model_type} always truncates the range; {OTHERWISE}"
     factor = rope.get("factor") or 1.0
     expected = _attention_factor(rope, factor)
-    own = _engine_scale(served, rope, factor)
-    found = own * rope.get("attn_factor", 1.0)
-    if not math.isclose(found, expected, rel_tol=_FACTOR_TOLERANCE):
+    base = _sglang_scale(served, rope, factor)
+    actual = base * rope.get("attn_factor", 1.0)
+    if not math.isclose(actual, expected, rel_tol=_FACTOR_TOLERANCE):
         yield (
             f"{where}: the attention factor of yarn is {expected:.6g} for transformers (attention_factor, mscale, "
-            f"mscale_all_dim) but {found:.6g} for SGLang, which reads attn_factor instead; put "
-            f"attn_factor={expected / own:.9g} next to them, which transformers ignores"
+            f"mscale_all_dim) but {actual:.6g} for SGLang, which reads attn_factor instead; put "
+            f"attn_factor={expected / base:.9g} next to them, which transformers ignores"
         )
 
 
@@ -89,7 +92,7 @@ def _scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """transformers' factor on cosine and sine."""
+    """Factor of transformers on cosine and sine."""
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -97,9 +100,10 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     return _scale(factor)
 
 
-def _engine_scale(served: SGLangSupport, rope: Mapping[str, Any], factor: float) -> float:
-    """SGLang's, before it is multiplied by ``attn_factor``."""
+def _sglang_scale(served: SGLangSupport, rope: Mapping[str, Any], factor: float) -> float:
+    """Factor of SGLang on cosine and sine, without ``attn_factor``."""
     mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    # Only these families have defaults for both scales; the others ignore one without the other.
     if served.rope_is_yarn:
         mscale, all_dims = 1.0 if mscale is None else mscale, 0.0 if all_dims is None else all_dims
     if mscale is None or all_dims is None:
@@ -108,21 +112,21 @@ def _engine_scale(served: SGLangSupport, rope: Mapping[str, Any], factor: float)
 
 
 _FP8_UPDATES = ("qwen2", "qwen3")
-"""Families whose loaders SGLang 0.5.23 marks as fit for new weights in an fp8 server (``flash_rl``)."""
+"""Families whose loaders in SGLang 0.5.23 accept new weights on an fp8 server (``flash_rl``)."""
 
 
 def quantization_problem(quantization: object, load_format: object, model_type: object) -> str:
-    """Why a server that quantizes the weights it loads cannot take a trainer's; empty where it can.
+    """Reason why a server that quantizes at loading cannot take the trainer's weights, or an empty string if it can.
 
-    Read in SGLang 0.5.23: Fp8LinearMethod puts new, transposed parameters in the place of those that were loaded, without their
-    loaders, and has no ``restore_weights_before_loading`` that would bring these back for an update. Other methods are like it.
+    In SGLang 0.5.23, Fp8LinearMethod replaces the loaded parameters by new, transposed parameters without loaders, and has
+    no ``restore_weights_before_loading`` that would restore them for an update. Other methods do the same.
     """
     if quantization in (None, False, "", "unquant"):
         return ""
     if quantization == "fp8" and load_format == "flash_rl" and model_type in _FP8_UPDATES:
         return ""
     return (
-        f"quantization {quantization}: SGLang quantizes the weights that it starts with and puts others in their place, which take "
-        f"none of a trainer's: the first publish would fail. Leave it out; of dense models ({', '.join(_FP8_UPDATES)}) fp8 servers "
+        f"quantization {quantization}: SGLang replaces the weights that it loads by quantized ones, which cannot take the trainer's "
+        f"weights: the first publish would fail. Remove this option; for dense models ({', '.join(_FP8_UPDATES)}), fp8 servers "
         "take a trainer's weights with load-format: flash_rl"
     )

@@ -1,7 +1,7 @@
-"""How a Megatron parameter is made of Hugging Face tensors, and back, under tensor parallelism.
+"""Converts Hugging Face tensors to Megatron parameters and back, under tensor parallelism.
 
-A transform reads from the full tensors only the slices that one rank holds (``load``), and puts the shards of all
-tensor-parallel ranks together again (``export``). ``export`` of the loaded shards gives back the same bits.
+A transform reads only one rank's slices of the full tensors (``load``), and assembles the full tensors from the shards
+of all tensor-parallel ranks (``export``). Invariant: ``export`` of the loaded shards returns the same bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Dims = Mapping[str, int]
-"""Sizes by name: hidden, q, kv, groups, head_dim, ffn, vocab, ... (``facts.dims``)."""
+"""Maps size names (hidden, q, kv, groups, head_dim, ffn, vocab, ...) to sizes; see ``facts.dims``."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a split tensor: ``rank`` of ``size`` equal ones."""
+    """Index (``rank``) of one of ``size`` equal slices of a split tensor."""
 
     rank: int
     size: int
@@ -31,16 +31,16 @@ class Shard:
 
 
 class Sliceable(Protocol):
-    """A full Hugging Face tensor that is read by slices: a safetensors slice or a torch tensor."""
+    """A full Hugging Face tensor that can be read in slices: a safetensors slice or a torch tensor."""
 
     def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 class Transform(Protocol):
-    """One way from a checkpoint's tensors to a parameter of Megatron's, and back."""
+    """Conversion of a checkpoint's tensors to one Megatron parameter, and back."""
 
     is_split: bool
-    """Whether each tensor-parallel rank holds another part (else all hold the same)."""
+    """True if the tensor-parallel ranks have different slices, False if all have the same tensor."""
 
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
         """This rank's Megatron parameter, from the full tensors."""
@@ -92,14 +92,14 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class QKV:
-    """Query, key and value in one: for each key-value group its queries, its key, its value. Weights and biases."""
+    """Query, key and value in one parameter: queries, key and value of each key-value group. Weights and biases."""
 
     is_split = True
 
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
         groups = shard.range(dims["groups"])
         parts = []
-        # Megatron's order is group by group, so a rank's share is whole groups of queries with their key and value.
+        # Megatron orders the rows by group, so a rank's shard is whole groups of queries with their key and value.
         for tensor, total in zip(tensors, (dims["q"], dims["kv"], dims["kv"]), strict=True):
             rows_per_group = total // dims["groups"]
             part = tensor[groups.start * rows_per_group : groups.stop * rows_per_group]
@@ -114,12 +114,12 @@ class QKV:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The gate's rows, then the up projection's rows, on each rank."""
+    """Gate and up projection in one parameter: on each rank the gate's rows, then the up projection's rows."""
 
     is_split = True
 
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
-        # Cut before they are joined: half of a joined tensor would be the whole gate.
+        # Slice before concatenating: the first half of the concatenated tensor would be the whole gate.
         return torch.cat([tensor[shard.range(_length(tensor, 0))] for tensor in tensors])
 
     def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
@@ -129,7 +129,10 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Transposed:
-    """Another transform of one tensor that files hold transposed; ``halves``: of the two that it holds side by side."""
+    """Applies the transform ``inner`` to a tensor that files store transposed.
+
+    ``halves``: the file's tensor is two tensors side by side, which ``inner`` gets separately.
+    """
 
     inner: Transform
     halves: bool = False
@@ -139,7 +142,7 @@ class Transposed:
         (tensor,) = tensors
         num_columns = _length(tensor, 1)
         width = num_columns // (2 if self.halves else 1)
-        # Views instead of a transposed copy: of a file, only the slices that this rank holds are read.
+        # Views instead of a transposed copy, so that only this rank's slices are read from the file.
         views = [_TransposedView(tensor, start, width) for start in range(0, num_columns, width)]
         return self.inner.load(views, dims, shard).contiguous()
 
@@ -148,7 +151,7 @@ class Transposed:
 
 
 class _TransposedView:
-    """Columns [start, start + width) of a tensor [n, m], to be sliced as the rows of [width, n]."""
+    """Columns [start, start + width) of a tensor [n, m], sliced like the rows of a tensor [width, n]."""
 
     def __init__(self, tensor: Any, start: int, width: int) -> None:
         self.tensor, self.start, self.width = tensor, start, width
@@ -164,13 +167,13 @@ class _TransposedView:
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """Split by token id; zero rows pad the vocabulary to a multiple of the ranks."""
+    """Split by token id; zero rows pad the vocabulary to a multiple of the tensor-parallel size."""
 
     is_split = True
 
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
         rows = shard.range(padded_vocab_size(dims["vocab"], shard.size))
-        # A rank may hold nothing but padding.
+        # min, because a rank's shard may be padding only.
         part = tensors[0][min(rows.start, dims["vocab"]) : min(rows.stop, dims["vocab"])]
         return F.pad(part, (0, 0, 0, rows.stop - rows.start - part.shape[0]))
 

@@ -11,13 +11,13 @@ from torch import nn
 from megatron_rl.families.family import ModelConfig
 
 VISION_KWARGS = dict(apply_rope_fusion=False)
-"""What every vision-language model adds to TransformerConfig: the fused kernel knows one position per token."""
+"""TransformerConfig arguments of every vision-language model: the fused kernel supports one position per token only."""
 ADAPTER = ("merger.", "deepstack_merger_list.")
-"""Beginnings of the names of the adapter's parameters."""
+"""Prefixes of the adapter's parameter names."""
 
 
 def build_encoder(vision_config: ModelConfig) -> nn.Module:
-    """The module with uninitialised weights, float32, on torch's current device."""
+    """The encoder with uninitialized float32 weights, on torch's current device."""
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 
@@ -26,18 +26,18 @@ def build_encoder(vision_config: ModelConfig) -> nn.Module:
 
 
 def parameter_shapes(vision_config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Name and shape of each of the encoder's parameters, in its order."""
+    """Maps the encoder's parameter names to their shapes, in the module's order."""
     return _shapes(vision_config.to_json_string(use_diff=False), type(vision_config).from_dict)
 
 
 @functools.lru_cache(maxsize=8)
-def _shapes(json_text: str, config_of: Callable[[dict[str, Any]], ModelConfig]) -> dict[str, tuple[int, ...]]:
+def _shapes(json_text: str, make_config: Callable[[dict[str, Any]], ModelConfig]) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        encoder = build_encoder(config_of(json.loads(json_text)))
+        encoder = build_encoder(make_config(json.loads(json_text)))
     return {name: tuple(parameter.shape) for name, parameter in encoder.named_parameters()}
 
 
 def num_deepstack(vision_config: ModelConfig) -> int:
-    """Layers of the language model that get features of their own."""
-    # One that names a layer past the last gives nothing.
+    """Number of language-model layers that receive their own features from the encoder (DeepStack)."""
+    # Intersected with the range, because an index past the encoder's last layer gives no features.
     return len(set(getattr(vision_config, "deepstack_visual_indexes", None) or ()) & set(range(vision_config.depth)))

@@ -1,9 +1,9 @@
-"""Attention over packs for machines without Transformer Engine: of whole sequences, and of context-parallel parts.
+"""Attention over packs for machines without Transformer Engine: whole sequences, and context-parallel parts.
 
 A pack of many sequences of different lengths runs as a few padded calls: sequences are sorted by length into buckets,
 each padded to its longest member, and every bucket is one call of PyTorch's attention. The gather indices depend on the
-lengths alone: a plan holds them, made once per forward pass and shared by the layers. Padding sits at the right of each
-sequence, where the causal mask keeps it out of every real token's result.
+lengths alone; a plan contains them, is made once per forward pass and shared by the layers. Padding follows each
+sequence, where the causal mask excludes it from every real token's result.
 """
 
 import functools
@@ -23,31 +23,31 @@ from torch import Tensor
 from megatron_rl.models.context import zigzag
 
 _BUCKET_COST_TOKENS = 64
-"""What one more attention call costs, in padded tokens; on a CPU anything from 8 to 200 runs as fast."""
+"""Cost of an additional attention call, in padded tokens; on a CPU all values from 8 to 200 are equally fast."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a pack of T rows is cut into padded attention calls: buckets of sequences, laid end to end in P rows."""
+    """Indices that turn a pack of T rows into padded attention calls: buckets of sequences, concatenated in P rows."""
 
     shapes: list[tuple[int, int]]
-    """(sequences, longest) of each bucket; P is the sum of their products."""
+    """(sequences, longest) of each bucket; P is the sum of the products."""
     pad: Tensor
-    """[P] int64: the pack's row of each place; padding repeats the sequence's last row."""
+    """[P] int64: the pack's row of each padded row; padding repeats the sequence's last row."""
     unpad: Tensor
-    """[T] int64: the place of each of the pack's rows."""
+    """[T] int64: the padded row of each of the pack's rows."""
 
 
 @dataclass
 class PlannedSeqParams(PackedSeqParams):
-    """Megatron's description of a pack (under context parallelism with the padded lengths), with the plan of our attention."""
+    """Megatron's description of a pack, with the plan of ``PackedAttention``; lengths are padded under context parallelism."""
 
     plan: Any = None
     """An ``AttentionPlan``, or a ``ContextPlan`` for ``ContextAttention``."""
 
 
 def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
-    """Buckets for sequences of ``lengths`` tokens (back to back in the pack), with little padding and few calls."""
+    """Buckets for the pack's sequences of ``lengths`` tokens, with little padding and few calls."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -56,10 +56,10 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
     for group in _bucket(order, lengths):
         sizes = torch.tensor([lengths[i] for i in group])
         first = torch.tensor([starts[i] for i in group])
-        places = torch.arange(int(sizes.max()))
-        rows = first[:, None] + torch.minimum(places, sizes[:, None] - 1)
-        real = places < sizes[:, None]
-        # Only real places get a way back: the copies in the padding have no row of their own.
+        offsets = torch.arange(int(sizes.max()))
+        rows = first[:, None] + torch.minimum(offsets, sizes[:, None] - 1)
+        real = offsets < sizes[:, None]
+        # Only real rows have an inverse: the copies in the padding are dropped.
         unpad[rows[real]] = placed + real.flatten().nonzero()[:, 0]
         placed += rows.numel()
         shapes.append((rows.shape[0], rows.shape[1]))
@@ -68,10 +68,10 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
 
 
 def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Cut ``order`` (by rising length) where a bucket's padding would cost more than one more call.
+    """Split ``order`` (ascending lengths) into buckets of minimal total cost.
 
-    Exact for its cost model, padded tokens + _BUCKET_COST_TOKENS a bucket, by dynamic programming over the distinct
-    lengths.
+    The cost is padded tokens + _BUCKET_COST_TOKENS per bucket. The minimum is exact, by dynamic programming over the
+    distinct lengths.
     """
     distinct = sorted({lengths[i] for i in order})
     members: dict[int, list[int]] = {length: [] for length in distinct}
@@ -83,7 +83,7 @@ def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         for start in range(end - 1, -1, -1):
             count += len(members[distinct[start]])
             candidates.append((best[start][0] + count * distinct[end - 1] + _BUCKET_COST_TOKENS, start))
-        # Ties go to the smaller start, hence fewer calls: the plan must be the same in every pass.
+        # Ties go to the smaller start (fewer calls), so that the plan is the same in every pass.
         best.append(min(candidates))
     groups, end = [], len(distinct)
     while end > 0:
@@ -94,7 +94,7 @@ def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention over a pack, given as ``PlannedSeqParams`` with the plan it takes. No dropout; for whole sequences."""
+    """Causal attention over a pack of whole sequences, described by ``PlannedSeqParams`` with a plan. No dropout."""
 
     is_context_parallel = False
 
@@ -132,7 +132,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PlannedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, heads, d], key [T, groups, d], value [T, groups, e] -> [T, heads * e]; T rows of this rank."""
+        """Attend: query [T, heads, d], key [T, groups, d], value [T, groups, e] -> [T, heads * e]; T rows of this rank."""
         if packed_seq_params is None or packed_seq_params.plan is None:
             raise ValueError(
                 f"{type(self).__name__} needs PlannedSeqParams with a plan: call the model through models.packed"
@@ -141,7 +141,7 @@ class PackedAttention(MegatronModule):
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         padded = [_Pad.apply(t, plan) for t in (query, key, value)]
-        # Split, not slices: the backward pass of a slice fills a whole buffer with zeros.
+        # split instead of slicing, because the backward pass of a slice fills a whole buffer with zeros.
         sizes = [sequences * longest for sequences, longest in plan.shapes]
         parts = zip(plan.shapes, *(t.split(sizes) for t in padded), strict=True)
         attended = [self._call(n, q, k, v) for (n, _), q, k, v in parts]
@@ -150,7 +150,7 @@ class PackedAttention(MegatronModule):
     def _call(
         self, num_sequences: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """One padded call: query [n * a, heads, d], key [n * b, groups, d] -> [n * a, heads, e]; causal without ``mask``."""
+        """Run one padded call: query [n * a, heads, d], key [n * b, groups, d] -> [n * a, heads, e]; causal without ``mask``."""
         q, k, v = (part.unflatten(0, (num_sequences, -1)).transpose(1, 2) for part in (query, key, value))
         context = F.scaled_dot_product_attention(
             q,
@@ -165,7 +165,7 @@ class PackedAttention(MegatronModule):
 
 
 class _Pad(torch.autograd.Function):
-    """[T, ...] -> [P, ...] by the plan. Padding has no gradient: nothing that counts attends to it."""
+    """Pads [T, ...] to [P, ...] by the plan. Padding has no gradient, because no real token attends to it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: AttentionPlan) -> Tensor:
@@ -178,7 +178,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[P, ...] -> [T, ...] by the plan."""
+    """Removes the padding by the plan, [P, ...] -> [T, ...]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: AttentionPlan) -> Tensor:
@@ -194,14 +194,14 @@ class _Unpad(torch.autograd.Function):
 class ContextAttention(PackedAttention):
     """Causal attention of this rank's queries to all keys and values of a pack, which are gathered over the group.
 
-    Simple rather than fast: the mask of a bucket is a tensor.
+    Simple instead of fast: the mask of a bucket is a tensor.
     """
 
     is_context_parallel = True
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         group = parallel_state.get_context_parallel_group()
-        # Gathered at once, then cut into calls: one collective per layer, whatever the number of sequences.
+        # Gathered before the split into calls: one collective per layer, for any number of sequences.
         keys, values = (_GatherRows.apply(t, group).index_select(0, plan.key_rows) for t in (key, value))
         query_sizes = [n * longest // group.size() for n, longest in plan.shapes]
         key_sizes = [n * longest for n, longest in plan.shapes]
@@ -209,7 +209,7 @@ class ContextAttention(PackedAttention):
         parts = zip(plan.shapes, plan.positions, queries, keys.split(key_sizes), values.split(key_sizes), strict=True)
         attended = []
         for (n, longest), positions, q, k, v in parts:
-            # Not is_causal: this rank's queries are two parts of the sequence, its keys are all of it.
+            # A mask instead of is_causal, because the queries are two parts of the sequence and the keys are all of it.
             mask = positions[:, None] >= torch.arange(longest, device=k.device)
             attended.append(self._call(n, q, k, v, mask))
         return torch.cat(attended).index_select(0, plan.unsort).flatten(1)
@@ -217,23 +217,23 @@ class ContextAttention(PackedAttention):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Attention calls of one rank: sequences of the same padded length share one, so nothing is padded twice."""
+    """Attention calls of one rank: sequences of the same padded length share a call, so calls need no padding."""
 
     shapes: list[tuple[int, int]]
     """(sequences, padded length) of each call."""
     positions: list[Tensor]
-    """[length / ranks] of each call: the positions of this rank's queries."""
+    """Positions of this rank's queries, [length / ranks] per call."""
     query_rows: Tensor
-    """[L]: the calls' queries end to end, as rows of this rank."""
+    """[L]: this rank's row of each query, with the calls concatenated."""
     key_rows: Tensor
-    """[L * ranks]: the calls' keys end to end, as rows of the gathered tensor."""
+    """[L * ranks]: the gathered tensor's row of each key, with the calls concatenated."""
     unsort: Tensor
-    """[L]: where each of this rank's rows is among the calls' queries."""
+    """[L]: index of each of this rank's rows among the calls' queries."""
 
 
 @functools.lru_cache(maxsize=64)
 def plan_context(lengths: tuple[int, ...], num_ranks: int, rank: int, device: torch.device) -> ContextPlan:
-    """The calls for sequences of padded ``lengths``."""
+    """Attention calls of ``rank`` for sequences of padded ``lengths``."""
     num_rows = sum(lengths) // num_ranks
     members: dict[int, list[int]] = {}
     start = 0
@@ -243,14 +243,14 @@ def plan_context(lengths: tuple[int, ...], num_ranks: int, rank: int, device: to
         start += length // num_ranks
     shapes, positions, query_rows, key_rows = [], [], [], []
     for length, starts in members.items():
-        share = torch.arange(length // num_ranks)
-        # Row (rank, i) of a sequence holds position zigzag(rank)[i]: sorted by position they are in order.
+        offsets = torch.arange(length // num_ranks)
+        # Row (rank, i) of a sequence has position zigzag(rank)[i]; argsort restores the order of positions.
         order = torch.cat([zigzag(length, num_ranks, r) for r in range(num_ranks)]).argsort()
-        rows = torch.cat([share + r * num_rows for r in range(num_ranks)])[order]
+        rows = torch.cat([offsets + r * num_rows for r in range(num_ranks)])[order]
         firsts = torch.tensor(starts)[:, None]
         shapes.append((len(starts), length))
         positions.append(zigzag(length, num_ranks, rank).to(device))
-        query_rows.append((firsts + share).flatten())
+        query_rows.append((firsts + offsets).flatten())
         key_rows.append((firsts + rows).flatten())
     queries = torch.cat(query_rows)
     return ContextPlan(
@@ -259,7 +259,7 @@ def plan_context(lengths: tuple[int, ...], num_ranks: int, rank: int, device: to
 
 
 class _GatherRows(torch.autograd.Function):
-    """[L, ...] of each rank -> [L * ranks, ...]; a row's gradient is the sum of what all ranks have for it."""
+    """Gathers [L, ...] of each rank to [L * ranks, ...]; a row's gradient is the sum of its gradients on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -270,6 +270,6 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        mine = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return mine, None
+        local = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(local, grad.contiguous(), group=ctx.group)
+        return local, None

@@ -1,8 +1,8 @@
-"""The critic: the policy's architecture with a value head in the language-model head's place.
+"""The critic: the policy's architecture with a value head instead of the language-model head.
 
-The head is one row, the same on every tensor-parallel rank; it is part of the model, so ``forward`` (``packed_gpt.py``)
-returns values on the last stage. Values at position t are read after token t; ``token_values`` moves them to the
-alignment of ``data/batch.py``, where values[t] is V(s_t), read before token t is emitted.
+The head is one row, replicated on the tensor-parallel ranks. It is part of the model, so ``forward`` (``packed_gpt.py``)
+returns values on the last stage. The model's value at position t is computed after token t; ``token_values`` shifts the
+values to the alignment of ``data/batch.py``, where values[t] is V(s_t), the value before token t.
 """
 
 import torch
@@ -29,7 +29,7 @@ _DEFAULT_HEAD_SEED = 0
 
 
 class ValueHead(nn.Module):
-    """hidden [T, 1, H] -> values [T, 1, 1] in float32; called as Megatron calls an output layer."""
+    """Value head with the interface of Megatron's output layer: hidden [T, 1, H] -> values [T, 1, 1] in float32."""
 
     def __init__(self, config: TransformerConfig, initial_weight: Tensor) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class ValueHead(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        # In float32 whatever the model's dtype: values are regressed, and bfloat16 has three digits.
+        # float32 for every model dtype, because values are regressed and bfloat16 has three significant digits.
         values = F.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
-            # Every rank goes on with the same values, so backward takes its slice instead of a sum.
+            # All ranks continue with the same values, so backward takes the rank's slice instead of a sum.
             values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
@@ -59,14 +59,14 @@ def build_critic(
 ) -> list[PackedGPTModel]:
     """This rank's part of the critic; arguments, weights and errors as in ``policy.build_policy``.
 
-    The value head is always initialised (normal with ``initializer_range``), also with ``seed`` None: a policy's
-    checkpoint has none to load.
+    The value head is always initialized (normal with ``initializer_range``), even if ``seed`` is None, because a policy's
+    checkpoint has no value head to load.
     """
     chunks = build_chunks(
         hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False, settings=settings
     )
     text = text_config(hf_config)
-    # By seed and name, not from torch's generator: every layout starts from the same head.
+    # From seed and name, not from torch's generator, so that every layout starts from the same head.
     head_seed = _DEFAULT_HEAD_SEED if seed is None else seed
     initial = RandomSource(head_seed, text.initializer_range).read(VALUE_HEAD, (1, text.hidden_size))
     for chunk in chunks:
@@ -78,7 +78,7 @@ def build_critic(
 
 
 def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
-    """values [T] float32: entry t is V(s_t), read before token t; 0 at sequence starts. Differentiable."""
+    """Values [T] float32: entry t is V(s_t), the value before token t; 0 at sequence starts. Differentiable."""
     after = _values_after_tokens(chunk, output, batch)
     values = F.pad(after[:-1], (1, 0))
     is_start = torch.zeros_like(values, dtype=torch.bool)
@@ -87,19 +87,19 @@ def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor
 
 
 def final_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
-    """[N] float32: the value after the last token of each sequence (0 for an empty one). Differentiable."""
+    """[N] float32: the value after the last token of each sequence (0 for an empty sequence). Differentiable."""
     after = _values_after_tokens(chunk, output, batch)
     ends = batch.cu_seqlens[1:].to(output.device)
-    # An empty sequence has no last token: any row is read, then its value is set to 0.
+    # An empty sequence has no last token: an arbitrary row is read, then masked.
     return after[(ends - 1).clamp(min=0)].masked_fill(batch.lengths.to(output.device) == 0, 0.0)
 
 
 def _values_after_tokens(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
-    """[1, T', 1] with padding (of this rank's part, under context parallelism) -> [T]."""
+    """Values after each token, [T], from ``output`` [1, T', 1] with padding (this rank's part under context parallelism)."""
     config = unwrap(chunk).config
     rows = rows_of_tokens(tuple(batch.lengths.tolist()), config, output.device)
     if rows is None:
         return output[0, : len(batch.tokens), 0]
-    here = (rows >= 0).nonzero()[:, 0]
-    mine = output.new_zeros(len(rows)).index_put((here,), output[0, rows[here], 0])
-    return sum_over_context(mine, config)
+    local = (rows >= 0).nonzero()[:, 0]
+    values = output.new_zeros(len(rows)).index_put((local,), output[0, rows[local], 0])
+    return sum_over_context(values, config)

@@ -1,8 +1,9 @@
-"""How tokens travel to the ranks of their experts: Megatron's dispatchers, and its all-gather one made fit for packs.
+"""Token dispatch to the ranks of the experts: adapts Megatron's all-gather dispatcher to packed batches.
 
-Megatron's all-gather dispatcher takes as many rows from every rank, and refuses configurations whose batches may differ
-in length. Ours pads each rank's rows to the longest of the group before they are gathered and cuts them afterwards;
-padding is routed nowhere. The ranks of a group wait for each other once more in every layer, for the one number.
+Megatron's dispatcher needs the same number of rows from every rank, and refuses configurations whose batches may differ
+in length. The dispatcher of this module pads each rank's rows to the longest in the group before the all-gather and
+removes the padding afterwards; padding is routed nowhere. The ranks of a group synchronize one more time per layer, to
+find the longest.
 """
 
 import torch
@@ -17,10 +18,10 @@ from megatron_rl.config.schema import Dispatcher
 
 
 class PackedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Gathers the tokens of all ranks that share experts; each computes its own experts' part of every token."""
+    """Gathers the tokens of all ranks that share experts; each rank applies its own experts to every token."""
 
     def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [T_local, 1, H], routing_map [T_local, E] bool, probs [T_local, E] -> padded rows and probs."""
+        """Pad the rows: hidden [T_local, 1, H], routing_map [T_local, E] bool, probs [T_local, E] -> rows and probs."""
         rows, probs = super().dispatch_preprocess(hidden, routing_map, probs)
         self._num_rows = len(rows)
         if self.tp_size * self.ep_size > 1:
@@ -32,12 +33,12 @@ class PackedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return rows, probs
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
-        """Padded rows -> [T_local, 1, H]."""
+        """Remove the padding: padded rows -> [T_local, 1, H]."""
         return super().combine_postprocess(hidden[: self._num_rows])
 
 
 def install_dispatcher(model: nn.Module, dispatcher: Dispatcher) -> None:
-    """Give the layers of a built model this dispatcher, where Megatron's configuration cannot name it."""
+    """Replace the dispatchers of a built model if ``dispatcher`` is not available through Megatron's configuration."""
     if dispatcher is not Dispatcher.allgather:
         return
     for layer in model.modules():

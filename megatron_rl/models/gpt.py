@@ -1,4 +1,4 @@
-"""The language model of this project inside Megatron's wrappers."""
+"""The GPTModel subclass of this project, and access to it through Megatron's wrappers."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import nn
 
 
 class PackedGPTModel(GPTModel):
-    """A GPTModel of this project: its last stage returns what the policy's or critic's functions take."""
+    """A GPTModel whose last stage returns the input of ``policy.token_logprobs`` or ``critic.token_values``."""
 
     real_vocab_size: int
-    """Tokens of the tokenizer's model; the output layer may be padded beyond it."""
+    """Vocabulary size of the model; the output layer may be padded beyond it."""
     fp32_head: bool = False
-    """The gradients of the logits stay in float32 next to a bfloat16 model too; the logits always are."""
+    """True keeps the gradients of the logits in float32 even in a bfloat16 model; the logits always are float32."""
     excluded_token_ids: tuple[int, ...]
-    """Of a policy: ids that no response contains, those of images; they have no probability."""
+    """Ids of images, which no response contains and which have probability 0 (policy only)."""
 
 
 def unwrap(chunk: nn.Module) -> PackedGPTModel:

@@ -22,40 +22,40 @@ from megatron_rl.models.attention import PackedAttention
 from megatron_rl.system.gpu import transformer_engine
 
 _SPLIT_GRADIENT_MARK = "sequence_parallel"
-"""The attribute that Megatron looks for."""
+"""Attribute of parameters that Megatron checks."""
 _FLOAT32_TOKENS = 2048
-"""Sequences up to this length are cheap without flash attention, which takes 16 bits only."""
+"""Longest sequence for which float32 attention is cheap; flash attention supports 16-bit types only."""
 
 
 if not te_layers.HAVE_TE:
-    # Megatron 0.16.1 leaves the one name undefined and the other wrong: without this no expert runs and no latent
-    # attention is built, on a GPU either.
+    # Megatron 0.16.1 leaves the first name undefined and sets the second wrongly: without this fix no expert runs and no
+    # latent attention can be built, even on a GPU.
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_latent_attention.HAVE_TE = False
 
 
 def has_transformer_engine() -> bool:
-    """Transformer Engine's layers are used wherever there is a GPU and Megatron could import the library."""
+    """True if there is a GPU and Megatron could import Transformer Engine; models then use its layers."""
     return torch.cuda.is_available() and te_layers.HAVE_TE
 
 
 def layers_note(config: TransformerConfig, longest: int = 0) -> str:
-    """What a GPU without Transformer Engine, or float32 with it, costs this model, for the display; "" where it is nothing.
+    """Warning about slow layers on a GPU (no Transformer Engine, or float32), for the display; "" if there is no cost.
 
-    ``longest``: tokens of a sequence.
+    ``longest``: tokens of the longest sequence.
     """
     if not torch.cuda.is_available():
         return ""
     if has_transformer_engine():
         return _float32_note(config, longest)
     slow = ["norms, rotary embeddings and the optimizer in many small kernels"]
-    slow += ["experts one after the other"] if config.num_moe_experts else []
+    slow += ["experts one at a time"] if config.num_moe_experts else []
     slow += ["latent attention without a fused kernel"] if config.multi_latent_attention else []
     if config.context_parallel_size > 1:
         slow += ["keys and values of whole sequences gathered on every rank, with masks of length x length"]
     why = f"does not load on this GPU ({transformer_engine.problem})" if transformer_engine.problem else "is missing on this GPU"
     return (
-        f"Transformer Engine {why}: layers in plain PyTorch take its place, right but slow "
+        f"Transformer Engine {why}: layers in plain PyTorch replace it, correct but slow "
         f"({'; '.join(slow)}); install it for anything but a trial (docs/cluster.md)"
     )
 
@@ -72,9 +72,9 @@ def _float32_note(config: TransformerConfig, longest: int) -> str:
 
 
 def mark_split_gradients(module: nn.Module, sequence_parallel: bool) -> None:
-    """Say of the parameters whether each tensor-parallel rank has the gradient of its own part of the tokens alone.
+    """Mark the module's parameters if, under sequence parallelism, their gradients cover only the rank's own tokens.
 
-    Megatron sums gradients so marked over the tensor-parallel group.
+    Megatron sums the gradients of marked parameters over the tensor-parallel group.
     """
     for parameter in module.parameters():
         setattr(parameter, _SPLIT_GRADIENT_MARK, sequence_parallel)
@@ -99,7 +99,7 @@ class _LocalNorm(nn.Module):
 
 
 class _ReplicatedLinear(nn.Linear):
-    """A linear layer without bias, whole on every tensor-parallel rank; called as Megatron calls its layers."""
+    """A linear layer without bias, replicated on all tensor-parallel ranks, with the interface of Megatron's layers."""
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=config.params_dtype)
@@ -112,10 +112,10 @@ class _ReplicatedLinear(nn.Linear):
 
 
 class _LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with the projections to the latents whole on every rank, as Transformer Engine has them.
+    """Megatron's latent attention with replicated projections to the latents, as in Transformer Engine.
 
-    Split over the ranks, as Megatron's own layers are, the shared rotary key would get the gradient of one rank's heads
-    alone. With more than one rank, sequence parallelism is needed for the same reason.
+    Megatron's own layers split these projections over the ranks; the shared rotary key would then get the gradient of one
+    rank's heads only. With more than one rank, sequence parallelism is required for the same reason.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -132,11 +132,11 @@ _LOCAL_LAYERS: dict[type, type] = {
     LNImpl: _LocalNorm,
     MLASelfAttention: _LatentAttention,
 }
-"""Megatron's layers that need a GPU or take no packs, and ours in their place (LNImpl is Apex's where installed)."""
+"""Replacements of Megatron's layers that need a GPU or do not support packs (LNImpl is Apex's layer if installed)."""
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (of its chunk ``vp_stage``): Transformer Engine's where present, else ours."""
+    """The layers of this pipeline stage (of its chunk ``vp_stage``): Transformer Engine's if available, else this module's."""
     on_gpu = has_transformer_engine()
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=on_gpu, normalization=config.normalization, vp_stage=vp_stage
@@ -147,7 +147,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 
 
 def restore_float32(model: nn.Module) -> None:
-    """Undo a cast of the model for what stays in float32: the routers' expert biases."""
+    """Cast the routers' expert biases back to float32 after a cast of the model."""
     for module in model.modules():
         if isinstance(module, TopKRouter) and module.expert_bias is not None:
             module.expert_bias = module.expert_bias.float()
@@ -155,7 +155,7 @@ def restore_float32(model: nn.Module) -> None:
 
 def swap_layers(spec: Any, table: dict[type, type]) -> Any:
     """``spec`` with the classes in ``table`` replaced, anywhere in the tree of module specs."""
-    # A spec is a tree of classes, ModuleSpecs, dataclasses of specs and lists of them; anything else is an option.
+    # A spec is a tree of classes, ModuleSpecs, dataclasses and lists; any other value is an option and stays unchanged.
     if isinstance(spec, type):
         return table.get(spec, spec)
     if isinstance(spec, ModuleSpec):

@@ -1,16 +1,17 @@
-"""Log-probabilities and entropies from hidden states, without ever holding the logits of more than a chunk of tokens.
+"""Log-probabilities and entropies from hidden states, computed without the logits of more than one chunk of tokens.
 
-The vocabulary is split over the tensor-parallel group; each rank computes its columns of the logits in float32 and
-the group exchanges four numbers per token. The backward pass computes the logits again, chunk by chunk. Next to a
-bfloat16 model the gradients of the logits are rounded to bfloat16 before they are multiplied, and sums stay in float32:
-tensor cores take no other inputs, and float32 products would take as long as the rest of a small model. That moves the
-gradients by about a thousandth (0.2 % of their norm), less than rounding them to bfloat16 afterwards does.
+The vocabulary is split over the tensor-parallel group. Each rank computes its columns of the logits in float32, and the
+group exchanges four values per token. The backward pass recomputes the logits chunk by chunk.
+
+In a bfloat16 model the gradients of the logits are rounded to bfloat16 before their products, with float32 sums:
+tensor cores need 16-bit inputs, and float32 products would take as long as the rest of a small model. The rounding
+changes the gradients by about 0.2 % of their norm, less than rounding the products to bfloat16 does.
 
     logp(t) = z_t - log Z,   H = log Z - E[z],   z = logits / temperature
     d logp / d z_i = [i = t] - p_i,   d H / d z_i = -p_i (log p_i + H)
 
-Tokens that the engine never samples (those that stand for images) take no part: their z is a constant far below all
-others, as it is in SGLang, so that both sides speak of the same distribution.
+Tokens that the server never samples (image tokens) are excluded: their z is a constant far below all others. SGLang does
+the same, so that trainer and server have the same distribution.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 512
-"""Tokens whose logits exist at a time: 256 to 1024 take the same time, memory grows with it."""
+"""Tokens per chunk: 256 to 1024 take the same time, and memory grows with the chunk."""
 _EXCLUDED_SCORE = -1.0e9
-"""In the place of an excluded token's z: its probability is 0 in every float, and 0 times it is 0."""
+"""The z of an excluded token: finite, so that 0 times it is 0, and low enough for probability 0 in every float dtype."""
 
 
 def token_logprobs_and_entropy(  # noqa: PLR0913 (one keyword for each fact about the output layer)
@@ -39,17 +40,25 @@ def token_logprobs_and_entropy(  # noqa: PLR0913 (one keyword for each fact abou
     excluded: Sequence[int] = (),
     exact_gradients: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, H], weight [rows, H], targets [N] int64 -> (logprobs [N], entropy [N]), float32 (float64 stays).
+    """Log-probs [N] and entropies [N], float32 (or float64, if the inputs are), of ``targets`` [N] int64.
 
-    ``weight`` holds this rank's rows of the output matrix, the same number on every rank of ``group`` (None: this rank
-    holds all); rows past ``vocab_size`` are padding and take no part. ``targets`` are global token ids and equal on
-    all ranks of the group, and so are the results. The gradient of ``hidden`` is this rank's part only: the caller
-    lets it pass through Megatron's copy or gather region, which sums it over the group. ``excluded`` ids have
-    probability 0: log-probs and entropies are those over the other tokens. ``exact_gradients``: those of the logits are
-    not rounded to bfloat16.
+    Args:
+        hidden: [N, H]. Its gradient is this rank's summand only: the caller passes it through Megatron's copy or gather
+            region, which sums over the group.
+        weight: [rows, H], this rank's rows of the output matrix; the same number of rows on every rank of ``group``.
+        targets: global token ids, equal on all ranks of the group; so are the results.
+        vocab_size: rows beyond this size are padding and ignored.
+        temperature: more than 0.
+        group: the tensor-parallel group; None if this rank has all rows.
+        chunk_size: tokens whose logits exist at the same time.
+        excluded: ids with probability 0; log-probs and entropies are over the other tokens.
+        exact_gradients: do not round the gradients of the logits to bfloat16.
+
+    Raises:
+        ValueError: temperature is not positive.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature is positive, got {temperature}; score greedy samples at temperature 1")
+        raise ValueError(f"temperature must be positive, got {temperature}; score greedy samples at temperature 1")
     return _ChunkedLogprobs.apply(
         hidden, weight, targets, _Head(vocab_size, temperature, group, chunk_size, tuple(excluded), exact_gradients)
     )
@@ -57,7 +66,7 @@ def token_logprobs_and_entropy(  # noqa: PLR0913 (one keyword for each fact abou
 
 @dataclass(frozen=True)
 class _Head:
-    """What is known of the output layer beyond its weight; as the arguments of ``token_logprobs_and_entropy``."""
+    """Properties of the output layer other than its weight; see the arguments of ``token_logprobs_and_entropy``."""
 
     vocab_size: int
     temperature: float
@@ -76,7 +85,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: _Head,
     ) -> tuple[Tensor, Tensor]:
-        # A loss without entropy leaves its gradient None, which saves the second product below.
+        # Without this, a loss without entropy would get a gradient of zeros instead of None and compute the second term.
         ctx.set_materialize_grads(False)
         rank = 0 if head.group is None else head.group.rank()
         first_id = rank * weight.shape[0]
@@ -90,7 +99,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             scores[:, columns] = _EXCLUDED_SCORE
             parts.append(_statistics(scores, local_targets[chunk], head.group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        # Without a single token there is no part to take the dtype from.
+        # The empty tensor sets the dtype if there are no tokens.
         empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
         logprobs, entropy, log_normalizer = torch.cat([empty, *parts], dim=1)
         ctx.save_for_backward(hidden, weight, local_targets, log_normalizer, entropy)
@@ -114,12 +123,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_scores = torch.zeros_like(p)
             if grad_logprobs is not None:
                 grad_scores -= p * grad_logprobs[chunk, None]
-                here, column = _columns(local_targets[chunk], rows)
+                is_local, column = _columns(local_targets[chunk], rows)
                 if rows > 0:
-                    grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * here)[:, None])
+                    grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * is_local)[:, None])
             if grad_entropy is not None:
                 grad_scores -= grad_entropy[chunk, None] * p * (log_p + entropy[chunk, None])
-            grad_scores[:, ctx.columns] = 0.0  # a constant stands there, also where it was the target
+            grad_scores[:, ctx.columns] = 0.0  # excluded scores are constants, even if one was the target
             grad_scores /= ctx.temperature
             grad_scores = grad_scores.to(ctx.gradient_dtype)
             grad_hidden[chunk] = _product(grad_scores, weight[:rows])
@@ -128,7 +137,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left [n, k] @ right [k, m] -> [n, m] with sums in float32, also of bfloat16 inputs; float64 stays."""
+    """left [n, k] @ right [k, m] -> [n, m] with float32 sums, also for bfloat16 inputs; float64 stays float64."""
     if left.dtype == right.dtype and left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.dtype == right.dtype and left.is_cuda:
@@ -137,24 +146,24 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _columns(local_targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Which targets [n] are among this rank's ``rows``, and a valid column for each."""
-    here = (local_targets >= 0) & (local_targets < rows)
-    return here, local_targets.clamp(0, max(rows - 1, 0))
+    """Flags [n] of the targets among this rank's ``rows``, and a valid column [n] for each target."""
+    is_local = (local_targets >= 0) & (local_targets < rows)
+    return is_local, local_targets.clamp(0, max(rows - 1, 0))
 
 
 def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """scores [n, rows] (overwritten), local_targets [n] -> [3, n]: log-probs, entropy, log normaliser."""
+    """Log-probs, entropies and log normalizers, [3, n], of scores [n, rows] (overwritten) and local_targets [n]."""
     n, rows = scores.shape
     maximum = scores.amax(1) if rows > 0 else scores.new_full((n,), float("-inf"))
     if group is not None and group.size() > 1:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    # In place: a second [n, rows] would double what a chunk needs.
+    # In place, because a second [n, rows] would double the memory of a chunk.
     scores -= maximum[:, None]
-    here, column = _columns(local_targets, rows)
+    is_local, column = _columns(local_targets, rows)
     target_score = scores.gather(1, column[:, None])[:, 0] if rows > 0 else scores.new_zeros(n)
     weights = scores.exp()
     # One collective for all three sums.
-    sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(here, target_score, 0.0)])
+    sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(is_local, target_score, 0.0)])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     total, weighted, target = sums

@@ -1,7 +1,7 @@
-"""Megatron's own settings: ``policy.megatron`` and ``critic.megatron`` give fields of its TransformerConfig directly.
+"""Fields of Megatron's TransformerConfig that a recipe sets directly, by ``policy.megatron`` and ``critic.megatron``.
 
-A field passes through unless this trainer sets it by another key, or relies on it. What passes is checked by name and
-type against the dataclass of the Megatron that is installed.
+A field is passed through unless this trainer sets it by another key or relies on its value. Names and types are checked
+against the dataclass of the installed Megatron.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ ADJUSTABLE = (
     "apply_rope_fusion batch_p2p_sync bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion "
     "masked_softmax_fusion moe_permute_fusion moe_router_fusion moe_shared_expert_overlap persist_layer_norm"
 ).split()
-"""Fields that this trainer sets too, as a mere default."""
+"""Fields for which this trainer has its own default."""
 
-_MODEL = "config.json of the model's folder says it"
-_SAMPLING = "the servers would compute another model than the trainer"
-_WIRED = "this trainer's passes over packs rely on their value"
+_MODEL = "config.json of the model's folder sets it"
+_SAMPLING = "the servers would compute a different model than the trainer"
+_WIRED = "this trainer's passes over packs rely on the value"
 _SET_BY: dict[str, str] = {
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit activation_func glu_linear_offset "
@@ -67,29 +67,29 @@ _SET_BY: dict[str, str] = {
     "cuda_graph_scope cuda_graph_impl enable_cuda_graph external_cuda_graph flash_decode test_mode "
     "heterogeneous_block_specs use_inference_optimized_layers transformer_impl "
     "overlap_moe_expert_parallel_comm fine_grained_activation_offloading": _WIRED,
-    "tp_comm_overlap": "Transformer Engine's buffers for it have one size, and packs differ in length",
+    "tp_comm_overlap": "Transformer Engine's buffers have one size, and packs differ in length",
 }
 REFUSED = {name: reason for names, reason in _SET_BY.items() for name in names.split()}
-"""Field -> why it cannot be given."""
+"""Maps each refused field to the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MegatronSettings:
-    """How a run wants a model computed, whatever the model."""
+    """Settings of a recipe that change how any model is computed."""
 
     moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
     fp8: Fp8 = Fp8.none
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of TransformerConfig, as ``policy.megatron`` or ``critic.megatron`` gives them."""
+    """Fields of TransformerConfig from ``policy.megatron`` or ``critic.megatron``."""
 
 
 PLAIN = MegatronSettings()
 
 
 def checked_fields(fields: Mapping[str, Any], *, key: str = "megatron") -> dict[str, Any]:
-    """``fields`` with the values that TransformerConfig takes; ModelError, listing every problem, where it takes none.
+    """``fields`` with values converted for TransformerConfig. Raises ModelError with all problems.
 
-    ``key``: where they stand in the configuration.
+    ``key``: the fields' section of the configuration, for messages.
     """
     hints = typing.get_type_hints(TransformerConfig)
     known = [field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")]
@@ -97,7 +97,7 @@ def checked_fields(fields: Mapping[str, Any], *, key: str = "megatron") -> dict[
     for name, value in fields.items():
         hint = hints.get(name)
         if name in REFUSED:
-            problems.append(f"{key}.{name}: it cannot be given here: {REFUSED[name]}")
+            problems.append(f"{key}.{name}: cannot be set here: {REFUSED[name]}")
         elif name not in known:
             near = difflib.get_close_matches(name, [other for other in known if other not in REFUSED], n=3)
             guess = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -124,7 +124,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint in (bool, int, str, list, type(None)):
-        # True is an int to Python, but a mistake in a configuration.
+        # An exact type, because True is an int in Python but a mistake in a configuration.
         return type(value) is hint
     return False
 

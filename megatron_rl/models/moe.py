@@ -1,7 +1,7 @@
-"""Mixture-of-experts settings: what they mean to Megatron, and which of them a model and a machine can have.
+"""Mixture-of-experts settings: translates them for Megatron, checks them against model and machine, and applies routing.
 
-Megatron's own auxiliary loss and bias update stay off: the first depends on how an update is cut into micro-batches,
-the second counts padding and moves even if the step is skipped. ``routing.py`` has both, without these faults.
+Megatron's own auxiliary loss and bias update stay off: the loss depends on the split of an update into micro-batches,
+and the bias update counts padding and runs even if the step is skipped. ``routing.py`` has both, without these defects.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ _ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtyp
 
 
 def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Fields of TransformerConfig that replace those of the family; none for a dense model."""
+    """Fields of TransformerConfig that override the family's; empty for a dense model."""
     sizes, with_te = dims(hf_config), has_transformer_engine()
     if not sizes["experts"]:
         return {}
@@ -58,13 +58,13 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig, parallel: Paral
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=0.0,
-        # Megatron's own all-gather refuses packs; ours takes its place in the built model (``dispatch.py``).
+        # Megatron's all-gather dispatcher refuses packs; ``dispatch.py`` replaces the dispatcher in the built model.
         moe_token_dispatcher_type="flex" if settings.dispatcher is Dispatcher.flex else "alltoall",
         moe_grouped_gemm=_uses_grouped_gemm(settings.grouped_gemm),
         moe_permute_fusion=with_te,
-        # Its kernel knows no float64; what it cannot do in a pass, ``routing.TracedRouter`` sees.
+        # The fused kernel does not support float64; ``routing.TracedRouter`` disables it in passes that need expert ids.
         moe_router_fusion=with_te and settings.router_dtype is RouterDtype.fp32,
-        # With all experts on one rank there is no dispatch to hide the shared ones behind.
+        # With all experts on one rank there is no dispatch that the shared experts could overlap with.
         moe_shared_expert_overlap=with_te
         and settings.dispatcher is Dispatcher.alltoall
         and bool(sizes["shared_ffn"])
@@ -79,7 +79,7 @@ def _uses_grouped_gemm(choice: GroupedGemm) -> bool:
 def check_moe(
     settings: MoeConfig, hf_config: PretrainedConfig, parallel: ParallelConfig, *, where: str = "policy.moe"
 ) -> None:
-    """Raises ModelError for settings that this model or machine cannot follow."""
+    """Raise ModelError for settings that this model or machine does not support."""
     num_experts = dims(hf_config)["experts"]
     if not num_experts:
         changed = [
@@ -93,15 +93,15 @@ def check_moe(
                 "leave it at none"
             )
         return
-    # Ids are stored as int16, one up.
+    # Routes are stored as int16 values of expert id + 1.
     if settings.routing_replay is not RoutingReplay.none and num_experts >= torch.iinfo(torch.int16).max:
         raise ModelError(
             f"{where}.routing_replay: at most {torch.iinfo(torch.int16).max - 1} experts, got {num_experts}"
         )
     if settings.load_balancing is LoadBalancing.bias and not _has_expert_bias(hf_config):
         raise ModelError(
-            f"{where}.load_balancing=bias: {hf_config.model_type} has no expert bias, so its checkpoints and the "
-            "servers could not hold one; use aux_loss or none"
+            f"{where}.load_balancing=bias: {hf_config.model_type} has no expert bias, so checkpoints and servers "
+            "could not store one; use aux_loss or none"
         )
     if settings.dispatcher is Dispatcher.flex:
         _check_flex(settings, parallel, where)
@@ -135,9 +135,10 @@ def _has_expert_bias(hf_config: PretrainedConfig) -> bool:
 
 
 class Routing:
-    """The routers of one engine over its passes: gives each micro-batch its trace and uses what the traces saw.
+    """The routers of one engine: creates a trace per micro-batch and evaluates the traces after a pass.
 
-    For a dense model every trace is None and nothing happens.
+    Life cycle: ``begin`` a pass, ``trace`` once per chunk and micro-batch, then ``take_routes`` or ``finish_update``. For
+    a dense model every trace is None and all methods do nothing.
     """
 
     def __init__(self, settings: MoeConfig, chunks: Sequence[nn.Module]) -> None:
@@ -161,22 +162,22 @@ class Routing:
         trains: bool,
         records: bool,
     ) -> None:
-        """A pass over ``microbatches`` on ``device``; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
+        """Start a pass over ``microbatches`` on ``device``; ``stand_ins`` marks dummy micro-batches. Collective if ``trains``."""
         if not self._has_experts:
             return
-        # A stand-in's tokens are nobody's: they take part in collectives, and count nowhere.
+        # A dummy's tokens take part in the collectives but are counted nowhere.
         self._sizes = [0 if empty else len(batch.tokens) for batch, empty in zip(microbatches, stand_ins, strict=True)]
         self._accounts, self._records, self._device, self._aux_loss_scale = [], records, device, 0.0
         if trains and self._settings.load_balancing is LoadBalancing.aux_loss:
             self._aux_loss_scale = self._settings.aux_loss_coef / max(_count_tokens(self._sizes, device), 1)
 
     def trace(self, index: int, batch: PackedBatch) -> RoutingTrace | None:
-        """For a chunk's pass over micro-batch ``index``, whose turn it is: ``batch``, in host memory."""
+        """The trace for a chunk's pass over micro-batch ``index``, given as ``batch`` in host memory; None if dense."""
         if not self._has_experts:
             return None
         if index == len(self._accounts):
             if self._is_whole and index and self._accounts[-1].recorded is not None:
-                # The pass over the micro-batch before is over.
+                # Free GPU memory early: with one chunk, the pass over the previous micro-batch is complete.
                 self._accounts[-1].recorded = self._accounts[-1].recorded.cpu()
             self._accounts.append(new_account(self._config, len(batch.tokens), self._device, records=self._records))
         rows = local_rows(batch.lengths.tolist(), self._config)
@@ -189,13 +190,16 @@ class Routing:
         )
 
     def pop_routes(self) -> list[Tensor]:
-        """Routes [T, L, K] int16 of each micro-batch of the recording pass just made; every model-parallel peer calls it."""
+        """Return and clear the routes [T, L, K] int16 of each micro-batch of the last recording pass.
+
+        Collective over the model-parallel ranks.
+        """
         accounts, self._accounts = self._accounts, []
         return [gather_routes(account)[:size] for account, size in zip(accounts, self._sizes, strict=True)]
 
     @torch.no_grad()
     def finish_update(self, *, skipped: bool) -> dict[str, tuple[float, float]]:
-        """After an optimizer step: move the expert bias if it is to move; metrics as (sum, denominator). Collective."""
+        """Update the expert bias after an optimizer step, if configured; returns metrics as (sum, denominator). Collective."""
         accounts, self._accounts = self._accounts, []
         if not accounts:
             return {}
@@ -205,7 +209,7 @@ class Routing:
                 if value is not None:
                     extra[index] += value
         totals = torch.cat([extra, torch.stack([account.loads for account in accounts]).sum(0).flatten()])
-        # Over all ranks, also those that share tokens: each counted its own part of them.
+        # Over all ranks, including ranks that share sequences, because each rank counted only its own tokens.
         dist.all_reduce(totals)
         loads = totals[2:].view(self._config.num_layers, -1)
         if self._settings.load_balancing is LoadBalancing.bias and not skipped:
@@ -223,14 +227,14 @@ class Routing:
 
 
 def _count_tokens(sizes: Sequence[int], device: torch.device) -> int:
-    """Tokens of all micro-batches of all data-parallel ranks; ``sizes``: of this rank's."""
+    """Tokens of all micro-batches of all data-parallel ranks; ``sizes``: tokens of this rank's micro-batches."""
     total = torch.tensor(float(sum(sizes)), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return int(total)
 
 
 def local_rows(lengths: Sequence[int], config: TransformerConfig) -> Tensor:
-    """[T_local] int64: the pack's row of each token that this rank's routers see, -1 for padding."""
+    """[T_local] int64: the pack's row of each token that this rank's routers receive, -1 for padding."""
     rows = torch.arange(sum(lengths))
     if config.context_parallel_size > 1:
         rows = split_here(tuple(lengths), config).token_of_row

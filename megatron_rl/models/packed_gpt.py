@@ -1,8 +1,8 @@
-"""GPT models over packed batches: building this rank's part of a model, and its forward pass.
+"""GPT models over packed batches: builds this rank's part of a model, and runs its forward pass.
 
-Callers speak in ``PackedBatch``; everything else stays inside: the padding of the pack to a multiple of the
-tensor-parallel size (sequence parallelism needs it), this rank's part of it under context parallelism, the sequence
-parameters of Megatron, the attention plan.
+Callers pass a ``PackedBatch``. This module hides the padding of the pack to a multiple of the tensor-parallel size
+(required by sequence parallelism), this rank's part of the pack under context parallelism, Megatron's sequence
+parameters, and the attention plan.
 """
 
 import functools
@@ -45,7 +45,7 @@ from megatron_rl.parallel.topology import local_device
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
 
 PAD_TOKEN_ID = 0
-"""Fills the pack up under sequence parallelism; it forms a sequence of its own that no result refers to."""
+"""Token that pads the pack under sequence parallelism; the padding is a separate sequence without results."""
 
 
 def build_chunks(
@@ -57,9 +57,9 @@ def build_chunks(
     share_embeddings: bool,
     settings: MegatronSettings,
 ) -> list[PackedGPTModel]:
-    """This rank's pipeline stage with uninitialised weights, on its device; several chunks where it is interleaved.
+    """This rank's pipeline stage with uninitialized weights, on its device; several chunks if the pipeline is interleaved.
 
-    The process groups exist already. ModelError for settings that this model or machine cannot follow.
+    The process groups must exist. Raises ModelError for settings that this model or machine does not support.
     """
     check_moe(settings.moe, hf_config, parallel)
     check_fp8(settings.fp8, dtype)
@@ -69,7 +69,7 @@ def build_chunks(
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
     try:
         config = transformer_class(hf_config)(**kwargs)
-    # ImportError: of a kernel that a field asks for.
+    # ImportError, because a field may request a kernel that is not installed.
     except (AssertionError, ValueError, ImportError) as error:
         if not given:
             raise
@@ -80,7 +80,7 @@ def build_chunks(
         install_dispatcher(chunk, settings.moe.dispatcher)
     if takes_images(hf_config):
         for chunk in chunks:
-            _let_see(chunk, hf_config, dtype, recompute)
+            _add_vision(chunk, hf_config, dtype, recompute)
     return chunks
 
 
@@ -108,15 +108,15 @@ def _build_chunk(
     model.real_vocab_size = text_config(hf_config).vocab_size
     follow_traces(model)
     model.to(dtype)
-    # The cast takes the routers' biases along, which Megatron keeps in float32.
+    # The cast includes the routers' biases, which Megatron keeps in float32.
     restore_float32(model)
     if torch.cuda.is_available():
         model.cuda()
     return model
 
 
-def _let_see(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch.dtype, recompute: Recompute) -> None:
-    """The parts of a vision-language model that GPTModel does not have."""
+def _add_vision(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch.dtype, recompute: Recompute) -> None:
+    """Add the parts of a vision-language model that GPTModel does not have."""
     model.see(hf_config)
     if model.pre_process:
         model.vision = prepare_encoder(
@@ -130,9 +130,9 @@ def _let_see(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch.dt
 def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
     """Run this stage on ``batch``; ``chunk`` may be wrapped for data parallelism.
 
-    ``trace``: what the routers of a mixture-of-experts model follow and report in this pass; one for all chunks. The
-    result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last stage what
-    ``policy.token_logprobs`` or ``critic.token_values`` take.
+    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. The result is
+    for Megatron's schedule: hidden states for the next stage, or on the last stage the input of
+    ``policy.token_logprobs`` or ``critic.token_values``.
     """
     model = unwrap(chunk)
     tokens, positions, params = _model_inputs(batch, model.config)
@@ -143,14 +143,14 @@ def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = N
 
 
 def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:
-    """Rows of the pack that begin a (non-empty) sequence."""
+    """First rows of the pack's non-empty sequences."""
     return batch.cu_seqlens[:-1][batch.lengths > 0].to(device)
 
 
 def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor, Tensor, PackedSeqParams]:
-    """tokens [1, T'], positions [1, T'] and sequence parameters, T' the padded length of this rank's part."""
+    """Tokens [1, T'], positions [1, T'] and sequence parameters, where T' is the padded length of this rank's part."""
     if len(batch.tokens) == 0:
-        raise ValueError("an empty batch cannot pass through the model; leave the micro-batch out on every rank")
+        raise ValueError("an empty batch cannot pass through the model; skip the micro-batch on every rank")
     device = local_device()
     lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens.to(device)
     if config.context_parallel_size > 1:
@@ -174,7 +174,7 @@ def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor
 
 @functools.lru_cache(maxsize=64)
 def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, PackedSeqParams]:
-    """positions [T] and sequence parameters; a batch meets its lengths again in every pass over it."""
+    """Positions [T] and sequence parameters, cached because every pass over a batch has the same lengths."""
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     common = _pack_description(lengths, device)
     if has_transformer_engine():
@@ -186,7 +186,10 @@ def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Te
 def _split_sequence_params(
     lengths: tuple[int, ...], num_ranks: int, rank: int, device: torch.device
 ) -> tuple[Tensor, PackedSeqParams]:
-    """The same for one of ``num_ranks`` context-parallel ranks; ``lengths`` are those of the whole, padded sequences."""
+    """Positions and sequence parameters of one of ``num_ranks`` context-parallel ranks.
+
+    ``lengths``: lengths of the whole, padded sequences.
+    """
     positions = torch.cat([zigzag(length, num_ranks, rank) for length in lengths if length]).to(device)
     common = _pack_description(lengths, device)
     if has_transformer_engine():

@@ -1,7 +1,7 @@
-"""The policy: a causal language model whose head is applied late, to the tokens that matter only.
+"""The policy: a causal language model whose head is applied separately, and only to the tokens in a mask.
 
-``forward`` (from ``packed_gpt.py``) returns hidden states on the last stage; ``token_logprobs`` turns the masked ones into
-log-probabilities and entropies. Logits never exist for more than a chunk of tokens and a rank's share of the
+``forward`` (from ``packed_gpt.py``) returns hidden states on the last stage; ``token_logprobs`` turns the hidden states in
+the mask into log-probabilities and entropies. Logits exist for at most one chunk of tokens and a rank's slice of the
 vocabulary.
 """
 
@@ -33,10 +33,10 @@ def build_policy(
     fp32_head: bool = False,
     seed: int | None,
 ) -> list[PackedGPTModel]:
-    """This rank's part of the policy, not yet wrapped for data parallelism; ``topology.initialize`` comes first.
+    """This rank's part of the policy, not yet wrapped for data parallelism. Requires ``topology.initialize``.
 
-    Weights are normal with the configuration's ``initializer_range`` and the same on every layout of ranks. ``seed`` None leaves
-    them uninitialised, for ``load_weights`` to fill. Raises ValueError where the model does not fit the layout.
+    Weights are normal with the configuration's ``initializer_range`` and the same in every parallel layout. With ``seed``
+    None they stay uninitialized, for ``load_weights`` to fill. Raises ValueError if the model does not fit the layout.
     """
     chunks = build_chunks(
         hf_config,
@@ -51,7 +51,7 @@ def build_policy(
         chunk.fp32_head = fp32_head
         chunk.excluded_token_ids = excluded
         if chunk.post_process:
-            # The layer itself stays: its weight, its marks, its checkpoint layout and its hooks are Megatron's.
+            # Only forward is replaced: the layer's weight, marks, checkpoint layout and hooks stay Megatron's.
             chunk.output_layer.forward = _defer_head
     if seed is not None:
         fill(chunks, hf_config, RandomSource(seed, text_config(hf_config).initializer_range), role="policy")
@@ -61,7 +61,7 @@ def build_policy(
 def _defer_head(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
-    """In the output layer's place: pass the hidden states on."""
+    """Replacement of the output layer's forward: returns the hidden states."""
     return hidden, None
 
 
@@ -74,12 +74,12 @@ def token_logprobs(
     mask: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs [T], entropy [T]) of the batch's tokens, float32, from the last stage's ``forward`` output.
+    """Log-probs [T] and entropies [T] of the batch's tokens, float32, from the last stage's ``forward`` output.
 
-    Entry t speaks of token t given the tokens before it: its log-probability and the entropy of the distribution it
-    was drawn from, both at ``temperature`` and over the tokens that responses may have (not those of images). Entries
-    are 0 at sequence starts and where ``mask`` [T] bool is False; those tokens do not reach the head. Differentiable.
-    All ranks of a tensor- or context-parallel group call it and get the same result.
+    Entry t is the log-probability of token t given the preceding tokens, and the entropy of the distribution that token t
+    was sampled from. Both are at ``temperature`` and over the tokens that responses may contain (no image tokens).
+    Entries are 0 at sequence starts and where ``mask`` [T] bool is False; these tokens do not reach the head.
+    Differentiable. Collective over the tensor- and context-parallel ranks, which all get the same result.
     """
     model = unwrap(chunk)
     tokens = batch.tokens.to(output.device)
@@ -88,18 +88,18 @@ def token_logprobs(
         wanted &= mask.to(output.device)
     wanted[sequence_starts(batch, output.device)] = False
     targets = wanted.nonzero()[:, 0]
-    places = targets - 1
+    sources = targets - 1
     rows = rows_of_tokens(tuple(batch.lengths.tolist()), model.config, output.device)
     if rows is not None:
-        here = rows[places] >= 0
-        targets, places = targets[here], rows[places[here]]
+        is_local = rows[sources] >= 0
+        targets, sources = targets[is_local], rows[sources[is_local]]
     hidden = output.squeeze(0)
     if model.config.sequence_parallel:
-        # Backward reduce-scatters: each rank's gradient covers its part of the vocabulary.
+        # Backward reduce-scatters, because each rank's gradient covers only its slice of the vocabulary.
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        hidden = hidden.index_select(0, places)
+        hidden = hidden.index_select(0, sources)
     else:
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, places))
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, sources))
     logprobs, entropy = token_logprobs_and_entropy(
         hidden,
         _head_weight(model),

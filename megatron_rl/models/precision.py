@@ -1,7 +1,7 @@
-"""8-bit floating point through Transformer Engine: which models and machines can have it, and what it means to Megatron.
+"""8-bit floating point through Transformer Engine: checks model and machine, and translates the setting for Megatron.
 
-Only the inputs of matrix products are cast, with one scale per tensor; parameters stay in bfloat16 next to float32 main
-weights, so that checkpoints, exports and the optimizer are those of a bfloat16 run.
+Only the inputs of matrix products are cast, with one scale per tensor. Parameters stay in bfloat16 with float32 main
+weights, so checkpoints, exports and the optimizer are the same as in a bfloat16 run.
 """
 
 import importlib.util
@@ -14,21 +14,22 @@ from megatron_rl.config.schema import Fp8
 from megatron_rl.errors import ModelError
 
 _FP8_RECIPE = "tensorwise"
-"""Scales come from the tensor at hand: a history of earlier ones would mix answers with updates, and short packs with long."""
+"""Scales come from the current tensor, because a history of scales would mix inference with updates, and short packs with
+long packs."""
 _FP8_ALIGNMENT = 16
-"""Transformer Engine's 8-bit products take numbers of rows that divide by this."""
+"""The number of rows of Transformer Engine's 8-bit products must be a multiple of this."""
 _FIRST_FP8_CAPABILITY = (8, 9)
 
 
 def fp8_kwargs(fp8: Fp8) -> dict[str, Any]:
-    """Fields of TransformerConfig."""
+    """Fields of TransformerConfig for ``fp8``; empty without."""
     if fp8 is Fp8.none:
         return {}
     return dict(fp8=fp8.value, fp8_recipe=_FP8_RECIPE, fp8_param=False)
 
 
 def check_fp8(fp8: Fp8, dtype: torch.dtype, *, where: str = "policy.fp8") -> None:
-    """Raises ModelError, with the reason, for settings that this model or machine cannot follow."""
+    """Raise ModelError, with the reason, if parameters of ``dtype`` or this machine do not support ``fp8``."""
     if fp8 is Fp8.none:
         return
     key = f"{where}={fp8.value}"
@@ -44,11 +45,11 @@ def check_fp8(fp8: Fp8, dtype: torch.dtype, *, where: str = "policy.fp8") -> Non
     if capability < _FIRST_FP8_CAPABILITY:
         raise ModelError(
             f"{key}: {torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]}) has no 8-bit "
-            f"products, which begin with {_FIRST_FP8_CAPABILITY[0]}.{_FIRST_FP8_CAPABILITY[1]}; set none"
+            f"products, which need at least {_FIRST_FP8_CAPABILITY[0]}.{_FIRST_FP8_CAPABILITY[1]}; set none"
         )
 
 
 def pack_alignment(config: TransformerConfig) -> int:
-    """A pack is padded to a multiple of this many tokens, so that each rank's layers get rows that they can take."""
+    """Number of tokens of which a pack's padded length must be a multiple, for the layers of each rank."""
     tp_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tp_size * (_FP8_ALIGNMENT if config.fp8 else 1)

@@ -1,11 +1,11 @@
-"""Rotary position embeddings with the frequencies of transformers, whichever scaling they come from.
+"""Rotary position embeddings with the frequencies of transformers, for every scaling.
 
-Megatron knows some of the scalings under other parameters. Its embeddings stay; only their frequencies are replaced,
-and the factor that some scalings put on cosine and sine is handed to the attention layers.
+Megatron supports some of the scalings, with other parameters. Megatron's embeddings are kept; only their frequencies are
+replaced, and the factor of some scalings on cosine and sine is passed to the attention layers.
 
-Where no fused kernel rotates a pack (latent attention, positions of images, a factor, no Transformer Engine), Megatron
-reads the sequences' lengths back from the GPU in every layer. ``rotate_pack`` takes its place: the same numbers, and
-nothing waits for the GPU.
+If no fused kernel rotates a pack (latent attention, positions of images, a factor, no Transformer Engine), Megatron
+reads the sequences' lengths back from the GPU in every layer. ``rotate_pack`` replaces that function: the results are
+equal, and nothing waits for the GPU.
 """
 
 import math
@@ -25,7 +25,7 @@ from megatron_rl.families.rotary import inverse_frequencies
 
 
 class _LatentRotaryEmbedding(RotaryEmbedding):
-    """What latent attention asks for: (angles [length, 1, 1, rotated dimensions], the factor on cosine and sine)."""
+    """Embedding for latent attention: returns angles [length, 1, 1, rotated dimensions] and the factor on cosine and sine."""
 
     def __init__(self, frequencies: Tensor, factor: float, template: RotaryEmbedding) -> None:
         super().__init__(2 * len(frequencies), 1.0, use_cpu_initialization=True, cp_group=template.cp_group)
@@ -36,7 +36,7 @@ class _LatentRotaryEmbedding(RotaryEmbedding):
 
 
 def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
-    """Give ``model`` the rotary embedding that ``hf_config`` describes; once, before its first forward pass."""
+    """Give ``model`` the rotary embedding of ``hf_config``. Called once, before the model's first forward pass."""
     frequencies, factor = inverse_frequencies(hf_config)
     if torch.cuda.is_available():
         frequencies = frequencies.cuda()
@@ -47,7 +47,7 @@ def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
         return
     model.rotary_pos_emb.inv_freq = frequencies
     if factor != 1.0:
-        # Attention takes the factor as YaRN's formula, 1 + mscale * log(scale) / 10, from these fields alone.
+        # Megatron's attention computes the factor from these fields only, as 1 + mscale * log(scale) / 10 (YaRN).
         model.config.yarn_rotary_scaling_factor = math.e
         model.config.yarn_mscale = 10 * (factor - 1)
         model.config.yarn_mscale_all_dim = 0.0
@@ -56,9 +56,9 @@ def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
 def rotate_pack(
     rows: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: dist.ProcessGroup | None = None, **kwargs: Any
 ) -> Tensor:
-    """rows [T, heads, d] of this rank, cu_seqlens [N+1] of the whole pack, freqs [positions, 1, 1, d] -> rotated rows.
+    """Rotate rows [T, heads, d] of this rank, given cu_seqlens [N+1] of the whole pack and freqs [positions, 1, 1, d].
 
-    ``freqs`` has an entry for each position of the longest sequence or, as many as the pack has rows, for each of those.
+    ``freqs`` has one entry per position of the longest sequence, or one entry per row of the pack.
     """
     group = cp_group or parallel_state.get_context_parallel_group()
     angles = freqs.index_select(0, _angle_of_row(cu_seqlens, len(rows), len(freqs), group.size(), group.rank()))
@@ -69,20 +69,23 @@ rope_utils._apply_rotary_pos_emb_thd = rotate_pack
 
 
 def _angle_of_row(cu_seqlens: Tensor, num_rows: int, num_angles: int, cp_size: int, cp_rank: int) -> Tensor:
-    """[num_rows] int64; found once for a pack: every layer asks with the same ``cu_seqlens``, so it is kept there."""
+    """Index of each row's angle, [num_rows] int64.
+
+    Cached as an attribute of ``cu_seqlens``, because every layer passes the same tensor.
+    """
     is_whole = num_angles == num_rows * cp_size
-    known: dict[tuple[int, int, bool], Tensor] = vars(cu_seqlens).setdefault("angle_of_row", {})
+    cache: dict[tuple[int, int, bool], Tensor] = vars(cu_seqlens).setdefault("angle_of_row", {})
     key = (cp_size, cp_rank, is_whole)
-    if key not in known:
+    if key not in cache:
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         rows = torch.arange(num_rows, device=cu_seqlens.device)
         owner = torch.searchsorted(ends // cp_size, rows, right=True)
         starts, lengths = starts[owner], (ends - starts)[owner]
         angles = rows - starts // cp_size
         if cp_size > 1:
-            # The zigzag of ``context.py``: an early part of the sequence, then a late one.
+            # The zigzag of ``context.py``: an early part of the sequence, then a late part.
             part = lengths // (2 * cp_size)
             late = lengths - (cp_rank + 1) * part + angles - part
             angles = torch.where(angles < part, cp_rank * part + angles, late)
-        known[key] = angles + starts if is_whole else angles
-    return known[key]
+        cache[key] = angles + starts if is_whole else angles
+    return cache[key]

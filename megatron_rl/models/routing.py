@@ -1,20 +1,20 @@
-"""Which experts a token goes to: recorded, replayed, counted and balanced, one micro-batch at a time.
+"""Records, replays, counts and balances the routing of tokens to experts, one micro-batch at a time.
 
-A ``RoutingTrace`` belongs to one forward pass of one micro-batch. It travels with the pack's sequence parameters, so
-that every layer finds the trace of *its* micro-batch: with interleaved pipeline stages, and when a layer is computed
-again in backward.
+A ``RoutingTrace`` belongs to one forward pass of one micro-batch. The trace is attached to the pack's sequence
+parameters, so that every layer gets the trace of *its* micro-batch, even with interleaved pipeline stages and when a
+layer is recomputed in backward.
 
-Routes are stored as ``routes`` [T, L, K]: expert id + 1 of token t in layer l, 0 where there is no record. L counts all
-layers of the model, dense ones too (all 0); zero-filled rows (stand-ins, padding, tokens that no engine reported) are
-"no record", and the maximum over ranks puts together what each of them knows.
+Routes are stored as ``routes`` [T, L, K]: expert id + 1 of token t in layer l, or 0 without a record. L counts all
+layers of the model, including dense layers (all 0). Rows of zeros (dummies, padding, tokens without routes from a
+server) mean "no record", so the maximum over ranks merges the records of all ranks.
 
 Invariants:
 
-- The scores are always the current ones: replay fixes the chosen set, the router keeps its gradient.
-- Replay depends on the set of experts of a token, not on the order in which the record names them; replaying a pass's
-  own record changes no bit.
+- The scores are always the current scores: replay fixes the chosen set, the router keeps its gradient.
+- Replay depends on the set of experts of a token, not on their order in the record; replaying a pass's own record
+  changes no bit.
 - A token without a record is routed natively, layer by layer.
-- Loads count every real token of a micro-batch once, however often its layers run; padding counts nowhere.
+- Loads count every real token of a micro-batch once, even if a layer runs several times; padding is never counted.
 - The auxiliary loss is a sum over sequences: it does not depend on micro-batches, packing or layout.
 """
 
@@ -35,45 +35,45 @@ from torch import Tensor, nn
 from megatron_rl.data.batch import moved
 
 _TRACE = "routing_trace"
-"""Attribute of a pack's sequence parameters; Megatron hands these to every layer, and again when it recomputes one."""
+"""Attribute of a pack's sequence parameters, which Megatron passes to every layer, also when it recomputes the layer."""
 
 
 @dataclass
 class RoutingStats:
-    """What was seen of the passes over one micro-batch; it outlives them, what they read does not."""
+    """Routing statistics of the passes over one micro-batch. They outlive the passes, unlike the passes' inputs."""
 
     loads: Tensor
-    """[L, E] float64: tokens of this rank that were sent to each expert."""
+    """[L, E] float64: tokens of this rank that were routed to each expert."""
     recorded: Tensor | None = None
-    """[T, L, K] int16, to be filled with this rank's part."""
+    """[T, L, K] int16: routes, which this rank fills for its own tokens and layers."""
     aux_loss: Tensor | None = None
-    """Sum over layers of this rank's share, for metrics."""
+    """This rank's summand of the auxiliary loss, summed over layers, for metrics."""
     num_replayed: Tensor | None = None
-    """Token-layer pairs of this rank that followed a record."""
+    """Number of token-layer pairs of this rank that followed a record."""
     seen: set[int] = field(default_factory=set)
-    """Layers that have run: one that runs again (recompute) is not counted again."""
+    """Layers that have run; a layer that runs again (recompute) is not counted again."""
 
 
 @dataclass
 class RoutingTrace:
-    """What one pass over one micro-batch does with its routing."""
+    """Routing instructions and statistics of one pass over one micro-batch."""
 
     rows: Tensor
     """[T_local] int64: the pack's row of each token on this rank; -1 for padding."""
     real: Tensor
-    """[R] int64: the entries of ``rows`` that are no padding; kept, because finding them makes a GPU wait."""
+    """[R] int64: indices of the entries of ``rows`` that are not padding; stored, because computing them blocks the GPU."""
     sequences: Tensor
-    """[T_local] int64: index of its sequence; -1 for padding."""
+    """[T_local] int64: index of each token's sequence; -1 for padding."""
     sequence_lengths: Tensor
-    """[N] int64, of the whole sequences."""
+    """[N] int64: lengths of the whole sequences."""
     account: RoutingStats
     replayed: Tensor | None = None
     """[T, L, K] routes to follow, of any integer dtype."""
     aux_loss_scale: float = 0.0
-    """Coefficient of the balance loss over the number of tokens of the whole update; 0: none."""
+    """Coefficient of the balance loss divided by the number of tokens of the whole update; 0 for no balance loss."""
 
     def wanted(self, layer: int) -> Tensor | None:
-        """[T_local, K] routes of ``layer`` to follow; rows of 0 are free."""
+        """[T_local, K] routes of ``layer`` to follow; tokens with rows of 0 are routed natively."""
         if self.replayed is None:
             return None
         routes = self.replayed[self.rows.clamp(min=0), layer].to(torch.int64)
@@ -82,13 +82,14 @@ class RoutingTrace:
 
     @property
     def needs_ids(self) -> bool:
-        """Whether it follows or records choices, which a fused router neither takes nor tells."""
+        """True if the pass follows or records routes, which a fused router supports neither as input nor as output."""
         return self.replayed is not None or self.account.recorded is not None
 
     def note(self, layer: int, routing_map: Tensor, ids: Tensor | None, wanted: Tensor | None) -> bool:
-        """Count (and record) the choice of ``layer``; False if it was counted before.
+        """Count (and record) the choice of ``layer``; returns False if the layer was counted before.
 
-        ``routing_map`` [T_local, E]; ``ids`` [T_local, K], the same by rank, or None where no one asked for it.
+        ``routing_map`` [T_local, E]; ``ids`` [T_local, K]: the same choice as expert ids, best first, or None from a fused
+        router; ``wanted`` [T_local, K]: the routes to follow.
         """
         account = self.account
         if layer in account.seen:
@@ -108,7 +109,7 @@ class RoutingTrace:
 
 
 class TracedRouter(TopKRouter):
-    """Megatron's router, which asks the current trace what to follow and tells it what it chose."""
+    """Megatron's router, extended to follow the current trace's routes and to report its choice to the trace."""
 
     config: TransformerConfig
 
@@ -117,11 +118,11 @@ class TracedRouter(TopKRouter):
         self.trace: RoutingTrace | None = None
         self.router_replay = _Choice()
         self.may_fuse = self.config.moe_router_fusion
-        # Its own copy: passes that need ids switch the fused kernel off.
+        # A copy, because passes that need ids disable the fused kernel of this router.
         self.config = copy.copy(self.config)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """probs and routing map, both [T_local, E]; logits are [T_local, 1, E]."""
+        """Probabilities and routing map, both [T_local, E], of logits [T_local, 1, E]."""
         trace, choice, layer = self.trace, self.router_replay, self.layer_number - 1
         choice.wanted = None if trace is None else trace.wanted(layer)
         self.config.moe_router_fusion = self.may_fuse and not (trace is not None and trace.needs_ids)
@@ -148,19 +149,19 @@ class TracedRouter(TopKRouter):
             trace.sequences,
             trace.sequence_lengths,
             topk=self.topk,
-            # One sequence's tokens may be on several of these ranks.
+            # A sequence's tokens may be on several ranks of this group.
             group=parallel_state.get_tensor_and_context_parallel_group(),
         )
 
 
 class _Choice:
-    """In the place of Megatron's RouterReplay, whose global list and one record per layer suit one micro-batch at a time.
+    """Replaces Megatron's RouterReplay, whose global list and single record per layer support one micro-batch at a time.
 
-    Only ``get_replay_topk`` is called by Megatron.
+    Megatron calls ``get_replay_topk`` only.
     """
 
     wanted: Tensor | None = None
-    """[T_local, K] routes to follow; None: none."""
+    """[T_local, K] routes to follow; None routes all tokens natively."""
     chosen: Tensor
     """[T_local, K] ids, after each call."""
 
@@ -175,9 +176,9 @@ class _Choice:
 
 
 def replay(scores: Tensor, native_ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """(scores, ids) [T, K] of the experts in ``wanted`` [T, K] (routes; rows of 0 take ``native_ids``), best first.
+    """(scores, ids) [T, K] of the experts in ``wanted`` [T, K] (routes; rows of 0 use ``native_ids``), best first.
 
-    The order is that of the scores, as in a native choice: sums over the experts of a token then round alike.
+    Experts are sorted by score as in a native choice, so that sums over a token's experts have the same rounding.
     """
     ids = torch.where(wanted > 0, wanted - 1, native_ids)
     order = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
@@ -186,7 +187,7 @@ def replay(scores: Tensor, native_ids: Tensor, wanted: Tensor) -> tuple[Tensor, 
 
 
 def normalized_scores(logits: Tensor, score_function: str) -> Tensor:
-    """[T, E] in float32, each row's sum is 1: what the balance loss calls a token's probabilities."""
+    """[T, E] float32 with row sums of 1: the tokens' expert probabilities, as the balance loss defines them."""
     if score_function == "softmax":
         return torch.softmax(logits.float(), -1)
     scores = torch.sigmoid(logits.float())
@@ -202,27 +203,27 @@ def sequence_balance_loss(
     topk: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """sum over sequences of T_s * sum_i f_i P_i: this rank's share (DeepSeek-V3 eq. 17 to 20, arXiv 2412.19437).
+    """This rank's summand of sum over sequences of T_s * sum_i f_i P_i (DeepSeek-V3 eq. 17 to 20, arXiv 2412.19437).
 
-    f_i = E / (K T_s) * tokens of the sequence sent to expert i (a constant), P_i = mean of scores [T, E] over it. Even
-    loads give T_s. ``sequences`` [T] names each token's sequence, -1 for padding. ``group``: the ranks that hold parts
-    of the same sequences; the shares add up over them.
+    f_i = E / (K T_s) * (tokens of the sequence routed to expert i), a constant; P_i = mean of scores [T, E] over the
+    sequence. Even loads give T_s. ``sequences`` [T]: index of each token's sequence, -1 for padding. ``group``: ranks
+    with other tokens of the same sequences; the loss is the sum of the results over these ranks.
     """
     num_experts, num_sequences = scores.shape[1], len(sequence_lengths)
-    # Padding counts as one more sequence, which weighs nothing.
-    places = torch.where(sequences >= 0, sequences, num_sequences)
+    # Padding is an additional sequence of weight 0.
+    indices = torch.where(sequences >= 0, sequences, num_sequences)
     counts = torch.zeros(num_sequences + 1, num_experts, dtype=torch.float32, device=scores.device)
-    counts.index_add_(0, places, routing_map.to(torch.float32))
+    counts.index_add_(0, indices, routing_map.to(torch.float32))
     if group is not None and group.size() > 1:
         dist.all_reduce(counts, group=group)
     weights = torch.nn.functional.pad((num_experts / topk) / sequence_lengths.clamp(min=1), (0, 1))
-    shares = counts * weights[:, None]
+    frequencies = counts * weights[:, None]
     # T_s * f_i P_i summed over experts is the sum over the sequence's tokens of f . scores.
-    return (shares[places] * scores).sum()
+    return (frequencies[indices] * scores).sum()
 
 
 class _WithLoss(torch.autograd.Function):
-    """``values`` as they are; in backward ``loss`` joins the loss that is being minimised."""
+    """Returns ``values`` unchanged; in backward, adds ``loss`` to the loss being minimized."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -234,22 +235,22 @@ class _WithLoss(torch.autograd.Function):
 
 
 ROUTERS: dict[type, type] = {TopKRouter: TracedRouter}
-"""For ``layers.swap_layers``."""
+"""Replacement of Megatron's router, for ``layers.swap_layers``."""
 
 
 def follow_traces(chunk: nn.Module) -> None:
-    """Let each layer of ``chunk`` hand its router the trace that comes with the pack, in every run of the layer."""
+    """Register hooks that pass the pack's trace to the router of each layer of ``chunk`` whenever the layer runs."""
 
-    def hand_over(layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
+    def set_trace(layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
         layer.mlp.router.trace = vars(kwargs["packed_seq_params"]).get(_TRACE)
 
     for module in chunk.modules():
         if isinstance(module, TransformerLayer) and isinstance(getattr(module.mlp, "router", None), TracedRouter):
-            module.register_forward_pre_hook(hand_over, with_kwargs=True)
+            module.register_forward_pre_hook(set_trace, with_kwargs=True)
 
 
 def with_trace(params: PackedSeqParams, trace: RoutingTrace | None) -> PackedSeqParams:
-    """``params``, which all passes over the same lengths share, for the one pass that ``trace`` belongs to."""
+    """``params`` with ``trace`` attached; a copy, because all passes over the same lengths share ``params``."""
     if trace is None:
         return params
     params = copy.copy(params)
@@ -258,9 +259,9 @@ def with_trace(params: PackedSeqParams, trace: RoutingTrace | None) -> PackedSeq
 
 
 def routers(chunks: Sequence[nn.Module]) -> list[TracedRouter]:
-    """All routers of this rank, in the order of layers."""
-    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TracedRouter)]
-    return sorted(found, key=lambda router: router.layer_number)
+    """All routers of this rank, sorted by layer."""
+    unsorted = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TracedRouter)]
+    return sorted(unsorted, key=lambda router: router.layer_number)
 
 
 def new_account(config: TransformerConfig, num_tokens: int, device: torch.device, *, records: bool) -> RoutingStats:
@@ -279,12 +280,12 @@ def new_trace(
     replayed: Tensor | None = None,
     aux_loss_scale: float = 0.0,
 ) -> RoutingTrace:
-    """A trace for a micro-batch of sequences ``cu_seqlens`` [N+1] whose pack is on this rank as ``rows`` say.
+    """A trace for a micro-batch with sequences ``cu_seqlens`` [N+1]; ``rows``: see ``RoutingTrace``.
 
-    What it reads comes from host memory, so that no GPU waits for a size, and goes where the account is.
+    The inputs are in host memory, so that no size blocks on the GPU; the trace's tensors are on the account's device.
     """
     device, is_real = account.loads.device, rows >= 0
-    # A row that begins several sequences (empty ones before it) belongs to the last of them.
+    # right=True, because a row where several sequences start (the first ones empty) belongs to the last of them.
     sequences = torch.searchsorted(cu_seqlens[1:].contiguous(), rows.clamp(min=0), right=True)
     return RoutingTrace(
         rows=moved(rows, device),
@@ -298,10 +299,13 @@ def new_trace(
 
 
 def gather_routes(account: RoutingStats) -> Tensor:
-    """[T, L, K] int16 in host memory, with every layer and token that some rank of this replica recorded; the same on all."""
+    """Routes [T, L, K] int16 in host memory, merged from the records of all ranks of this replica; collective.
+
+    All these ranks get the same result.
+    """
     if account.recorded is None:
         raise ValueError("gather_routes: expected the account of a recording pass, got one without a record")
-    # Neither gloo nor NCCL has 16-bit integers.
+    # int32, because neither gloo nor NCCL supports 16-bit integers.
     recorded = account.recorded.to(account.loads.device, torch.int32)
     for group in (
         parallel_state.get_tensor_and_context_parallel_group(),
@@ -313,10 +317,10 @@ def gather_routes(account: RoutingStats) -> Tensor:
 
 
 def load_metrics(loads: Tensor) -> dict[str, tuple[float, float]]:
-    """Metrics as (sum, denominator) of loads [L, E] over the MoE layers (those with any load); empty without.
+    """Metrics as (sum, denominator) of loads [L, E] over the MoE layers (layers with any load); empty if there are none.
 
-    ``moe_max_load``: the fullest expert of any layer over its layer's mean. ``moe_dead_share``: experts without a
-    token. ``moe_load_entropy``: entropy of the load over log E, 1 is even; the mean over layers.
+    ``moe_max_load``: largest load of an expert, divided by its layer's mean. ``moe_dead_share``: fraction of experts
+    without a token. ``moe_load_entropy``: entropy of the load divided by log E (1 is even), mean over layers.
     """
     loads = loads[loads.sum(1) > 0].double()
     if len(loads) == 0:
@@ -332,7 +336,7 @@ def load_metrics(loads: Tensor) -> dict[str, tuple[float, float]]:
 
 
 def updated_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
-    """Expert bias [E] after an optimizer step: ``rate`` up for experts below the mean load, down for those above.
+    """Expert bias [E] after an update: raised by ``rate`` for experts below the mean load, lowered for experts above.
 
     Auxiliary-loss-free load balancing, arXiv 2408.15664.
     """

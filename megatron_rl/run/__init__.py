@@ -1,1 +1,1 @@
-"""A run as a folder: output, checkpoints, records and the summary."""
+"""Manages a run's folder: output, checkpoints, records and the summary."""

@@ -1,9 +1,9 @@
-"""``checkpoints/`` of a run as files: which are there, what they say of themselves, which are whole as far as sizes tell.
+"""Reads and writes ``checkpoints/`` of a run as files: list, validate, decide what to remove. No Megatron, no torch.
 
-``step-N/`` holds a folder per model, ``driver.json`` with the arrays of its responses beside it (``driver.int32.npy``, one
-file per dtype, see ``state_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of the files that are
-the driver's; each model's folder has ``checksums.json`` of its own. ``latest.json`` names the newest one. No Megatron, no
-torch: a folder can be looked at before anything starts.
+``step-N/`` has a folder per model, ``driver.json``, the arrays of its responses next to it (``driver.int32.npy``,
+one file per dtype, see ``state_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of
+the driver's files. Each model's folder has its own ``checksums.json``. ``latest.json`` names the newest
+checkpoint. Without torch, a folder can be checked before anything starts.
 """
 
 import hashlib
@@ -28,22 +28,22 @@ from megatron_rl.system.files.checksums import Checksums, checksums, damaged, pa
 MODEL_CHECKSUMS = "checksums.json"
 _LATEST, _MANIFEST, _DRIVER = "latest.json", "manifest.json", "driver.json"
 _BUFFER_BYTES = 1 << 17
-"""Of a file that is written: some parts of a response, so few that they stay in a core's cache."""
+"""Write buffer per file: a few chunks of a response, small enough to stay in a core's cache."""
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,11})")
 
 
 class DamagedCheckpoint(UserError):
-    """Says which file, and what is wrong with it."""
+    """Raised for a damaged file; names the file and the damage."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint without its contents."""
+    """Metadata of a checkpoint."""
 
     healthy: bool = True
-    """Training showed no sign of having died when it was saved."""
+    """True if training showed no warning sign when the checkpoint was saved."""
     files: Mapping[str, tuple[int, str]] | None = None
-    """None: written before there were manifests."""
+    """Size and SHA-256 by file, or None if the checkpoint predates manifests."""
 
 
 def folder_name(num_steps: int) -> str:
@@ -55,7 +55,7 @@ def num_steps_of(folder: Path) -> int:
 
 
 def saved_folders(checkpoints: Path) -> list[Path]:
-    """``step-N`` folders, newest first, whole or not."""
+    """All ``step-N`` folders, newest first, complete or not."""
     try:
         found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError:
@@ -64,9 +64,9 @@ def saved_folders(checkpoints: Path) -> list[Path]:
 
 
 def write_driver_state(folder: Path, state: Mapping[str, Any], arrays: Mapping[str, Sequence[np.ndarray]]) -> Checksums:
-    """The driver's part as ``flat_arrays.flatten_state`` gives it; returns what ``write_manifest`` says of its files.
+    """Write the driver's state as ``json_with_arrays.flatten_state`` returns it. Raises OSError.
 
-    Raises OSError.
+    Returns the checksums of its files for ``write_manifest``.
     """
     names = {name: f"driver.{name}.npy" for name in arrays}
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def write_driver_state(folder: Path, state: Mapping[str, Any], arrays: Mapping[s
 
 
 def _write_array(path: Path, parts: Sequence[np.ndarray]) -> tuple[int, str]:
-    """``parts`` back to back as one .npy file, from where they lie; its bytes and SHA-256, without reading it again."""
+    """Write ``parts``, concatenated without a copy, as one .npy file. Returns its size and SHA-256 without rereading it."""
     header = io.BytesIO()
     form = np.lib.format.header_data_from_array_1_0(parts[0]) | {"shape": (sum(map(len, parts)),)}
     np.lib.format.write_array_header_1_0(header, form)
@@ -87,18 +87,19 @@ def _write_array(path: Path, parts: Sequence[np.ndarray]) -> tuple[int, str]:
             digest.update(part.data)
             file.write(part.data)
         file.flush()
+        # The manifest vouches for this file, so its data must reach the disk first.
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
 
 
 def write_manifest(folder: Path, models: list[str], driver: Checksums, *, healthy: bool) -> None:
-    """The last file of a checkpoint. Raises OSError."""
+    """Write the last file of a checkpoint, which makes it count. Raises OSError."""
     files = driver | checksums(folder, [f"{model}/{MODEL_CHECKSUMS}" for model in models])
     write_atomic(folder / _MANIFEST, json.dumps({"healthy": healthy, "files": files}))
 
 
 def begin(folder: Path) -> None:
-    """An earlier checkpoint of this name counts no more."""
+    """Invalidate an earlier checkpoint in ``folder`` before it is overwritten."""
     for name in (_MANIFEST, _DRIVER):
         (folder / name).unlink(missing_ok=True)
 
@@ -108,7 +109,7 @@ def write_latest(folder: Path) -> None:
 
 
 def latest_folder(checkpoints: Path) -> Path | None:
-    """The one that ``latest.json`` names; None where there is no such file. Raises DamagedCheckpoint."""
+    """The folder that ``latest.json`` names, or None without that file. Raises DamagedCheckpoint."""
     path = checkpoints / _LATEST
     if not path.exists():
         return None
@@ -117,12 +118,12 @@ def latest_folder(checkpoints: Path) -> Path | None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise DamagedCheckpoint(f"{path} names {name!r}; expected step-N, a folder next to it")
     if not (checkpoints / name).is_dir():
-        raise DamagedCheckpoint(f"{path} names {name}, which is not there")
+        raise DamagedCheckpoint(f"{path} names {name}, which does not exist")
     return checkpoints / name
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedCheckpoint."""
+    """Read the manifest, or return an empty one for old checkpoints. Raises DamagedCheckpoint."""
     path = folder / _MANIFEST
     if not path.exists():
         return Manifest()
@@ -132,21 +133,21 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
     if not isinstance(content.get("healthy"), bool) or _DRIVER not in files:
-        raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
+        raise DamagedCheckpoint(f"{path} is not the manifest of a checkpoint")
     return Manifest(content["healthy"], files)
 
 
 def read_driver(folder: Path) -> dict[str, Any]:
-    """The driver's part. Raises DamagedCheckpoint."""
+    """Read the driver's state, arrays included. Raises DamagedCheckpoint."""
     path = folder / _DRIVER
     state = _json(path)
     steps, version = state.get("num_steps_done"), state.get("weight_version")
     if type(steps) is not int or type(version) is not int or not isinstance(state.get("pool"), dict):
-        raise DamagedCheckpoint(f"{path} does not hold the state of a run")
+        raise DamagedCheckpoint(f"{path} does not contain the state of a run")
     if steps != num_steps_of(folder):
-        raise DamagedCheckpoint(f"{path} is of {steps} steps, its folder of {num_steps_of(folder)}")
+        raise DamagedCheckpoint(f"{path} is from step {steps}, its folder from step {num_steps_of(folder)}")
     try:
-        names = dict(state.pop("arrays", {}))  # checkpoints that lack it hold their numbers as JSON
+        names = dict(state.pop("arrays", {}))  # older checkpoints store arrays as JSON lists
         arrays = {name: np.load(folder / Path(file).name, allow_pickle=False) for name, file in names.items()}
         whole: dict[str, Any] = unflatten_state(state, arrays)
     except (OSError, TypeError, ValueError) as error:
@@ -155,7 +156,7 @@ def read_driver(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, models: list[str]) -> None:
-    """All but the contents of the models' files, which their ranks compare. Raises DamagedCheckpoint."""
+    """Check all files but the contents of the models' files, which the ranks verify. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
     if manifest.files is not None:
         _raise_first(damaged(folder, manifest.files))
@@ -166,24 +167,25 @@ def check_folder(folder: Path, models: list[str]) -> None:
 
 
 def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapping[int, float]) -> list[Path]:
-    """What no rule keeps: neither the newest ones nor those of every k-th step, of the best evaluations, of healthy training.
+    """Checkpoints that no keep rule covers: newest N, every k-th step, best evaluations, newest healthy one.
 
-    ``newest``: steps done at the newest one; what is there of later steps is of a future that the run has left.
-    ``accuracies``: of the evaluations, by steps done.
+    ``newest``: steps done at the newest checkpoint; folders of later steps belong to an abandoned future and are
+    removable. ``accuracies``: accuracy of each evaluation, keyed by steps done.
     """
-    everything = saved_folders(checkpoints)
-    saved = {num_steps_of(f): f for f in everything if num_steps_of(f) <= newest and (f / _DRIVER).is_file()}
+    folders = saved_folders(checkpoints)
+    saved = {num_steps_of(f): f for f in folders if num_steps_of(f) <= newest and (f / _DRIVER).is_file()}
     kept = set(list(saved)[: rules.keep_last])
     if rules.keep_every_steps:
         kept |= {steps for steps in saved if steps % rules.keep_every_steps == 0}
     evaluated = [steps for steps in saved if math.isfinite(accuracies.get(steps, math.nan))]
     kept |= set(sorted(evaluated, key=lambda steps: -accuracies[steps])[: rules.keep_best])
+    # Entries are ordered newest first.
     kept |= set([steps for steps, folder in saved.items() if is_healthy(folder)][:1])
-    return [folder for folder in everything if folder not in [saved[steps] for steps in kept]]
+    return [folder for folder in folders if folder not in [saved[steps] for steps in kept]]
 
 
 def is_healthy(folder: Path) -> bool:
-    """Whole as far as its manifest tells, and saved while training showed no sign of having died."""
+    """True if the manifest is readable and training showed no warning sign at the save."""
     try:
         return read_manifest(folder).healthy
     except DamagedCheckpoint:
@@ -220,7 +222,7 @@ def _json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path} is not whole JSON: {error}") from error
+        raise DamagedCheckpoint(f"{path} is not complete JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DamagedCheckpoint(f"{path}: expected an object of JSON, got a {type(content).__name__}")
+        raise DamagedCheckpoint(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content

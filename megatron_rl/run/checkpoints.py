@@ -1,8 +1,8 @@
-"""Checkpoints of a run: what training continues from, complete or not there at all.
+"""Saves and loads a run's checkpoints. A checkpoint is complete, or it does not count.
 
-``checkpoints/step-N/`` holds the state after N steps: the trained models (weights, optimizers, schedules), the slot
-pool with its mid-response trajectories, and the sampler. What is in the folder and how damage is told:
-``checkpoint_folder.py``. Here: when they are written, which are kept, and which one a run goes on from.
+``checkpoints/step-N/`` has the state after N steps: the trained models (weights, optimizers, schedules), the slot
+pool with its unfinished trajectories, and the sampler. ``checkpoint_folder.py`` describes the files and detects
+damage. This module decides when they are written, which are kept, and which one a run resumes from.
 """
 
 import shutil
@@ -28,18 +28,18 @@ from megatron_rl.training.trainer_group import TrainerGroup
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A checkpoint that lacks what makes it count."""
+class _PendingSave:
+    """A checkpoint whose files are being written; it does not count yet."""
 
     step: int
     target: Path
     healthy: bool
     driver: "Future[Checksums]"
-    """The driver's files, which a thread writes."""
+    """The driver's files, written by a thread."""
 
 
 class Checkpointer:
-    """Writes checkpoints when they are due, removes those that the keep rules do not hold, and reads one back."""
+    """Writes checkpoints when they are due, removes those that no keep rule covers, and loads one."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            engines: names of those that train (value pretraining keeps its critic alone).
-            accuracies: of the evaluations so far, by steps done; for run.keep_best.
+            engines: names of the engines that train (value pretraining saves only its critic).
+            accuracies: accuracy of each evaluation so far, keyed by steps done; for run.keep_best.
         """
         self._engines = list(engines)
         self._config = config.run
@@ -61,80 +61,83 @@ class Checkpointer:
         self._accuracies = accuracies
         self._in_background = saves_in_background(config.run, local_device().type)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-driver")
-        self._begun: _Begun | None = None
+        self._pending: _PendingSave | None = None
         self._missed = False
         self.newest_step = -1
-        """Of the checkpoints that this process has written."""
+        """Step of the newest checkpoint that this process has written, or -1."""
         self.num_failed = 0
-        """Checkpoints that could not be written."""
+        """Number of checkpoints that could not be written."""
         self.skipped: list[str] = []
-        """What ``load`` passed over, and why."""
+        """Checkpoints that ``load`` skipped, with the reasons."""
 
     def due(self, step: int) -> bool:
-        """After every run.save_every_steps steps, after the last one, and in the step after one that failed."""
+        """True after every run.save_every_steps steps, after the last step, and in the step after a failed save."""
         last = step + 1 == self._config.num_steps
         return self._missed or last or is_due(step + 1, self._config.save_every_steps)
 
     def save(self, step: int, driver: dict[str, Any], *, weight_version: int, healthy: bool = True) -> str:
-        """Empty, or why nothing could be saved: the run may go on, and the next step tries again.
+        """Save a checkpoint. Returns an empty string, or the problem; the run may continue, and the next step retries.
 
-        ``driver`` is what the driver itself goes on from: the pool, the KL controller. ``healthy``: the newest such
-        checkpoint is kept, whatever the keep rules say. With run.async_save the checkpoint counts once ``settle`` has
-        found it written; the one before is waited for here.
+        ``driver`` is the driver's own state: the pool, the KL controller. ``healthy``: the newest healthy
+        checkpoint is kept regardless of the keep rules. With run.async_save the checkpoint counts once ``settle``
+        has seen it complete; this method waits for the previous one.
         """
+        # Only one background save may be in progress.
         problem = self.finish_background_save(wait=True)
         target = self._folder / folders.folder_name(step + 1)
         state, arrays = flatten_state({"num_steps_done": step + 1, "weight_version": weight_version, **driver})
         begin = self._group.start_save if self._in_background else self._group.save_state
         try:
+            # Invalidate an older checkpoint of this name before its files change.
             folders.begin(target)
-            self._begun = _Begun(step, target, healthy, self._writer.submit(folders.write_driver_state, target, state, arrays))
+            self._pending = _PendingSave(step, target, healthy, self._writer.submit(folders.write_driver_state, target, state, arrays))
             for engine in self._engines:
                 begin(engine, str(target / engine))
         except (CheckpointSaveError, OSError) as error:
             if self._in_background:
-                with suppress(CheckpointSaveError):  # what other models have begun
+                with suppress(CheckpointSaveError):  # saves that other models have started
                     self._group.finish_saves()
             return self._failed(step, str(error))
         return problem if self._in_background else self.finish_background_save(wait=True)
 
     def finish_background_save(self, *, wait: bool) -> str:
-        """What was saved in the background counts, once it is written; empty, or why it could not be."""
-        begun = self._begun
-        if begun is None or not (wait or (begun.driver.done() and self._group.saves_are_written())):
+        """Finish a background save once it is written. Returns an empty string, or the problem."""
+        pending = self._pending
+        if pending is None or not (wait or (pending.driver.done() and self._group.saves_are_written())):
             return ""
         try:
             if self._in_background:
                 self._group.finish_saves()
-            folders.write_manifest(begun.target, self._engines, begun.driver.result(), healthy=begun.healthy)
-            folders.write_latest(begun.target)
+            folders.write_manifest(pending.target, self._engines, pending.driver.result(), healthy=pending.healthy)
+            folders.write_latest(pending.target)
         except (CheckpointSaveError, OSError) as error:
-            return self._failed(begun.step, str(error))
-        self._begun, self._missed, self.newest_step = None, False, begun.step
+            return self._failed(pending.step, str(error))
+        self._pending, self._missed, self.newest_step = None, False, pending.step
         self._remove_old()
         return ""
 
     def _failed(self, step: int, problem: str) -> str:
         self._missed = True
         self.num_failed += 1
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            futures.wait([begun.driver])
-        if begun is not None and not (begun.target / "manifest.json").exists():
-            shutil.rmtree(begun.target, ignore_errors=True)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            # The thread may still write into the folder that is removed next.
+            futures.wait([pending.driver])
+        if pending is not None and not (pending.target / "manifest.json").exists():
+            shutil.rmtree(pending.target, ignore_errors=True)
         return f"after step {step + 1}: {problem}"
 
     @property
     def newest_healthy(self) -> Path | None:
-        """The checkpoint to return to when training has died; waits for one that is being written."""
+        """The checkpoint to return to after a collapse; waits for one that is being written."""
         self.finish_background_save(wait=True)
         return next(filter(folders.is_healthy, candidates(self._folder)), None)
 
     def load(self, take: Callable[[dict[str, Any]], None], *, healthy: bool = False) -> dict[str, Any] | None:
-        """Bring every rank back to the newest whole checkpoint; returns the driver's part of it, which ``take`` takes in.
+        """Load the newest complete checkpoint on every rank. Returns the driver's state, after ``take`` has restored it.
 
-        None with run.resume=auto where there is none. With run.resume=true a newest one that is damaged is refused.
-        ``healthy``: only those that were saved while training showed no sign of having died.
+        Returns None if there is none and run.resume=auto. With run.resume=true a damaged newest checkpoint raises
+        UserError. ``healthy``: consider only checkpoints saved while training showed no warning sign.
         """
         if problem := self.finish_background_save(wait=True):
             self.skipped.append(f"no checkpoint {problem}")
@@ -146,12 +149,12 @@ class Checkpointer:
                 state = folders.read_driver(folder)
                 for engine in self._engines:
                     self._group.load_state(engine, str(folder / engine))
-                _take_in(take, state, folder)
+                _restore(take, state, folder)
                 return state
             except (CheckpointError, DamagedCheckpoint) as error:
                 if self._config.resume != "auto":
                     raise UserError(f"{error}\n{resume_hint(self._folder, folder, self._engines)}") from error
-                self.skipped.append(f"passed over checkpoint {folder.name}: {error}")
+                self.skipped.append(f"skipped checkpoint {folder.name}: {error}")
         return None
 
     def _remove_old(self) -> None:
@@ -159,10 +162,10 @@ class Checkpointer:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take_in(take: Callable[[dict[str, Any]], None], state: dict[str, Any], folder: Path) -> None:
+def _restore(take: Callable[[dict[str, Any]], None], state: dict[str, Any], folder: Path) -> None:
     try:
         take(state)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(f"{folder / 'driver.json'} does not hold the state of a run: {error!r}") from error
+        raise DamagedCheckpoint(f"{folder / 'driver.json'} does not contain the state of a run: {error!r}") from error

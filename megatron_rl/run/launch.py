@@ -1,4 +1,4 @@
-"""What commands share that take a recipe: their arguments, the checks before anything starts, the start of the ranks."""
+"""Code shared by commands that take a recipe: arguments, checks before anything starts, and the start of the ranks."""
 
 import argparse
 import contextlib
@@ -23,26 +23,26 @@ from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopRequested, stopped_by_signals
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
-"""Set for the ranks by the process that has read all data files before it started them."""
+"""Environment variable for the ranks: set once their parent process has checked all data files."""
 _LOOPBACK_INTERFACE = "lo"
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+    parser.add_argument("--config", required=True, action="append", help="YAML recipe; may be repeated, later files override earlier ones")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit without starting anything")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
 
 
 def add_rank_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """For commands that ``run_on_ranks``."""
+    """Same as ``add_recipe``, for commands that call ``run_on_ranks``."""
     add_recipe_arguments(parser)
     parser.add_argument(
-        "--gpus-per-node", type=positive_int, metavar="N", help="with --dry-run: GPUs of a node of the run, not of this machine"
+        "--gpus-per-node", type=positive_int, metavar="N", help="with --dry-run: GPUs per node of the planned run (default: of this node)"
     )
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` words as options; values are read as YAML, dots nest."""
+    """Parse ``key=value`` overrides to options; values are YAML, dots nest."""
     from omegaconf import OmegaConf
 
     options = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
@@ -57,19 +57,19 @@ def run_on_ranks(
     work: Callable[[Config], None],
     writes_output_dir: bool = False,
 ) -> int:
-    """Check the recipe, then do ``work`` on every rank; where no launcher has made them, torchrun is started for them.
+    """Check the recipe, then run ``work`` on every rank; without a launcher, torchrun starts the ranks.
 
-    ``writes_output_dir``: it is a run with checkpoints, which goes on later when a signal stops it.
-    ``check_inputs`` looks at everything outside the recipe that a run would trip over later. It is called once, by the
-    process that the user started or by rank 0 of an outer launcher.
+    ``writes_output_dir``: the command is a run with checkpoints, which can resume after a signal stops it.
+    ``check_inputs`` checks everything outside the recipe that would fail later. It is called once, by the process
+    that the user started or by rank 0 of an outer launcher.
     """
     try:
         with stopped_by_signals():
-            return _run_on_ranks(command, arguments, check_inputs, work, goes_on=writes_output_dir)
+            return _run_on_ranks(command, arguments, check_inputs, work, is_resumable=writes_output_dir)
     except StopRequested as stop:
         if writes_output_dir:
             raise
-        # Nothing of it can be continued, so a scheduler that tries again would do so forever.
+        # The work cannot be resumed, so a scheduler that retries it would do so forever.
         raise KeyboardInterrupt from stop
 
 
@@ -79,7 +79,7 @@ def _run_on_ranks(
     check_inputs: Callable[[Config], None],
     work: Callable[[Config], None],
     *,
-    goes_on: bool,
+    is_resumable: bool,
 ) -> int:
     config = load_config(arguments.config, arguments.overrides)
     is_rank = "RANK" in os.environ
@@ -96,7 +96,7 @@ def _run_on_ranks(
 
         print_plan(config, command=command, world_size=world_size or config.parallel.num_ranks or 1)
         return 0
-    if goes_on:
+    if is_resumable:
         from megatron_rl.run.output import check_output_dir
 
         check_output_dir(config)
@@ -106,6 +106,7 @@ def _run_on_ranks(
         from megatron_rl.system.processes.torchrun import run_under_torchrun
 
         recipes = [f"--config={path}" for path in arguments.config]
+        # The ranks inherit this variable and skip the checks.
         os.environ[_CHECKED] = "1"
         try:
             return run_under_torchrun(config.parallel.num_ranks, [command, *recipes, *arguments.overrides])
@@ -116,9 +117,9 @@ def _run_on_ranks(
 
 
 def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int | None) -> Node:
-    """Its GPUs and ranks; those of a dry run elsewhere are what it is told, and another node's rank knows nothing of it."""
+    """GPUs and ranks on the driver's node. A dry run takes them from --gpus-per-node; other nodes' ranks return zeros."""
     if arguments.gpus_per_node and not arguments.dry_run:
-        raise ConfigError("--gpus-per-node is for --dry-run: a run counts the GPUs that it finds")
+        raise ConfigError("--gpus-per-node is for --dry-run: a run counts the GPUs of its node")
     num_ranks = world_size or config.parallel.num_ranks or 1
     from megatron_rl.rollout.sglang.process.server import count_gpus
 
@@ -127,13 +128,13 @@ def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int 
         return Node(0, 0)
     if "LOCAL_WORLD_SIZE" in os.environ and not arguments.gpus_per_node:
         return Node(num_gpus, int(os.environ["LOCAL_WORLD_SIZE"]))
-    # All of a run without a launcher start here; of a plan, or of ranks that srun started, as many as there are GPUs.
+    # Without a launcher all ranks of a run start here. A dry run, or ranks of srun, have one per GPU on each node.
     starts_here = world_size is None and not arguments.dry_run
     return Node(num_gpus, num_ranks) if starts_here else Node.of(num_gpus, num_ranks)
 
 
 def _prepare_gpus(is_rank: bool) -> None:
-    """What has to be so before CUDA is in use. Raises UserError where a GPU is required and none is found."""
+    """Set up the process before CUDA is used. Raises UserError if a GPU is required and none is found."""
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -141,30 +142,30 @@ def _prepare_gpus(is_rank: bool) -> None:
     if num_gpus:
         set_gpu_defaults()
     elif torch.version.cuda and "CUDA_VISIBLE_DEVICES" not in os.environ and not is_rank:
-        # A driver that does not answer, or a container without its GPUs, should not go unseen.
-        say(f"note: torch is made for CUDA {torch.version.cuda}, but finds no GPU: this computes on CPUs ({REQUIRE_GPU}=1 refuses to)")
+        # Warn about a driver that does not respond, or a container without its GPUs: both would silently train on CPUs.
+        say(f"note: torch is built for CUDA {torch.version.cuda}, but finds no GPU: this computes on CPUs ({REQUIRE_GPU}=1 refuses to)")
 
 
 def _attached_urls(rollout: RolloutConfig) -> list[str]:
-    """As far as they are known."""
+    """URLs of attached servers that are known now."""
     if not uses_attached_servers(rollout):
         return []
     from megatron_rl.rollout.sglang.process.attached_server import attached_urls
 
-    with contextlib.suppress(OSError):  # nobody answers there yet
+    with contextlib.suppress(OSError):  # the source of the URLs is not up yet
         return attached_urls(rollout.urls, rollout.urls_file, os.environ.get(rollout.api_key_env, ""))
     return []
 
 
 def _choose_interface(config: Config) -> None:
-    """The interface that gloo listens on: loopback where all ranks and servers are here, and nowhere else.
+    """Choose the interface that gloo listens on: loopback if all ranks and servers are on this node.
 
-    On several machines gloo takes the address of the host's name, which many a Linux has as 127.0.1.1.
+    With several nodes gloo would use the address of the host name, which many Linux systems map to 127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     driver, world_size = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("WORLD_SIZE", "1")
-    # A launcher that says no LOCAL_WORLD_SIZE starts ranks here alone where they meet at loopback.
+    # A launcher without LOCAL_WORLD_SIZE starts all ranks on this node if their rendezvous is at loopback.
     if world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size if driver in LOOPBACK else "1"):
         others = [driver]
     else:
@@ -173,21 +174,21 @@ def _choose_interface(config: Config) -> None:
     if others:
         interface = local_interface_for(others[0])
     else:
-        here = config.rollout.host in LOOPBACK and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values()
-        interface = _LOOPBACK_INTERFACE if here else ""
+        is_local =  config.rollout.host in LOOPBACK and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values()
+        interface = _LOOPBACK_INTERFACE if is_local else ""
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _check_megatron_fields(config: Config) -> None:
-    """``policy.megatron`` and ``critic.megatron``, against the Megatron that is installed; imported only if they are set."""
+    """Check ``policy.megatron`` and ``critic.megatron`` against the installed Megatron; imported only if they are set."""
     if not (config.policy.megatron or config.critic.megatron):
         return
     try:
         from megatron_rl.models.megatron_fields import checked_fields
     except ImportError as error:
         raise ConfigError(
-            f"policy.megatron, critic.megatron: their fields cannot be checked, for Megatron Core cannot be imported: {error}"
+            f"policy.megatron, critic.megatron: their fields cannot be checked, because Megatron Core cannot be imported: {error}"
         ) from error
     checked_fields(config.policy.megatron, key="policy.megatron")
     checked_fields(config.critic.megatron, key="critic.megatron")

@@ -1,4 +1,4 @@
-"""The output folder of a run: who may write into it, and what is left at the end."""
+"""Locks and prepares a run's output folder, and removes an earlier run's files on request."""
 
 import os
 import shutil
@@ -16,11 +16,11 @@ _RUN_FILES = (
     "samples", "tensorboard", "wandb", "wandb_run.json", "profile",
     "checkpoints", "policies", "policy", "first_prompts.json", "rolled_back_*",
 )  # fmt: skip
-"""Patterns of what a run leaves behind; the MLflow store stays, for it may hold other runs."""
+"""Patterns of files that a run leaves; the MLflow store stays, because it may contain other runs."""
 
 
 def check_output_dir(config: Config) -> None:
-    """UserError when the folder holds another run and neither run.resume nor run.overwrite allows to touch it."""
+    """Raise UserError if the folder has another run and neither run.resume nor run.overwrite allows changing it."""
     folder = Path(config.run.output_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.output_dir: {folder} is a file; give a folder")
@@ -30,16 +30,17 @@ def check_output_dir(config: Config) -> None:
     if config.run.resume or config.run.overwrite or not (folder / "metrics.jsonl").exists():
         return
     raise UserError(
-        f"run.output_dir: {folder} already holds a run; continue it with run.resume=true (run.resume=auto, if it may have "
+        f"run.output_dir: {folder} already contains a run; continue it with run.resume=true (run.resume=auto, if it may have "
         "no checkpoint yet), start over with run.overwrite=true (deletes it), or give another folder"
     )
 
 
 @contextmanager
 def lock_output_dir(config: Config) -> Iterator[Path]:
-    """The folder, for this process alone as long as it lives.
+    """Lock the folder for this process until it ends, and yield it.
 
-    An earlier run's files are gone if overwriting, and what it was saving when it was killed.
+    With run.overwrite the files of an earlier run are removed. Unfinished exports of a killed run are removed
+    always.
     """
     check_output_dir(config)
     folder = Path(config.run.output_dir)

@@ -1,8 +1,8 @@
-"""Policies that a run keeps on its way, for an evaluation over time that takes nothing from the time of training.
+"""Exports policies during a run, so that they can be evaluated over time without spending training time.
 
-``policies/step-N/`` is the policy after N steps as a Hugging Face folder. ``kept.json`` in it, written last, says when:
-``{"step": N, "trained_s": seconds}``. A policy is kept by the first step whose update ends at or after a multiple of
-``run.keep_policy_every_s``.
+``policies/step-N/`` is the policy after N steps as a Hugging Face folder. ``kept.json`` in it, written last,
+records when: ``{"step": N, "trained_s": seconds}``. A policy is exported at the first step whose update ends at or
+after a multiple of ``run.keep_policy_every_s``.
 """
 
 import json
@@ -20,24 +20,26 @@ _NOTE = "kept.json"
 
 @dataclass(frozen=True)
 class PolicyExport:
+    """A policy that a run has exported."""
+
     folder: Path
     step: int
-    """Steps done."""
+    """Number of steps done."""
     trained_s: float
-    """From the beginning of the first step to the end of the policy's update."""
+    """Seconds from the start of the first step to the end of the policy's update."""
 
 
 def policy_exports(output_dir: str | Path) -> list[PolicyExport]:
-    """The policies that a run has kept, in the order of its steps; those not written to their end are left out."""
-    found = []
+    """The policies that a run has exported, by step; incomplete exports are omitted."""
+    policies = []
     for note in Path(output_dir).glob(f"{_FOLDER}/step-*/{_NOTE}"):
-        said = json.loads(note.read_text())
-        found.append(PolicyExport(note.parent, int(said["step"]), float(said["trained_s"])))
-    return sorted(found, key=lambda kept: kept.step)
+        record = json.loads(note.read_text())
+        policies.append(PolicyExport(note.parent, int(record["step"]), float(record["trained_s"])))
+    return sorted(policies, key=lambda kept: kept.step)
 
 
 class PolicyExporter:
-    """Keeps policies when they are due. A run that is resumed drops those of the steps that it repeats."""
+    """Exports policies when they are due. A resumed run deletes the exports of steps that it repeats."""
 
     def __init__(self, config: RunConfig, group: TrainerGroup, *, first_step: int) -> None:
         self._every_s = config.keep_policy_every_s
@@ -51,7 +53,8 @@ class PolicyExporter:
                 self._kept_s = kept.trained_s
 
     def keep_if_due(self, step: int, trained_s: float) -> None:
-        """Collective over the trainer ranks if a policy is due. ``trained_s``: as in KeptPolicy."""
+        """Export the policy if it is due, collectively over the trainer ranks. ``trained_s``: as in KeptPolicy."""
+        # Due once per multiple of the interval, regardless of where in it the step ends.
         if not self._every_s or trained_s // self._every_s <= self._kept_s // self._every_s:
             return
         folder = self._output_dir / _FOLDER / f"step-{step + 1}"

@@ -1,5 +1,5 @@
-"""``first_prompts.json`` of a run: some of its prompts as the tokens that it began with, for whoever asks later whether the
-tokenizer or its chat template have changed since."""
+"""Records ``first_prompts.json`` of a run: tokens of some prompts at its start, to detect later changes of the tokenizer or
+its chat template."""
 
 import json
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ _NUMBER = 16
 
 
 def write_first_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
-    """Once per run: what is there stays. Raises OSError."""
+    """Write the file once per run; an existing file stays. Raises OSError."""
     if not (folder / _FILE).exists():
         write_atomic(folder / _FILE, json.dumps({p.source or p.id: list(p.token_ids) for p in prompts[:_NUMBER]}))
 
 
 def read_first_prompts(folder: Path) -> dict[str, list[int]]:
-    """Token ids by the row's place; empty where the run recorded none."""
+    """Token ids by source of the row; empty if the run has no record."""
     try:
-        said = json.loads((folder / _FILE).read_text())
+        recorded = json.loads((folder / _FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return recorded if isinstance(recorded, dict) else {}

@@ -1,4 +1,4 @@
-"""Keeps the books of a run: metrics file, MLflow, timeline, display and report. Nothing here may stop training."""
+"""Records a run: metrics file, trackers, timeline, display and report. Nothing here stops training."""
 
 import math
 import threading
@@ -24,27 +24,27 @@ from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy on held-out prompts at one moment of the run."""
+    """Accuracy on held-out prompts at one point of the run."""
 
     step: int
-    """Steps done before it."""
+    """Steps done before the evaluation."""
     accuracy: float
     accuracy_stderr: float | None
-    """Over prompts; None where a single prompt says nothing of it."""
+    """Standard error over prompts; None for a single prompt."""
     elapsed_s: float
-    """Since the first step began; 0 before it."""
+    """Seconds since the first step started; 0 before it."""
 
 
 class Recorder:
-    """A context manager around the run; leaving it writes the report and ends the MLflow run."""
+    """Context manager around the run; on exit it writes the report and ends the runs in all stores."""
 
     def __init__(
         self, config: Config, *, restored: Mapping[str, Any] | None, title: str, spelling: TokenText | None = None
     ) -> None:
-        """``restored``: the driver's part of the checkpoint that the run goes on from; None for a run that begins.
+        """``restored``: the driver's state of the checkpoint that the run resumes from; None for a new run.
 
-        The books of the run up to there are taken over; what the folder holds of later steps is repeated, and goes.
-        ``spelling``: of stored responses; None: they have no texts.
+        Records up to the checkpoint are kept. Records of later steps are removed, because the run repeats them.
+        ``spelling``: converts stored responses to text; None: they have no texts.
         """
         first_step = restored["num_steps_done"] if restored else 0
         self._config = config
@@ -54,7 +54,7 @@ class Recorder:
         earlier = read_timeline(self._folder / "timeline.json") if restored else []
         self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
         self.running: Callable[[], list[tuple[str, float]]] = list
-        """Tells the stages in progress; the stage runner is put here once there is one."""
+        """Returns the stages in progress; set to the stage runner's method once the runner exists."""
         self.console = TrainingConsole(
             config.run.num_steps,
             title=title,
@@ -62,7 +62,7 @@ class Recorder:
             running=lambda: self.running(),
             left_s=lambda: (config.run.stop_after_s or math.inf) - self.elapsed_s,
         )
-        # Steps are written down counting from 1: those after the checkpoint are repeated, so their lines go.
+        # Recorded steps count from 1. Steps after the checkpoint will be repeated, so their lines are removed.
         self._metrics = MetricsWriter(
             self._folder / "metrics.jsonl",
             resume_step=first_step + 1 if restored else 0,
@@ -78,9 +78,9 @@ class Recorder:
         self.num_steps_done = first_step
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
-        self._noted: dict[str, float] = {}
+        self._before_step: dict[str, float] = {}
         self._early: dict[int, dict[str, float]] = {}
-        """By step: what was measured beside it before it was written down."""
+        """Metrics measured alongside a step before its row is written, keyed by step."""
         self._lock = threading.Lock()
         self._work: dict[tuple[str, int], dict[str, Any]] = {}
         self._report_thread: threading.Thread | None = None
@@ -99,17 +99,18 @@ class Recorder:
         self._status.end("finished" if kind is None else "stopped" if interrupted else "failed", reason)
         self.samples.close()
         if self._report_thread is not None:
+            # The final report is written to the same file.
             self._report_thread.join()
         self._write_report()
         for name in ("report.html", "timeline.json", "metrics.jsonl"):
             if (self._folder / name).is_file():
                 self._trackers.log_artifact(self._folder / name)
-        # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
+        # Stay well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
         self._trackers.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
         self._metrics.close()
 
     def _take_over(self, first_step: int, newest: Mapping[str, float]) -> None:
-        """The sums of the run so far. ``newest``: of the last step, whose row a kill may have prevented."""
+        """Restore the sums of the run so far. ``newest``: metrics of the last step, whose row a kill may have prevented."""
         rows = read_metrics(self._folder / "metrics.jsonl")
         if newest and first_step not in [row.step for row in rows]:
             self.log(first_step, dict(newest))
@@ -125,9 +126,9 @@ class Recorder:
                     self._add_stage(name.removeprefix("time/").removesuffix("_s"), seconds)
 
     def add_to(self, step: int, metrics: dict[str, float], began_s: float = 0.0) -> None:
-        """What was measured of a step, counted from 1, beside or after it (from any thread).
+        """Add metrics measured alongside or after a step, counted from 1. Callable from any thread.
 
-        ``began_s``: of an evaluation beside training, which has a lane of its own.
+        ``began_s``: start of an evaluation alongside training, which has a separate lane; 0 for other metrics.
         """
         if began_s:
             self.timeline.add(Span("evaluation", "evaluation", began_s, time.time(), step))
@@ -139,47 +140,47 @@ class Recorder:
         self._trackers.log(step, metrics)
 
     def exported(self, folder: Path, while_waiting: Callable[[], None]) -> None:
-        """The run's policy has been written as a Hugging Face folder. ``while_waiting`` is called every few seconds."""
+        """Register the run's policy after its export as a Hugging Face folder. ``while_waiting`` is called every few seconds."""
         self._trackers.register(folder, while_waiting)
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
-        """What was measured before a step; it is logged with that step."""
-        self._noted |= metrics
+        """Store metrics measured before a step; they are logged with that step."""
+        self._before_step |= metrics
 
     def flush_records(self) -> None:
-        """Timeline and samples on disk, as far as they are: a run that is killed goes on with them."""
+        """Flush timeline and samples to disk, so that a killed run resumes with them."""
         self.timeline.write(self._folder / "timeline.json")
         self.samples.finish_background_save()
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Of all evaluations of the run, by steps done before them."""
+        """Accuracy of all evaluations of the run, keyed by steps done before them."""
         return {evaluation.step: evaluation.accuracy for evaluation in self.evaluations}
 
     def _add_stage(self, name: str, seconds: float) -> None:
         self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + seconds
 
     def log_stage_facts(self, name: str, step: int, **facts: Any) -> None:
-        """What a stage had to do, said before or after its end; it goes with its span into the timeline."""
+        """Store facts about a stage's work, before or after its end; the timeline's span includes them."""
         self._work.setdefault((name, step), {}).update(facts)
 
     def stage_done(self, name: str, lane: str, step: int, started_s: float, ended_s: float) -> None:
-        """A stage of a step has run; ``lane`` is the timeline's row (the stage runner reports here)."""
+        """Record a finished stage; ``lane`` is its row in the timeline. Called by the stage runner."""
         self.timeline.add(Span(name, lane, started_s, ended_s, step + 1, self._work.setdefault((name, step), {})))
         self._add_stage(name, ended_s - started_s)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Numbers of a moment of its own: the evaluation before the first step is step 0."""
+        """Log metrics outside a step: the evaluation before the first step is step 0."""
         now_s = time.time()
         self._metrics.log(step, metrics, time_s=now_s)
         self._trackers.log(step, metrics, time_s=now_s)
 
     def end(self, step: int, metrics: dict[str, float], *, num_server_restarts: int) -> None:
-        """Write down a finished step; steps are counted from 1 from here on."""
+        """Write the record of a finished step; recorded steps count from 1."""
         seconds = self.timeline.stage_seconds(step + 1)
         now_s = time.time()
-        metrics = self._noted | metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
-        self._noted = {}
+        metrics = self._before_step | metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
+        self._before_step = {}
         metrics["step/time_s"] = now_s - self._last_end_s
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
@@ -187,7 +188,7 @@ class Recorder:
         idle = self.timeline.idle_shares(self._last_end_s, now_s, self.running())
         metrics |= {f"time/{lane}_idle_share": idle[lane] for lane in ("rollout", "trainer") if lane in idle}
         self._last_end_s = now_s
-        # In place: a later step's stages may note theirs meanwhile.
+        # Delete in place: stages of a later step may add their facts at the same time.
         for key in [key for key in list(self._work) if key[1] <= step]:
             del self._work[key]
         self._num_tokens += metrics["step/tokens_generated"]
@@ -202,12 +203,12 @@ class Recorder:
             self._report_thread.start()
 
     def evaluated(self, num_steps_done: int, accuracy: float, accuracy_stderr: float | None) -> None:
-        """Remember an evaluation for the summary."""
+        """Store an evaluation for the summary."""
         elapsed_s = self.elapsed_s if num_steps_done else 0.0
         self.evaluations.append(Evaluation(num_steps_done, accuracy, accuracy_stderr, elapsed_s))
 
     def _now(self) -> dict[str, Any]:
-        """What status.json says besides the state (on its own thread)."""
+        """Fields of status.json other than the state. Called on the status thread."""
         warnings = self.console.warnings
         return {
             "step": self.num_steps_done,
@@ -217,13 +218,13 @@ class Recorder:
         }
 
     def start_clock(self) -> None:
-        """The first step's time, and the run's, count from here."""
+        """Start the clock of the first step and of the run."""
         self._status.training()
         self._started_s = self._last_end_s = time.time()
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first step began; of a run that was resumed, the steps before count as long as they took."""
+        """Seconds since the first step started, including the steps before a resume."""
         return self._earlier_s + time.time() - self._started_s
 
     @property
@@ -232,14 +233,14 @@ class Recorder:
 
     @property
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds by stage over the whole run; stages overlap, so they may add up to more than the wall clock."""
+        """Seconds by stage over the whole run; stages overlap, so the sum may exceed the wall-clock time."""
         return dict(self._stage_seconds)
 
     def _write_report(self) -> None:
         try:
             self.timeline.write(self._folder / "timeline.json")
             from megatron_rl.desk.report.run_report import (
-                write_report,  # matplotlib takes a second that only the driver needs
+                write_report,  # importing matplotlib takes a second, and only the driver needs it
             )
 
             write_report(self._folder)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, as far as files alone can tell: looked at before Megatron is imported."""
+"""Finds the checkpoint that a run resumes from, judged by its files only, before Megatron is imported."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """What a run may go on from, newest first: what latest.json names, and what has a manifest.
+    """Checkpoints that a run may resume from, newest first: the folder in latest.json, and folders with a manifest.
 
-    The rest was not written to its end.
+    All other folders are incomplete.
     """
     try:
         latest = folders.latest_folder(checkpoints)
@@ -22,33 +22,33 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 
 def check_resume(config: Config) -> None:
-    """UserError where run.resume=true has nothing to go on from, as far as names and sizes tell: before anything starts."""
+    """Raise UserError if run.resume=true has no usable checkpoint, judged by names and sizes before anything starts."""
     checkpoints = Path(config.run.output_dir) / "checkpoints"
     if config.run.resume is not True:
         return
-    found = candidates(checkpoints)
-    if not found:
+    saved = candidates(checkpoints)
+    if not saved:
         raise UserError(
-            f"run.resume: {checkpoints} holds no complete checkpoint; run.resume=auto starts the run and goes on where "
+            f"run.resume: {checkpoints} contains no complete checkpoint; run.resume=auto starts the run and resumes if "
             "there is one, run.overwrite=true starts over (deletes what is there), or point run.output_dir at the run "
             "to continue"
         )
     folders.latest_folder(checkpoints)
-    models = [path.name for path in found[0].iterdir() if path.is_dir()]
+    models = [path.name for path in saved[0].iterdir() if path.is_dir()]
     try:
-        folders.check_folder(found[0], models)
-        folders.read_driver(found[0])
+        folders.check_folder(saved[0], models)
+        folders.read_driver(saved[0])
     except DamagedCheckpoint as error:
-        raise UserError(f"{error}\n{resume_hint(checkpoints, found[0], models)}") from error
+        raise UserError(f"{error}\n{resume_hint(checkpoints, saved[0], models)}") from error
 
 
 def resume_hint(checkpoints: Path, refused: Path, models: Sequence[str]) -> str:
-    """What to do about ``refused``, for its message."""
+    """Hint for the error about ``refused``: an older checkpoint to resume from, or how to start over."""
     for folder in candidates(checkpoints):
         if folders.num_steps_of(folder) < folders.num_steps_of(refused):
             try:
                 folders.check_folder(folder, list(models))
             except DamagedCheckpoint:
                 continue
-            return f"{folder.name} is whole: run.resume=auto goes on from it"
+            return f"{folder.name} is complete: run.resume=auto resumes from it"
     return "no older checkpoint is left; run.overwrite=true starts over (deletes what is there)"

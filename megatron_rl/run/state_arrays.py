@@ -1,7 +1,7 @@
-"""Lists and objects with arrays in them, as JSON and one flat array per dtype: what a checkpoint of the driver is made of.
+"""Converts nested lists and objects with arrays to JSON and one flat array per dtype: the format of a driver checkpoint.
 
-In the JSON an array is ``{"__array__": [dtype, start, length]}``, its place in the flat array of its dtype. Thousands of
-responses are then a few large files and some lines each, not a number of JSON per token.
+In the JSON an array is ``{"__array__": [dtype, start, length]}``, its span in the flat array of its dtype.
+Thousands of responses thus become a few large files and some lines each, not a JSON number per token.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _NESTS = (dict, list, tuple, np.ndarray)
 
 
 def flatten_state(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
-    """(JSON-ready copy, by the name of each dtype the arrays that back to back are its flat array); arrays are shared."""
+    """Returns (JSON-ready copy, arrays by dtype name). The arrays of a dtype, concatenated, are its flat array. Arrays are not copied."""
     parts: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, int] = {}
 
     def plain(value: Any) -> Any:
         if not isinstance(value, _NESTS):
-            return value  # most are
+            return value  # the most frequent case
         if isinstance(value, dict):
             return {key: plain(inner) for key, inner in value.items()}
         if not isinstance(value, np.ndarray):
@@ -36,7 +36,7 @@ def flatten_state(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
 
 
 def unflatten_state(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The inverse of ``flatten_state``, with lists for tuples. ValueError for a place outside the flat arrays."""
+    """Inverse of ``flatten_state``, with lists instead of tuples. Raises ValueError for a span outside the flat arrays."""
     if isinstance(nest, list):
         return [unflatten_state(inner, arrays) for inner in nest]
     if not isinstance(nest, dict):
@@ -44,13 +44,13 @@ def unflatten_state(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     match nest.get(_MARK):
         case [str(name), int(start), int(length)] if len(nest) == 1:
             if name not in arrays or not 0 <= start <= start + length <= len(arrays[name]):
-                raise ValueError(f"{length} entries from {start} on are not among the {name} that were saved")
-            # A copy: a part would hold all of them in memory.
+                raise ValueError(f"{length} entries from {start} on are outside the {name} arrays that were saved")
+            # Copy, because a view would keep the whole flat array in memory.
             return arrays[name][start : start + length].copy()
     return {key: unflatten_state(inner, arrays) for key, inner in nest.items()}
 
 
 @cache
 def _name(dtype: np.dtype) -> str:
-    """numpy puts it together anew each time."""
+    """The dtype's name; cached, because numpy builds the string on every access."""
     return dtype.name

@@ -1,4 +1,4 @@
-"""The end of a run in numbers: summary.json, and the table that a user sees last."""
+"""Summarizes a finished run: summary.json, and the table printed at the end."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_rl.tracking.terminal.console import accuracy_text, duration, summa
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What summary.json holds."""
+    """Contents of summary.json."""
 
     mode: str
     num_steps: int
@@ -24,9 +24,9 @@ class RunSummary:
     tokens_generated: int
     evaluations: Sequence[Evaluation]
     stage_seconds: dict[str, float]
-    """By stage; stages overlap, so they may add up to more than wall_s."""
+    """Seconds by stage; stages overlap, so the sum may exceed wall_s."""
     critic_overlap_s: float
-    """Seconds in which a critic update ran while a window was generated."""
+    """Seconds in which a critic update ran during generation of a window."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -66,7 +66,7 @@ def print_summary(config: Config, summary: RunSummary) -> None:
         ("steps", f"{summary.num_steps}"),
         ("wall-clock time", duration(summary.wall_s)),
         ("tokens generated", f"{summary.tokens_generated:,} ({summary.tokens_per_s:,.0f} per second)"),
-        ("critic update hidden behind generation", duration(summary.critic_overlap_s)),
+        ("critic update hidden by generation", duration(summary.critic_overlap_s)),
         ("report", str(folder / "report.html")),
         ("timeline", f"{folder / 'timeline.json'} (open it in Perfetto)"),
     ]
@@ -85,7 +85,7 @@ def print_summary(config: Config, summary: RunSummary) -> None:
 
 
 def _stage_table(summary: RunSummary) -> Table:
-    table = Table(title="share of the wall-clock time by stage (stages overlap)", title_justify="left")
+    table = Table(title="wall-clock time by stage (stages overlap)", title_justify="left")
     for name in ("stage", "seconds", "share"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for name, seconds in sorted(summary.stage_seconds.items(), key=lambda item: -item[1]):

@@ -1,1 +1,1 @@
-"""Which prompts are worth training on, decided once before PPO from the scores of the policy's responses."""
+"""Selects prompts to train on, once before PPO, from the scores of the policy's responses."""

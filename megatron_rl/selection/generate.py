@@ -1,11 +1,11 @@
-"""Responses of the policy to every prompt, graded by the run's rewards, saved as they come.
+"""Generates the policy's responses to every prompt, scores them with the run's rewards, and saves the scores.
 
-Invariants: a sample's seed depends on run.seed, the prompt's id and the sample's number only, so a run that is killed
-and started again samples what an uninterrupted one would have; a row is written once, after it was graded; what is in
-the file is never generated again. A file made with other settings is refused, not mixed.
+Invariants: a sample's seed depends only on run.seed, the prompt's id and the sample's index, so a restarted run samples
+the same responses as an uninterrupted run; a row is written once, after it was scored; samples in the file are never
+generated again; a file made with other settings is refused, never mixed.
 
-Who waits for whom: so many prompts are in progress that the servers are full. Each waits for its own responses and
-grades, then the next one starts.
+A fixed number of prompts is in progress, enough to fill the servers. A prompt waits for its own responses and scores;
+then the next prompt starts.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
 from megatron_rl.system.files.atomic_files import atomic_text_file, lock_file
 
 _MIN_RESPONSES_FOR_ALARM = 64
-"""Before so many are graded, the share that could not be scored says little."""
+"""Number of scored responses below which the error rate is not checked, because it is not meaningful yet."""
 
 Generate = Callable[[GenerationRequest, str], Awaitable[Generation]]
-"""(request, prompt id) -> sample."""
+"""Function (request, prompt id) that returns one response."""
 Grade = Callable[[Sequence[ScoreItem]], Awaitable[Sequence[Score]]]
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What is generated; the same for every prompt."""
+    """Number and settings of the responses to generate, equal for all prompts."""
 
     sampling: Sampling
     decode: Callable[[Sequence[int]], str]
@@ -55,7 +55,7 @@ class SamplingPlan:
 
 
 def score_settings(config: Config) -> dict[str, Any]:
-    """Everything that scores depend on besides the prompts: what a file of scores must have been made with."""
+    """All settings that scores depend on, apart from the prompts; a score file is reused only if they are equal."""
     weights = sorted(Path(config.policy.path).glob("*.safetensors"))
     rollout, reward, data = config.rollout, config.reward, config.data
     settings = {
@@ -78,17 +78,18 @@ def score_settings(config: Config) -> dict[str, Any]:
         "data.use_chat_template": data.use_chat_template,
         "data.system_prompt": data.system_prompt,
     }
+    # Through JSON, so that these settings compare equal to settings read from a file.
     return json.loads(json.dumps(settings))
 
 
 class ScoreFile:
-    """Rows of graded responses, appended and flushed one prompt at a time."""
+    """File of scored responses, one row each; appended and flushed one prompt at a time."""
 
     def __init__(self, file: TextIO, path: Path, done: Mapping[str, set[int]]) -> None:
         self._file = file
         self.path = path
         self.done = done
-        """By prompt id, the samples that are in the file."""
+        """Maps prompt ids to the indices of the samples in the file."""
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -97,9 +98,9 @@ class ScoreFile:
 
 @contextmanager
 def open_score_file(path: Path, settings: Mapping[str, Any]) -> Iterator[ScoreFile]:
-    """The file, for this process alone; a line that a kill cut short is cut off.
+    """Open and lock the score file; an incomplete last line, left by a killed process, is removed.
 
-    UserError when another process writes to it or when it was made with other settings.
+    Raises UserError if another process has locked the file or if the file was made with other settings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
@@ -120,15 +121,15 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
         before = json.loads(settings_path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} has scores, but {settings_path.name} next to it does not say how they were made ({error}); delete {path} "
-            "or give another run.output_dir"
+            f"{path} has scores, but {settings_path.name} next to it does not have their settings ({error}); delete {path} "
+            "or set another run.output_dir"
         ) from error
     changed = [key for key in settings if before.get(key) != settings[key]]
     if changed:
         key = changed[0]
         raise UserError(
             f"{path} was made with other settings: {key} was {before.get(key)!r}, now {settings[key]!r}"
-            f"{' (and ' + ', '.join(changed[1:]) + ')' if changed[1:] else ''}; delete it or give another run.output_dir"
+            f"{' (and ' + ', '.join(changed[1:]) + ')' if changed[1:] else ''}; delete it or set another run.output_dir"
         )
 
 
@@ -138,7 +139,7 @@ def _read_done(path: Path) -> dict[str, set[int]]:
     with open(path, "rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
-                break  # a kill cut it short
+                break  # incomplete: the process was killed while writing
             row = json.loads(line)
             done[row["id"]].add(row["sample"])
             num_good_bytes += len(line)
@@ -148,7 +149,7 @@ def _read_done(path: Path) -> dict[str, set[int]]:
 
 
 def missing_samples(prompts: Sequence[Prompt], num_samples: int, done: Mapping[str, set[int]]) -> dict[str, list[int]]:
-    """By prompt id, the samples that are still to be generated; prompts that have all of theirs do not appear."""
+    """Maps prompt ids to the indices of samples that are not in ``done``; complete prompts are omitted."""
     missing = {p.id: [i for i in range(num_samples) if i not in done.get(p.id, ())] for p in prompts}
     return {prompt_id: samples for prompt_id, samples in missing.items() if samples}
 
@@ -164,35 +165,37 @@ async def generate_scores(
     max_error_rate: float,
     on_scored: Callable[[int], None] = lambda responses: None,
 ) -> None:
-    """Generate, grade and save what the file lacks. RewardAlarm when too many responses cannot be scored."""
+    """Generate, score and save the samples missing from the file. Raises RewardAlarm if too many cannot be scored."""
     missing = missing_samples(prompts, plan.num_samples, scores.done)
-    # One iterator for all workers: each takes the next prompt when it is free.
+    # A shared iterator is the queue: each worker takes the next prompt when it is free.
     queue = iter([prompt for prompt in prompts if prompt.id in missing])
-    graded: list[Score] = []
+    all_scores: list[Score] = []
 
     async def work() -> None:
         for prompt in queue:
             samples = missing[prompt.id]
             requests = [await plan.request(prompt, i) for i in samples]
-            answers = await asyncio.gather(*[generate(request, prompt.id) for request in requests])
-            texts = [plan.decode(answer.token_ids.tolist()) for answer in answers]
-            found = await grade([_item(prompt, text) for text in texts])
-            # Together: a row that is in the file is complete, and its sample is never generated again.
-            scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])
-            graded.extend(found)
-            on_scored(len(found))
-            if len(graded) >= _MIN_RESPONSES_FOR_ALARM:
-                check_error_rate(graded, max_error_rate, what="the prompts so far")
+            generations = await asyncio.gather(*[generate(request, prompt.id) for request in requests])
+            texts = [plan.decode(generation.token_ids.tolist()) for generation in generations]
+            new_scores = await grade([_item(prompt, text) for text in texts])
+            # Written after scoring, because samples in the file are never generated again.
+            columns = zip(samples, texts, generations, new_scores, strict=True)
+            scores.append([_row(prompt, *row) for row in columns])
+            all_scores.extend(new_scores)
+            on_scored(len(new_scores))
+            if len(all_scores) >= _MIN_RESPONSES_FOR_ALARM:
+                check_error_rate(all_scores, max_error_rate, what="the prompts so far")
 
     workers = [asyncio.create_task(work()) for _ in range(num_prompts_in_progress)]
     try:
         await asyncio.gather(*workers)
     finally:
+        # After a failure the other workers must not write to the score file, which the caller closes.
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    if graded:
-        check_error_rate(graded, max_error_rate, what="the prompts")
+    if all_scores:
+        check_error_rate(all_scores, max_error_rate, what="the prompts")
 
 
 def _item(prompt: Prompt, response: str) -> ScoreItem:
@@ -201,7 +204,7 @@ def _item(prompt: Prompt, response: str) -> ScoreItem:
     )
 
 
-def _row(prompt: Prompt, sample: int, response: str, answer: Generation, score: Score) -> dict[str, Any]:
+def _row(prompt: Prompt, sample: int, response: str, generation: Generation, score: Score) -> dict[str, Any]:
     return {
         "id": prompt.id,
         "type": prompt.type,
@@ -209,7 +212,7 @@ def _row(prompt: Prompt, sample: int, response: str, answer: Generation, score: 
         "score": score.value,
         "detail": score.detail,
         "error": score.error,
-        "finish_reason": answer.finish_reason,
-        "num_tokens": len(answer.token_ids),
+        "finish_reason": generation.finish_reason,
+        "num_tokens": len(generation.token_ids),
         "response": response,
     }

@@ -1,7 +1,7 @@
-"""Scores of responses from a file, brought together with the prompts they belong to.
+"""Reads scores of responses from a file and assigns them to their prompts.
 
-The file has one row per response: the prompt's id and ``score``, a number or null for "could not be scored". What
-``megatron-rl score`` writes is such a file, and so is what ``generate.py`` leaves.
+The file has one row per response: the prompt's id and ``score``, a number, or null for an unscored response.
+``megatron-rl score`` and ``generate.py`` write such files.
 """
 
 import math
@@ -22,18 +22,22 @@ class PromptCandidates:
     """The prompts to choose from, in the order of the files."""
 
     types: Mapping[str, str]
-    """Prompt id to type."""
+    """Maps prompt ids to types."""
     num_duplicates: int
 
 
 def read_candidates(files: Sequence[str], data: DataConfig) -> PromptCandidates:
-    """Check every row; DataError on bad rows, on doubled ids (unless they are dropped) and when there are none."""
+    """Read and check all prompts.
+
+    Raises:
+        DataError: a bad row, a duplicate id (unless ``data`` drops duplicates), or no rows.
+    """
     types: dict[str, str] = {}
-    places: dict[str, str] = {}
+    sources: dict[str, str] = {}
     num_duplicates = 0
-    for row, place in read_rows(files, split=data.split):
-        content = read_content(row, place, data)
-        if is_duplicate(content, places, data):
+    for row, source in read_rows(files, split=data.split):
+        content = read_content(row, source, data)
+        if is_duplicate(content, sources, data):
             num_duplicates += 1
         else:
             types[content.id] = content.type
@@ -44,14 +48,14 @@ def read_candidates(files: Sequence[str], data: DataConfig) -> PromptCandidates:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores by prompt id; None: a response that could not be scored."""
+    """Scores of responses, keyed by prompt id; None is an unscored response."""
 
     scores: Mapping[str, Sequence[float | None]]
     num_foreign: int = 0
-    """Rows whose id is none of the prompts'."""
+    """Number of rows whose id belongs to no prompt."""
 
     def of(self, types: Mapping[str, str]) -> list[PromptScores]:
-        """One entry per prompt, in the order of ``types``; those without rows have no scores."""
+        """One entry per prompt, in the order of ``types``; prompts without rows have no scores."""
         return [
             PromptScores(
                 id=prompt_id,
@@ -64,7 +68,11 @@ class ScoreTable:
 
 
 def read_scores(path: str, types: Mapping[str, str], *, id_field: str) -> ScoreTable:
-    """DataError with place and field for rows without id or score, and when no row belongs to a prompt."""
+    """Read the scores of the prompts in ``types`` from ``path``.
+
+    Raises:
+        DataError: a row without a valid id or score (reported with file, line and field), or no row of any prompt.
+    """
     return _collect_scores(read_rows([path]), types, id_field=id_field, path=path)
 
 
@@ -73,35 +81,35 @@ def _collect_scores(
 ) -> ScoreTable:
     scores: dict[str, list[float | None]] = defaultdict(list)
     num_foreign = 0
-    for row, place in rows:
-        prompt_id = _prompt_id(row, place, id_field)
-        score = _score(row, place)
+    for row, source in rows:
+        prompt_id = _prompt_id(row, source, id_field)
+        score = _score(row, source)
         if prompt_id in types:
             scores[prompt_id].append(score)
         else:
             num_foreign += 1
     if not scores:
         raise DataError(
-            f"{path}: none of its {num_foreign} rows has the id of a prompt in data.train_files; its rows need the "
+            f"{path}: none of {num_foreign} rows has the id of a prompt in data.train_files; rows need the "
             f"prompts' {id_field!r} (or id) and a score"
         )
     return ScoreTable(scores, num_foreign)
 
 
-def _prompt_id(row: Row, place: str, id_field: str) -> str:
-    found = lookup(row, id_field)
-    found = lookup(row, "id") if is_missing(found) else found
-    if is_missing(found) or isinstance(found, (dict, list, bool)):
-        raise DataError(f"{place}: field {id_field!r}: expected the prompt's id, got {describe(found)}")
-    return str(found)
+def _prompt_id(row: Row, source: str, id_field: str) -> str:
+    value = lookup(row, id_field)
+    value = lookup(row, "id") if is_missing(value) else value
+    if is_missing(value) or isinstance(value, (dict, list, bool)):
+        raise DataError(f"{source}: field {id_field!r}: expected the prompt's id, got {describe(value)}")
+    return str(value)
 
 
-def _score(row: Mapping[str, Any], place: str) -> float | None:
+def _score(row: Mapping[str, Any], source: str) -> float | None:
     if "score" not in row:
-        raise DataError(f"{place}: field 'score' is missing; write it with megatron-rl score (fields: {sorted(row)})")
+        raise DataError(f"{source}: field 'score' is missing; write it with megatron-rl score (fields: {sorted(row)})")
     score = row["score"]
     if score is None:
         return None
     if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-        raise DataError(f"{place}: field 'score': expected a finite number or null, got {describe(score)}")
+        raise DataError(f"{source}: field 'score': expected a finite number or null, got {describe(score)}")
     return float(score)

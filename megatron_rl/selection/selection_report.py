@@ -1,7 +1,7 @@
-"""The report of a selection: what was dropped and why, by type; as Markdown, as JSON and on the terminal.
+"""Reports a selection: dropped prompts by type and reason, as Markdown, as JSON and on the terminal.
 
-Next to ``kept.jsonl`` are ``kept.report.md``, ``kept.report.json`` (settings and tables) and ``kept.verdicts.jsonl``
-(one row per prompt).
+The files next to ``kept.jsonl`` are ``kept.report.md``, ``kept.report.json`` (settings and tables) and
+``kept.verdicts.jsonl`` (one row per prompt).
 """
 
 import json
@@ -21,7 +21,7 @@ class SelectionReport:
     settings: Mapping[str, Any]
     verdicts: Sequence[PromptDecision]
     notes: Sequence[str]
-    """What a reader must know besides the numbers."""
+    """Remarks for the reader, in addition to the tables."""
 
     @property
     def types(self) -> list[TypeSummary]:
@@ -32,7 +32,7 @@ class SelectionReport:
         return sum(verdict.kept for verdict in self.verdicts)
 
     def tables(self) -> list[Table]:
-        """For the terminal."""
+        """Tables for the terminal: an overview by type, and the reasons for dropped prompts."""
         overview = Table(title=f"kept {self.num_kept:,} of {len(self.verdicts):,} prompts", title_justify="left")
         for i, name in enumerate(_HEADER):
             overview.add_column(name, justify="right" if i else "left")
@@ -48,7 +48,7 @@ class SelectionReport:
 
 
 def report_paths(output_path: str | Path) -> dict[str, Path]:
-    """Where the parts of the report are, by the end of their name."""
+    """Maps the endings of the report's file names to their paths."""
     path = Path(output_path)
     stem = path.name.removesuffix(".jsonl")
     return {name: path.with_name(f"{stem}.{name}") for name in ("report.md", "report.json", "verdicts.jsonl")}

@@ -1,8 +1,8 @@
-"""Selection rules as pure functions: scores of responses in, a verdict on every prompt out, in the same order.
+"""Selection rules as pure functions: map the scores of responses to one decision per prompt, in the same order.
 
-Laws: a verdict depends only on the prompts' own numbers and, for ``lowest``, on the other prompts of the same type; the
-order of the prompts and of their scores changes nothing; equal scores are ordered by id; a prompt without any score is
-dropped and says so, never treated as 0.
+Invariants: a decision depends only on the prompt's own scores and, for ``lowest``, on the other prompts of the same type;
+the order of prompts and scores does not matter; equal scores are ordered by id; a prompt without scores is dropped with
+that reason, never treated as 0.
 """
 
 import math
@@ -22,7 +22,7 @@ SOLVED_TOO_OFTEN = "solved too often"
 NO_SPREAD = "best response hardly better than the mean one"
 
 _ROUNDING = 1e-9
-"""Spread that counts as equal to its threshold."""
+"""Tolerance of comparing a spread with its threshold."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class PromptScores:
     type: str
     scores: tuple[float, ...]
     num_unscored: int = 0
-    """Responses that could not be scored."""
+    """Number of unscored responses."""
 
     @property
     def mean(self) -> float | None:
-        """Correctly rounded, so that the order of the scores does not matter."""
+        """Mean score, None without scores; summed exactly, so that the order of the scores does not matter."""
         return math.fsum(self.scores) / len(self.scores) if self.scores else None
 
 
@@ -44,13 +44,13 @@ class PromptDecision:
     id: str
     type: str
     reason: str
-    """Why the prompt is dropped; empty: it is kept."""
+    """Reason why the prompt is dropped; empty if it is kept."""
     num_scored: int
     num_unscored: int
     mean: float | None
     best: float | None
     z: float | None
-    """Standard deviations of the mean score from that of the type's prompts."""
+    """Distance of the prompt's mean score from the type's mean, in standard deviations."""
 
     @property
     def kept(self) -> bool:
@@ -58,7 +58,7 @@ class PromptDecision:
 
 
 def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correct_from: float) -> list[PromptDecision]:
-    """Verdicts of the configured rule. ``correct_from``: a score of at least this counts as solved."""
+    """Decisions of the configured rule. ``correct_from``: smallest score of a solved response."""
     if rule.rule is SelectionRule.lowest:
         reasons = _lowest_reasons(prompts, keep_share=rule.keep_share)
     elif rule.rule is SelectionRule.pass_rate:
@@ -83,8 +83,8 @@ def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correc
 def _lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> list[str]:
     """Keep the lowest ``keep_share`` of mean scores inside each type (Pre-PPO, arXiv 2503.22230).
 
-    Standardised scores have the order of the plain ones inside a type, so the plain ones are compared: no rounding. Of
-    n scored prompts the whole part of keep_share * n is kept, and at least one.
+    The paper compares standardized scores. Plain scores have the same order within a type and no rounding errors, so
+    they are compared instead. Of n scored prompts, floor(keep_share * n) are kept, at least one.
     """
     by_type: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for prompt in prompts:
@@ -92,14 +92,14 @@ def _lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> li
             by_type[prompt.type].append((prompt.mean, prompt.id))
     kept: set[tuple[str, str]] = set()
     for name, ranked in by_type.items():
-        # As it was written: in floats 0.29 * 100 is less than 29.
-        number = max(1, math.floor(Fraction(repr(keep_share)) * len(ranked)))
-        kept |= {(name, prompt_id) for _, prompt_id in sorted(ranked)[:number]}
+        # A fraction of the decimal text, because 0.29 * 100 is less than 29 in floats.
+        num_kept = max(1, math.floor(Fraction(repr(keep_share)) * len(ranked)))
+        kept |= {(name, prompt_id) for _, prompt_id in sorted(ranked)[:num_kept]}
     return [_unscored(prompt) or ("" if (prompt.type, prompt.id) in kept else ABOVE_SHARE) for prompt in prompts]
 
 
 def _pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float, correct_from: float) -> list[str]:
-    """Keep 0 < share of solved responses <= ``max_pass_rate``; unscored responses do not count (Seed1.5-VL)."""
+    """Keep 0 < fraction of solved responses <= ``max_pass_rate``; unscored responses do not count (Seed1.5-VL)."""
 
     def reason(prompt: PromptScores) -> str:
         solved = sum(score >= correct_from for score in prompt.scores)
@@ -111,7 +111,7 @@ def _pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float,
 
 
 def _spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> list[str]:
-    """Keep max - mean >= ``min_spread``: where sampling finds something better (Seed1.5-VL, arXiv 2505.07062)."""
+    """Keep max - mean >= ``min_spread``: prompts with a better response among the samples (Seed1.5-VL, arXiv 2505.07062)."""
 
     def reason(prompt: PromptScores) -> str:
         if prompt.mean is None:
@@ -122,7 +122,10 @@ def _spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> li
 
 
 def z_scores(prompts: Sequence[PromptScores]) -> list[float | None]:
-    """(mean score - mean of the type) / standard deviation of the type (over its scored prompts); 0 without spread."""
+    """(mean score - mean of the type) / standard deviation of the type, over the type's scored prompts.
+
+    None for unscored prompts, 0 if all means of a type are equal.
+    """
     means: dict[str, list[float]] = defaultdict(list)
     for prompt in prompts:
         if prompt.mean is not None:
@@ -149,27 +152,27 @@ def _unscored(prompt: PromptScores) -> str:
 
 @dataclass(frozen=True)
 class TypeSummary:
-    """What happened to the prompts of one type."""
+    """Statistics of the prompts of one type."""
 
     type: str
     num_prompts: int
     num_kept: int
     dropped: dict[str, int]
-    """By reason, most frequent first."""
+    """Maps reasons to numbers of dropped prompts, most frequent first."""
     mean_score: float | None
-    """Over the prompts' mean scores."""
+    """Mean of the prompts' mean scores."""
     mean_score_kept: float | None
     highest_kept: float | None
     """Largest mean score of a kept prompt."""
     num_responses: int
     num_unscored: int
-    """Responses that could not be scored."""
+    """Number of unscored responses."""
     num_kept_all_zero: int
-    """Kept although no response scored above 0: the hard ones, and the broken ones among them."""
+    """Number of kept prompts without a response above 0: hard prompts, or broken ones."""
 
 
 def summarize(verdicts: Sequence[PromptDecision]) -> list[TypeSummary]:
-    """One entry per type, by name."""
+    """One entry per type, sorted by name."""
     by_type: dict[str, list[PromptDecision]] = defaultdict(list)
     for verdict in verdicts:
         by_type[verdict.type].append(verdict)

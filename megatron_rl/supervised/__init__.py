@@ -1,1 +1,1 @@
-"""Training on given texts: the supervised warm start and reward models."""
+"""Training on given texts: supervised fine-tuning and reward models."""

@@ -1,4 +1,4 @@
-"""The order in which rows are trained on."""
+"""Order of the training rows."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,14 @@ import numpy as np
 
 
 def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Endless row indices: each epoch in its own seeded order, batches never mix epochs unless rows are too few."""
+    """Yield batches of row indices forever, each epoch in its own seeded order.
+
+    A batch contains rows of one epoch only. With fewer rows than ``batch_size``, every batch is a whole epoch; otherwise
+    an epoch's incomplete last batch is dropped.
+    """
     generator = np.random.default_rng(seed)
     while True:
         order = generator.permutation(num_rows)
+        # max(1, ...), so that fewer rows than ``batch_size`` still give a batch.
         for start in range(0, max(1, num_rows - batch_size + 1), batch_size):
             yield order[start : start + batch_size].tolist()

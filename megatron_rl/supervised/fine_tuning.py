@@ -23,11 +23,11 @@ from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_ranks import trainer_ranks
 
 _NUM_RECENT = 10
-"""Steps whose mean loss decides about an early end."""
+"""Number of last steps whose mean loss is compared with ``sft.stop_at_loss``."""
 
 
 def sft(config: Config) -> None:
-    """Supervised warm start on reference responses; writes a Hugging Face folder. Every rank calls it."""
+    """Fine-tune the policy on reference responses and write a Hugging Face folder. Called on every rank."""
 
     def build(topology: Topology) -> dict[str, Engine]:
         return {"policy": build_engine(config, topology, "policy", config.policy, config.sft.optimizer)}
@@ -38,7 +38,7 @@ def sft(config: Config) -> None:
 
 
 def _train(config: Config, group: TrainerGroup) -> None:
-    """At most sft.num_steps optimizer steps in a seeded order of epochs; then the checkpoint in sft.output_path."""
+    """Run up to sft.num_steps updates in a seeded order of epochs, then export the policy to sft.output_path."""
     tokenizer = Tokenizer(config.policy.path)
     solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
@@ -71,7 +71,7 @@ def _train(config: Config, group: TrainerGroup) -> None:
 
 
 def solution_batch(solutions: Sequence[PromptWithResponse], vision: ImageProcessor | None = None) -> PackedBatch:
-    """Prompt and response back to back; the mask is on the response. ``vision`` finds the prompts' images."""
+    """Packed batch of prompts with their responses; the mask selects the response tokens. ``vision`` loads the images."""
     rows = [[*solution.prompt_ids, *solution.response_ids] for solution in solutions]
     tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
@@ -81,6 +81,6 @@ def solution_batch(solutions: Sequence[PromptWithResponse], vision: ImageProcess
 
 
 def tail_mask(lengths: Tensor, tails: Tensor) -> Tensor:
-    """[T] bool: the last tails[n] tokens of each of N sequences of lengths [N]."""
+    """[T] bool: True on the last tails[n] tokens of each of N sequences with ``lengths`` [N]."""
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     return torch.arange(int(lengths.sum())) >= ends - tails.repeat_interleave(lengths)

@@ -1,15 +1,15 @@
-"""The three kinds of reward models: what their examples are, how they learn from them, how they are measured.
+"""The three kinds of reward models: their examples, their updates and their metrics.
 
-Every example becomes token sequences; a step is one optimizer step on a batch of examples.
+Every example becomes token sequences; a step is one update on a batch of examples.
 
 - bradley_terry: a value head scores whole responses; -log sigmoid(s_chosen - s_rejected). The scores of a batch are
-  computed first, without gradient; what each of them contributes then goes through the objective "score", so the two
-  responses of a pair may lie in different micro-batches and ranks.
+  computed first, without gradient. Each score's coefficient then enters the objective "score", so the two responses of
+  a pair may be in different micro-batches and on different ranks.
 - pairwise: the language model judges two responses with one word (the pairwise generative reward model of Seed1.5-VL,
-  arXiv 2505.07062). Every pair is seen in both orders, so the place of a response says nothing; only the judgement token
-  is learned.
-- process: the value after each line of a program is regressed to its label (PRLCoder's +1 and -1); neutral lines train
-  nothing.
+  arXiv 2505.07062). Every pair is used in both orders, so a response's position carries no information; only the
+  judgment token is trained.
+- process: the value after each line of a program is regressed to the line's label (PRLCoder's +1 and -1); neutral lines
+  are not trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,17 +37,19 @@ from megatron_rl.training.trainer_group import TrainerGroup
 
 Ids = tuple[int, ...]
 Predictions = dict[str, np.ndarray]
-"""Name -> one number an example (or a line); chunks are put end to end."""
+"""Maps names to arrays with one value per example (or per line); arrays of chunks are concatenated."""
 
 
 @dataclass(frozen=True)
 class RewardExample:
+    """One training example of a reward model."""
+
     sequences: tuple[Ids, ...]
-    """Token ids, each beginning with a prompt."""
+    """Sequences of token ids; each starts with the prompt."""
     labels: Mapping[int, int]
-    """Position in the (only) sequence -> label of the line that ends there; empty but for ``process``."""
+    """Maps positions in the (only) sequence to the label of the line that ends there; empty except for ``process``."""
     images: tuple[ImageRef, ...] = ()
-    """Of the prompt that all sequences begin with."""
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +57,7 @@ class RewardExample:
 
 
 class RewardModelTrainer(Protocol):
-    """How one kind of reward model makes examples, learns from them and is measured."""
+    """Interface of one kind of reward model: creates examples, trains on them, and computes metrics."""
 
     engine: str
     """"critic" (value head) or "policy" (language-model head)."""
@@ -63,7 +65,7 @@ class RewardModelTrainer(Protocol):
     def examples(self, files: Sequence[str]) -> list[RewardExample]: ...
 
     def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
-        """One optimizer step; metrics from before it."""
+        """Run one update; returns its result and the metrics of the batch before the update."""
 
     def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions: ...
 
@@ -80,7 +82,7 @@ def build_kind(config: Config, tokenizer: Tokenizer) -> RewardModelTrainer:
 
 
 class BradleyTerry:
-    """The score of a response is the value after its last token, which is the end-of-text token."""
+    """Scores a response by the value after its last token, the end-of-text token."""
 
     engine = "critic"
 
@@ -88,7 +90,7 @@ class BradleyTerry:
         self._data, self._tokenizer = config.data, tokenizer
 
     def examples(self, files: Sequence[str]) -> list[RewardExample]:
-        """Sequences: (prompt + chosen, prompt + rejected)."""
+        """Examples with the sequences (prompt + chosen, prompt + rejected)."""
         examples = []
         for row in load_preferences(files, self._data):
             prompt = tokenize(row.content, self._data, self._tokenizer)
@@ -98,9 +100,10 @@ class BradleyTerry:
 
     def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
         batch = example_batch(examples, self._tokenizer.vision)
+        # Two passes, because a score's gradient depends on the other score of its pair, which may be on another rank.
         predictions = self._scores(group, batch)
-        of_pairs = algorithms.bradley_terry_coefficients(*map(torch.from_numpy, predictions.values()))
-        coefs = torch.stack(of_pairs, dim=1).flatten() / len(examples)
+        pair_coefs = algorithms.bradley_terry_coefficients(*map(torch.from_numpy, predictions.values()))
+        coefs = torch.stack(pair_coefs, dim=1).flatten() / len(examples)
         batch = batch.with_fields(score_coefs=on_last_tokens(batch, coefs))
         return group.update("critic", batch, objective="score", denominators={}), self.metrics(predictions)
 
@@ -118,7 +121,7 @@ class BradleyTerry:
 
 
 class Pairwise:
-    """A judge that answers YES or NO to: is the first response better than the second one?"""
+    """Judge model that answers YES or NO to the question whether the first response is better than the second."""
 
     engine = "policy"
 
@@ -130,9 +133,9 @@ class Pairwise:
             raise UserError("reward_train.yes_word and no_word are the same token; the judge needs two words")
 
     def examples(self, files: Sequence[str]) -> list[RewardExample]:
-        """Sequences: both orders, each with the right word: (chosen first: YES, chosen second: NO).
+        """Examples with both orders, each followed by the correct word: (chosen first: YES, chosen second: NO).
 
-        The judge reads what it is asked about later: solutions, without thoughts and control tokens.
+        As when the judge is used, responses are solutions without thoughts and control tokens.
         """
         examples = []
         for row in load_preferences(files, self._data):
@@ -144,7 +147,7 @@ class Pairwise:
                 tokenizer_path=str(self._tokenizer.path),
             )
             words = (self._yes, self._no)
-            # As the judge is asked later: about the text alone.
+            # Text only, because the judge later gets the text only.
             content = replace(row.content, images=(), chat_arguments={})
             examples.append(
                 RewardExample(
@@ -165,13 +168,16 @@ class Pairwise:
         return result, {"loss": total / count}
 
     def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions:
-        """p(first is better) when the chosen response stands first, and when it stands second."""
+        """P(first is better) with the chosen response first (``chosen_first``) and with it second (``chosen_second``).
+
+        ``mass``: total probability of both words, a measure of how well the judge follows the format.
+        """
         logprobs = {}
         for name, word in (("yes", self._yes), ("no", self._no)):
             batch = packed([(*sequence[:-1], word) for example in examples for sequence in example.sequences])
             batch = batch.with_fields(mask=on_last_tokens(batch, torch.ones(batch.num_sequences)) != 0)
-            answer = group.logprobs(batch, temperature=1.0)
-            logprobs[name] = answer[batch.cu_seqlens[1:] - 1].double().view(-1, 2)
+            token_logprobs = group.logprobs(batch, temperature=1.0)
+            logprobs[name] = token_logprobs[batch.cu_seqlens[1:] - 1].double().view(-1, 2)
         first = torch.sigmoid(logprobs["yes"] - logprobs["no"])
         mass = (logprobs["yes"].exp() + logprobs["no"].exp()).mean(dim=1)
         return {"chosen_first": first[:, 0].numpy(), "chosen_second": first[:, 1].numpy(), "mass": mass.numpy()}
@@ -179,6 +185,7 @@ class Pairwise:
     def metrics(self, predictions: Predictions) -> dict[str, float]:
         first, second = (torch.from_numpy(predictions[name]) for name in ("chosen_first", "chosen_second"))
         scores = torch.as_tensor(algorithms.pairwise_score(first, second))
+        # The log of a saturated probability (0) would make the loss infinite.
         tiny = torch.finfo(torch.float64).tiny
         return {
             "loss": -0.5 * float((first.clamp(min=tiny).log() + (1.0 - second).clamp(min=tiny).log()).mean()),
@@ -192,7 +199,7 @@ class Pairwise:
 
 
 class _ProcessLabels:
-    """The value read after the token that ends a line is the line's score."""
+    """Scores a line by the value after the token that ends the line."""
 
     engine = "critic"
 
@@ -200,23 +207,23 @@ class _ProcessLabels:
         self._data, self._tokenizer = config.data, tokenizer
 
     def examples(self, files: Sequence[str]) -> list[RewardExample]:
-        """One sequence each; rows whose lines are all neutral have nothing to teach and are left out."""
+        """Examples of one sequence each; rows with neutral lines only are skipped."""
         examples = []
         for row in load_labelled_programs(files, self._data):
             prompt = tokenize(row.content, self._data, self._tokenizer)
             num_prompt = len(prompt.token_ids)
             sequence = _with_response(row.content, prompt, row.response, self._tokenizer)
-            pieces = token_texts(sequence[num_prompt:-1], self._tokenizer.decode)
-            lines = code_lines("".join(pieces), entry_point=row.entry_point)
+            texts = token_texts(sequence[num_prompt:-1], self._tokenizer.decode)
+            lines = code_lines("".join(texts), entry_point=row.entry_point)
             if len(lines) != len(row.labels):
                 raise DataError(
-                    f"{row.content.place}: the tokenizer turns a program of {len(row.labels)} lines into one of "
-                    f"{len(lines)}; it must keep line ends"
+                    f"{row.content.place}: the tokenizer turns a program of {len(row.labels)} lines into {len(lines)} lines; "
+                    "it must keep line ends"
                 )
-            # values[t] is read before token t: the value after a line is the one before the next token.
+            # + 1, because values[t] is the value before token t: the value after a line belongs to the next token.
             labels = {
                 num_prompt + token + 1: label
-                for token, label in zip(end_tokens(lines, pieces), row.labels, strict=True)
+                for token, label in zip(end_tokens(lines, texts), row.labels, strict=True)
                 if label
             }
             if labels:
@@ -266,7 +273,7 @@ def packed(sequences: Sequence[Ids]) -> PackedBatch:
 
 
 def example_batch(examples: Sequence[RewardExample], vision: ImageProcessor | None) -> PackedBatch:
-    """All sequences of the examples, each with its prompt's images."""
+    """Packed batch of all sequences of the examples, each with its prompt's images."""
     batch = packed([sequence for example in examples for sequence in example.sequences])
     if vision is None:
         return batch
@@ -274,17 +281,17 @@ def example_batch(examples: Sequence[RewardExample], vision: ImageProcessor | No
     return replace(batch, images=images)
 
 
-def on_last_tokens(batch: PackedBatch, numbers: torch.Tensor) -> torch.Tensor:
-    """[T] float32: numbers [N] on the last token of each sequence, 0 elsewhere."""
+def on_last_tokens(batch: PackedBatch, values: torch.Tensor) -> torch.Tensor:
+    """[T] float32: ``values`` [N] on the last token of each sequence, 0 elsewhere."""
     field = torch.zeros(len(batch.tokens))
-    field[batch.cu_seqlens[1:] - 1] = numbers.to(field)
+    field[batch.cu_seqlens[1:] - 1] = values.to(field)
     return field
 
 
 def _with_response(content: RowContent, prompt: Prompt, response: str, tokenizer: Tokenizer) -> Ids:
     unknown = tokenizer.unknown_text(response)
     if unknown:
-        raise DataError(f"{content.place}: the tokenizer does not know {unknown!r} of a response; clean the data")
+        raise DataError(f"{content.place}: a response contains {unknown!r}, unknown to the tokenizer; clean the data")
     return (*prompt.token_ids, *encode_response(response, content.place, "response", tokenizer), tokenizer.eos_id)
 
 

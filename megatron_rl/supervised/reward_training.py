@@ -1,6 +1,6 @@
-"""`megatron-rl reward-train`: reward models from preferences or line labels, on Megatron. Three kinds, one loop.
+"""`megatron-rl reward-train`: trains reward models on preferences or line labels. Three kinds share one loop.
 
-The value-head kinds write critics: critic.path and reward.process.path take them as they are.
+The kinds with a value head write critics, which critic.path and reward.process.path accept directly.
 """
 
 import json
@@ -25,10 +25,10 @@ from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_ranks import trainer_ranks
 
 _RECORD_FILE = "reward_training.json"
-"""Next to the weights: what the model is and how its training went."""
+"""File in the output folder with the model's kind, data and training history."""
 _PRINT_EVERY_STEPS = 25
 _EVALUATION_CHUNK = 256
-"""Examples predicted at a time."""
+"""Number of examples per prediction."""
 
 
 def _reward_engine(kind: RewardModelKind) -> str:
@@ -51,7 +51,7 @@ def training_config(config: Config) -> Config:
 
 
 def reward_train(config: Config) -> None:
-    """Every rank calls it: trains the reward model and writes it to reward_train.output_path."""
+    """Train the reward model and write it to reward_train.output_path. Called on every rank."""
     config = training_config(config)
 
     def build(topology: Topology) -> dict[str, Engine]:
@@ -78,7 +78,7 @@ def reward_train(config: Config) -> None:
 
 
 def _run_reward_training(config: Config, group: TrainerGroup) -> None:
-    """reward_train.num_steps optimizer steps in a seeded order of epochs; then the model in reward_train.output_path."""
+    """Run reward_train.num_steps updates in a seeded order of epochs, then export to reward_train.output_path."""
     settings = config.reward_train
     kind = build_kind(config, Tokenizer(config.policy.path))
     console = Console()
@@ -99,7 +99,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
                     f"lower reward_train.optimizer.lr={result.lr:g}"
                 )
             advance(note=f"loss {metrics['loss']:.4f}")
-            row = {"step": step, "lr": result.lr, "grad_norm": result.grad_norm, **_named("train", metrics)}
+            row = {"step": step, "lr": result.lr, "grad_norm": result.grad_norm, **_prefixed("train", metrics)}
             last = step == settings.num_steps
             if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):
                 _report(console, step, f"of {settings.num_steps}", metrics)
@@ -112,38 +112,39 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
 
 
 def _fitting(kind: RewardModelTrainer, files: Sequence[str], config: Config, console: Console) -> list[RewardExample]:
-    """The examples of at most reward_train.max_tokens; says how many were longer."""
+    """The examples with at most reward_train.max_tokens; prints how many were skipped. Raises DataError if none remain."""
     limit = config.reward_train.max_tokens
     examples = kind.examples(files)
     fitting = [example for example in examples if example.num_tokens <= limit]
     if not fitting:
         raise DataError(
-            f"{', '.join(files)}: no example is left of {len(examples)}; all are longer than "
-            f"reward_train.max_tokens={limit} or have no labelled line"
+            f"{', '.join(files)}: none of {len(examples)} examples remain; all are longer than "
+            f"reward_train.max_tokens={limit} or have no labeled line"
         )
     if len(fitting) < len(examples):
         console.print(
             f"reward-train: {len(examples) - len(fitting)} of {len(examples)} examples are longer than {limit} tokens "
-            "and are left out"
+            "and are skipped"
         )
     return fitting
 
 
 def _evaluate(kind: RewardModelTrainer, group: TrainerGroup, examples: Sequence[RewardExample]) -> dict[str, float]:
-    """Metrics over all examples."""
+    """Metrics of ``kind`` over all examples, predicted in chunks."""
     starts = range(0, len(examples), _EVALUATION_CHUNK)
     parts = [kind.predict(group, examples[start : start + _EVALUATION_CHUNK]) for start in starts]
     return kind.metrics({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 def _report(console: Console, step: int, what: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    console.print(f"reward-train step {step} {what}: {numbers}", highlight=False, soft_wrap=True)
-    return _named("eval", metrics)
+    """Print the metrics; returns them with the prefix ``eval/``."""
+    values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    console.print(f"reward-train step {step} {what}: {values}", highlight=False, soft_wrap=True)
+    return _prefixed("eval", metrics)
 
 
-def _named(place: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"{place}/{name}": value for name, value in metrics.items()}
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def _write_record(config: Config, num_train: int, num_eval: int, history: Sequence[Mapping[str, float]]) -> None:

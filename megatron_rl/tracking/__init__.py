@@ -1,4 +1,4 @@
-"""Keeping track of a run: metrics on disk, MLflow, the timeline of stages, the terminal and the report.
+"""Records a run: metrics on disk, stores such as MLflow, the timeline of stages, and the terminal.
 
-None of it raises into training, and none of it makes a step wait for a store, a disk or a terminal.
+Nothing here raises into training, and no step waits for a store, a disk or a terminal.
 """

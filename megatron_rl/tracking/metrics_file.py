@@ -1,15 +1,15 @@
-"""``metrics.jsonl``: one line of JSON for every training step, the record of a run that nothing else can lose.
+"""``metrics.jsonl``: one line of JSON per training step. This file survives every failure of the other outputs.
 
     {"step": 3, "time_s": 1732180000.1, "metrics": {"reward/mean": 0.25, "policy/kl": "NaN"}}
 
 Invariants:
 - A line reaches the operating system before ``log`` returns, so ``kill -9`` costs at most the line being written.
-  A torn last line is cut off when the file is opened again, and ``read_metrics`` passes over it.
-- After a resume every step stands once: lines at the resumed step and later are dropped before the first new line.
-- Values that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", so that any JSON reader copes.
-- Writing never raises into training: on a full disk the lines wait in memory and go out with a later one.
-- A file that somebody removes or replaces is noticed at the next line, and written again whole.
-Nobody waits for anybody: ``log`` formats and writes on the caller's thread (well under a millisecond).
+  A torn last line is removed when the file is reopened, and ``read_metrics`` skips it.
+- After a resume every step appears once: lines of the resumed step and later are dropped before the first new line.
+- Values that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity", so any JSON reader works.
+- Writing never raises into training: on a full disk the lines stay in memory and are written with a later one.
+- If the file is removed or replaced, the next line notices that and rewrites the whole file.
+No waiting on other threads: ``log`` formats and writes on the caller's thread (well under a millisecond).
 """
 
 import json
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """One line of ``metrics.jsonl``, or a part of one: what a step has logged at one moment."""
+    """A line of ``metrics.jsonl``, or a part of a line: metrics of one step logged at the same time."""
 
     step: int
     time_s: float
@@ -39,7 +39,7 @@ class MetricsRow:
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Plain numbers (tensors and numpy scalars of one element are converted) and the names of what is no number."""
+    """Returns (plain numbers, names of other values). Tensors and numpy scalars of one element are converted."""
     numbers: dict[str, float] = {}
     rejected: list[str] = []
     for name, value in metrics.items():
@@ -54,18 +54,18 @@ def as_numbers(metrics: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]
 
 
 def _encode(step: int, time_s: float, numbers: Mapping[str, float]) -> bytes:
-    jsonable = {name: value if math.isfinite(value) else _spelled(value) for name, value in numbers.items()}
+    jsonable = {name: value if math.isfinite(value) else _nonfinite_text(value) for name, value in numbers.items()}
     return json.dumps({"step": step, "time_s": time_s, "metrics": jsonable}, allow_nan=False).encode() + b"\n"
 
 
-def _spelled(value: float) -> str:
+def _nonfinite_text(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
 
 
 def _decode(line: bytes) -> MetricsRow | None:
-    """None if the line is not a whole record."""
+    """The row of a line, or None if the line is not a complete record."""
     try:
         record = json.loads(line)
         metrics = {name: float(value) for name, value in record["metrics"].items()}
@@ -75,9 +75,9 @@ def _decode(line: bytes) -> MetricsRow | None:
 
 
 def read_metrics(path: str | Path) -> list[MetricsRow]:
-    """All readable rows, in the order of the file; an empty list if there is no file.
+    """All readable rows in the order of the file; an empty list if the file does not exist.
 
-    A torn last line is passed over in silence, an unreadable line elsewhere with a warning that names its place.
+    A torn last line is skipped silently, any other unreadable line with a warning that names its file and line.
     """
     path = Path(path)
     if not path.exists():
@@ -89,12 +89,12 @@ def read_metrics(path: str | Path) -> list[MetricsRow]:
         if row is not None:
             rows.append(row)
         elif line.strip() and number < len(lines):
-            logger.warning("%s:%d: expected a JSON record of a step, passed over %r", path, number, line[:80])
+            logger.warning("%s:%d: expected a JSON record of a step, skipped %r", path, number, line[:80])
     return rows
 
 
 class MetricsTail:
-    """The rows of a file that another process writes; each look reads what is new."""
+    """Follows a metrics file that another process writes; each poll reads the new rows."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -103,30 +103,31 @@ class MetricsTail:
         self._offset = 0
 
     def look(self) -> bool:
-        """Whether there is something new. A file that was replaced or cut short (a resume) is read again, whole."""
+        """Read new rows. Returns True if there are any. A replaced or truncated file (after a resume) is read from the start."""
         try:
-            found = os.stat(self._path)
-            replaced = (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset
+            stat = os.stat(self._path)
+            replaced = (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset
             if replaced:
-                self._file, self._offset, self.rows = (found.st_dev, found.st_ino), 0, []
-            elif found.st_size == self._offset:
+                self._file, self._offset, self.rows = (stat.st_dev, stat.st_ino), 0, []
+            elif stat.st_size == self._offset:
                 return False
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 content = file.read()
-        except OSError:  # not there yet, or not for this moment (a shared file system)
+        except OSError:  # the file does not exist yet, or is briefly missing on a shared file system
             return False
-        whole = content[: content.rfind(b"\n") + 1]  # the rest is a line that is being written
+        whole = content[: content.rfind(b"\n") + 1]  # an incomplete last line is still being written
         self._offset += len(whole)
         self.rows += [row for line in whole.splitlines() if (row := _decode(line)) is not None]
         return replaced or bool(whole)
 
 
 class MetricsWriter:
-    """Appends one line a step to ``path``.
+    """Appends one line per step to ``path``.
 
-    ``resume_step`` is the first step that will be logged (again): lines at that step and later are dropped. None keeps
-    everything and appends; 0 starts the file over. Raises OSError only from the constructor, before training begins.
+    ``resume_step`` is the first step that will be logged (again): lines of that step and later are dropped. None
+    keeps all lines and appends; 0 starts an empty file. Raises OSError only from the constructor, before training
+    starts.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class MetricsWriter:
         self.path = Path(path)
         self._warn = warn
         self._lines: list[bytes] = []
-        """All of the file: what writes it again when somebody has removed it."""
+        """All lines of the file, to rewrite it if it is removed."""
         self._lock = threading.Lock()
         self._unwritten = b""
         self._warned: set[str] = set()
@@ -148,31 +149,31 @@ class MetricsWriter:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def add_to(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Give the line of ``step`` further metrics; where there is none, append a line with these."""
+        """Add metrics to the line of ``step``, or append a line if there is none."""
         with self._lock:
             for number in reversed(range(len(self._lines))):
                 row = _decode(self._lines[number])
                 if row is not None and row.step == step:
                     numbers, _ = as_numbers(metrics)
                     self._lines[number] = _encode(step, row.time_s, {**row.metrics, **numbers})
-                    self._write_again()
+                    self._rewrite()
                     return
         self.log(step, metrics)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
-        """Append one line. What is no number is left out with one warning a name; a failed write waits for the next."""
+        """Append one line. A value that is not a number is omitted with one warning per name; a failed write is retried later."""
         numbers, rejected = as_numbers(metrics)
         for name in rejected:
-            self._warn_once(name, f"metric {name!r}: expected a number, got {type(metrics[name]).__name__}; left out")
+            self._warn_once(name, f"metric {name!r}: expected a number, got {type(metrics[name]).__name__}; omitted")
         line = _encode(step, time.time() if time_s is None else time_s, numbers)
         with self._lock:
-            self._notice_removal()
+            self._restore_if_removed()
             self._lines.append(line)
             self._unwritten += line
             self._drain()
 
     def close(self) -> None:
-        """Write what is waiting and close the file; safe to call twice."""
+        """Write pending lines and close the file. Safe to call twice."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -180,36 +181,36 @@ class MetricsWriter:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _notice_removal(self) -> None:
-        """An open file that was removed or replaced takes what is written with it."""
+    def _restore_if_removed(self) -> None:
+        """Rewrite the file if it was removed or replaced: the open descriptor would write into the removed file."""
         try:
-            found, ours = os.stat(self.path), os.fstat(self._descriptor)
-            if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
+            current, ours = os.stat(self.path), os.fstat(self._descriptor)
+            if (current.st_dev, current.st_ino) == (ours.st_dev, ours.st_ino):
                 return
         except FileNotFoundError:
             pass
         except OSError:
             return
-        self._warn(f"{self.path} was removed or replaced while the run writes it; it is written again, whole")
-        self._write_again()
+        self._warn(f"{self.path} was removed or replaced during the run; it is rewritten completely")
+        self._rewrite()
 
-    def _write_again(self) -> None:
+    def _rewrite(self) -> None:
         try:
             write_atomic(self.path, b"".join(self._lines))
             os.close(self._descriptor)
             self._open()
             self._unwritten = b""
         except OSError as error:
-            self._warn_once("", f"cannot write {self.path} ({error}); lines wait in memory. Free space on its disk")
+            self._warn_once("", f"cannot write {self.path} ({error}); lines are kept in memory. Free space on its disk")
 
     def _drain(self) -> None:
         try:
             while self._unwritten:
-                # A disk that fills up may take a part: the rest stays and continues the same line later.
+                # A disk that fills up may accept a part: the rest stays and continues the same line later.
                 written = os.write(self._descriptor, self._unwritten)
                 self._unwritten = self._unwritten[written:]
         except OSError as error:
-            self._warn_once("", f"cannot write {self.path} ({error}); lines wait in memory. Free space on its disk")
+            self._warn_once("", f"cannot write {self.path} ({error}); lines are kept in memory. Free space on its disk")
 
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self._warned:

@@ -1,7 +1,7 @@
-"""``samples/step_000005.parquet``: a row for each stored response of a step, readable by anything that reads Parquet.
+"""``samples/step_000005.parquet``: one row per stored response of a step, for any reader of Parquet.
 
-Invariants: a file appears whole or not at all; steps count from 1, as in metrics.jsonl; a response has one row in each step that
-it was stored in; per-token columns speak of the response's tokens (not the prompt's), one entry each.
+Invariants: a file appears atomically; steps count from 1, as in metrics.jsonl; a response has one row in each step
+in which it was stored; per-token columns have one entry per token of the response, not of the prompt.
 """
 
 import re
@@ -23,8 +23,8 @@ TOKEN_COLUMNS = {
     "advantages": "float32",
     "values": "float32",
 }
-"""Lists of numbers: ids and where each token ends in ``response``; what the policy loss counted in this step; log-probs at sampling, and
-those of the trainer before its update; advantages as the loss read them; the critic's values. NaN: not computed in this step."""
+"""Per-token lists. ``token_ends``: end of each token in ``response``. ``mask``: tokens in this step's policy loss. Log-probs: at sampling,
+and of the trainer before its update. Advantages: as the loss read them. Values: the critic's. NaN: not computed in this step."""
 SEGMENT_COLUMNS = {
     "num_tokens": "int32",
     "step": "int32",
@@ -33,7 +33,7 @@ SEGMENT_COLUMNS = {
     "role": "string",
     "finish_reason": "string",
 }
-"""Of each stretch of tokens that one request gave, or one message: which step and which weights sampled it, and who speaks."""
+"""Fields of a segment: step and weight version that sampled it, and its role. A segment is one request's tokens or a message."""
 TURN_COLUMNS = {"turn": "int32", "reward": "float64", "detail": "string", "error": "string"}
 ROW_COLUMNS = {
     "step": "int32",
@@ -62,22 +62,23 @@ ROW_COLUMNS = {
     "response": "string",
     "answer": "string",
 }
-"""One value per response: these can be filtered and sorted by (docs/samples.md says what each is)."""
+"""Columns with one value per response, usable in filters and for sorting (docs/samples.md describes them)."""
 METRICS = "reward_metrics"
 _NAME = re.compile(r"step_(\d+)\.parquet")
 
 
 def sample_files(run: str | Path) -> dict[int, Path]:
-    """The stored steps of a run, ascending."""
-    found = {int(match[1]): path for path in (Path(run) / FOLDER).glob("*.parquet") if (match := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    """Files of the stored steps, keyed by step, ascending."""
+    files = {int(match[1]): path for path in (Path(run) / FOLDER).glob("*.parquet") if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(files.items()))
 
 
 def write_samples(run: str | Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
     """Write the rows of a step. Raises OSError.
 
-    ``columns``: all of ``ROW_COLUMNS``; of ``TOKEN_COLUMNS`` an array for each response, or None for the column of values; ``segments`` and
-    ``turns`` a list of tuples for each; ``METRICS`` a mapping for each.
+    ``columns``: all of ``ROW_COLUMNS``. For ``TOKEN_COLUMNS``, an array per response (None in the column of
+    values). For ``segments`` and ``turns``, a list of tuples per response. For ``METRICS``, a mapping per
+    response.
     """
     import pyarrow
     import pyarrow.parquet
@@ -94,7 +95,7 @@ def write_samples(run: str | Path, step: int, columns: Mapping[str, Sequence[Any
 
 
 def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) -> Any:
-    """One ``pyarrow.Table`` of the rows of ``files``; None: all columns. UserError for a file that cannot be read."""
+    """All rows of ``files`` in a ``pyarrow.Table``. ``columns`` None: all. Raises UserError for an unreadable file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -103,16 +104,16 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
         try:
             tables.append(pyarrow.parquet.read_table(path, columns=columns, partitioning=None))
         except FileNotFoundError:
-            continue  # thinned out meanwhile by a run that goes on
+            continue  # a running run has just removed this step to save space
         except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{path}: not a whole file of samples: {str(error).splitlines()[0]}; remove it") from error
+            raise UserError(f"{path}: not a complete file of samples: {str(error).splitlines()[0]}; remove it") from error
     if not tables:
-        raise UserError("the stored steps were removed meanwhile by a run that goes on; ask again")
+        raise UserError("the run has just removed the stored steps; try again")
     return pyarrow.concat_tables(tables)
 
 
 def num_rows(path: Path) -> int:
-    """Of a file; 0 for one that cannot be read."""
+    """Rows of a file; 0 if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -138,7 +139,7 @@ def _struct(kinds: Mapping[str, str]) -> Any:
 
 
 def _lists(arrays: Sequence[Any], kind: str) -> Any:
-    """Arrays -> lists of Arrow, without an object per token."""
+    """Convert arrays to Arrow lists, without an object per token."""
     import numpy as np
     import pyarrow
 

@@ -1,10 +1,10 @@
-"""``status.json``: whether a run lives and what it is doing right now, for whoever looks at its folder.
+"""``status.json``: the state of a run and its stages in progress, for any reader of its folder.
 
     {"state": "running", "host": "node7", "pid": 4711, "written_s": 1732180000.1, "stages": [["generate", 12.3]], ...}
 
-The driver's thread ``status`` writes it every ``EVERY_S`` seconds, in one move; a file that has not changed for
-``SILENT_S`` belongs to a run that is dead, for a killed process cannot say so. A reader needs only the file: no lock, no
-process of the same machine, no right to write. Writing never raises into training.
+The driver's thread ``status`` replaces the file every ``EVERY_S`` seconds. A file that has not changed for
+``SILENT_S`` belongs to a dead run, because a killed process cannot write its end. A reader needs only the file: no
+lock, no process of the same node, no write permission. Writing never raises into training.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ import psutil
 
 EVERY_S = 2.0
 SILENT_S = 60.0
-"""Many times ``EVERY_S``: a driver inside a library's long call, a slow file system and clocks that differ are no death."""
+"""Many times ``EVERY_S``, so that long library calls, slow file systems and clock differences do not look like a dead run."""
 _FILE = "status.json"
 _MAX_REASON_CHARACTERS = 2000
 
 
 class StatusFile:
-    """Of one run, in its folder. ``look`` is called on the thread and gives what there is to say besides the state."""
+    """Writes the status of one run. The thread calls ``look`` for all fields other than the state."""
 
     def __init__(self, folder: str | Path, look: Callable[[], Mapping[str, Any]]) -> None:
         self._path = Path(folder) / _FILE
@@ -41,13 +41,13 @@ class StatusFile:
         self._thread.start()
 
     def training(self) -> None:
-        """The first step begins."""
+        """Set the state to running: the first step starts."""
         with self._changed:
             self._state = "running"
             self._changed.notify()
 
     def end(self, state: str, reason: str = "") -> None:
-        """finished, stopped (a signal; it can go on) or failed. Safe to call twice: the first call counts."""
+        """Set the final state: finished, stopped (by a signal; can resume) or failed. Only the first call counts."""
         with self._changed:
             if self._ended:
                 return
@@ -59,7 +59,7 @@ class StatusFile:
         while True:
             with self._changed:
                 ended = self._ended
-            # A folder that has gone or a disk that is full is the metrics file's to complain about.
+            # A missing folder or a full disk is reported by the metrics file, so no second error is needed here.
             with contextlib.suppress(OSError):
                 self._write()
             if ended:
@@ -78,7 +78,7 @@ class StatusFile:
             "written_s": time.time(),
             **self._look(),
         }
-        # Not synced to the disk: an old status after a power cut harms nobody, and a sync may take seconds.
+        # No fsync: an old status after a power failure is harmless, and a sync may take seconds.
         partial = self._path.with_name(f".{_FILE}.partial")
         partial.write_text(json.dumps(record, default=str))
         os.replace(partial, self._path)
@@ -86,38 +86,38 @@ class StatusFile:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a reader makes of the file."""
+    """A reader's view of the file."""
 
     state: str
-    """starting, running, finished, stopped, failed, dead, or unknown where there is no readable file."""
+    """starting, running, finished, stopped, failed, dead, or unknown without a readable file."""
     words: str
-    """About the state, for people: why it failed, since when it is silent."""
+    """Explanation of the state: the reason of a failure, or the time since the last update."""
     written_s: float = 0.0
-    """Unix time of the driver's clock."""
+    """Unix time on the driver's clock."""
     place: str = ""
-    """host:pid of the driver."""
+    """Driver as host:pid."""
     started_s: float | None = None
-    """Unix time."""
+    """Unix time of the start."""
     step: int | None = None
-    """Steps done."""
+    """Number of finished steps."""
     stages: Sequence[tuple[str, float]] = ()
-    """In progress: name and seconds so far."""
+    """Stages in progress: name and seconds so far."""
     warnings: Sequence[str] = ()
-    """The newest ones."""
+    """The newest warnings."""
     num_warnings: int = 0
 
 
 def read_status(folder: str | Path, *, now_s: float | None = None) -> RunStatus:
-    """Never raises: a folder that holds no readable file is unknown."""
+    """Read the status of a run. Never raises: a folder without a readable file is unknown."""
     now_s = time.time() if now_s is None else now_s
     try:
         record = json.loads((Path(folder) / _FILE).read_text())
         place, written_s = f"{record['host']}:{record['pid']}", float(record["written_s"])
-        state, words = _judge(record, now_s - written_s)
+        state, reason = _judge(record, now_s - written_s)
         since_s = max(0.0, now_s - written_s) if state == "running" else 0.0
         return RunStatus(
             state,
-            words,
+            reason,
             written_s=written_s,
             place=place,
             started_s=float(record["started_s"]),
@@ -127,16 +127,16 @@ def read_status(folder: str | Path, *, now_s: float | None = None) -> RunStatus:
             num_warnings=int(record.get("num_warnings", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return RunStatus("unknown", "no readable status.json: the run has not begun, or an earlier version wrote it")
+        return RunStatus("unknown", "no readable status.json: the run has not started, or an earlier version wrote the folder")
 
 
 def _judge(record: Mapping[str, Any], silent_s: float) -> tuple[str, str]:
-    """State and words."""
+    """Returns (state, explanation)."""
     state = str(record["state"])
     if state not in ("starting", "running"):
         return state, str(record.get("reason", ""))
     from_here = record["host"] == socket.gethostname()
-    # Its own process is gone: no need to wait. A pid says nothing inside another container, so it only counts with silence.
+    # On the run's own host its missing process proves the end earlier. In another container the pid is unknown: require silence also.
     if silent_s > SILENT_S or (from_here and silent_s > 3 * EVERY_S and not psutil.pid_exists(int(record["pid"]))):
-        return "dead", f"no sign of life for {round(silent_s)} s; it was {state} and did not say why it ended (killed?)"
+        return "dead", f"no sign of life for {round(silent_s)} s; it was {state} and left no reason (killed?)"
     return state, ""

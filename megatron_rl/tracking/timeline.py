@@ -1,13 +1,13 @@
-"""What ran when: spans of the stages on three lanes, and ``timeline.json`` for Perfetto and chrome://tracing.
+"""Records when each stage ran: spans on three lanes, and ``timeline.json`` for Perfetto and chrome://tracing.
 
 Invariants:
 - Times are seconds since the Unix epoch, so spans of ranks, nodes and resumed processes share one axis.
-- Spans that overlap without nesting get tracks of their own in the file ("rollout", "rollout 2"): trace viewers
-  cannot draw two such spans on one track.
-- Memory is bounded: beyond ``max_spans`` the oldest spans leave, and the file says how many. The default of 20,000
-  holds some 2,000 steps of ten stages in about 10 MB, and 5 to 15 MB more with the rows of their work. Stage times of
-  all steps stay in ``metrics.jsonl``.
-Any thread may add spans; nobody waits longer than an append takes. Writing happens on the caller's thread.
+- Spans that overlap without nesting get separate tracks in the file ("rollout", "rollout 2"): trace viewers cannot draw
+  two such spans on one track.
+- Memory is bounded: beyond ``max_spans`` the oldest spans are dropped, and the file has their number. The default of 20,000
+  covers about 2,000 steps of ten stages in about 10 MB, plus 5 to 15 MB with stage facts. Stage times of all steps stay in
+  ``metrics.jsonl``.
+Any thread may add spans; an append is the longest wait. Files are written on the caller's thread.
 """
 
 import json
@@ -24,24 +24,26 @@ from megatron_rl.system.files.atomic_files import write_atomic
 logger = logging.getLogger(__name__)
 
 LANES = ("rollout", "trainer", "host")
-"""Order of the lanes from the top; other names follow below."""
+"""Order of the lanes from the top; other lanes follow below."""
 OVERLAP = ("generate", "update_critic")
-"""The two stages whose overlap is the point of windows: the critic learns while the next window is generated."""
+"""The two stages whose overlap is the purpose of windows: the critic trains while the next window is generated."""
 
 _MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Span:
+    """One execution of a stage, with start and end in Unix seconds."""
+
     name: str
-    """A stage: generate, update_critic, ..."""
+    """Stage name: generate, update_critic, ..."""
     lane: str
-    """What it occupies: rollout, trainer or host."""
+    """Resource that the stage occupies: rollout, trainer or host."""
     start_s: float
     end_s: float
     step: int
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts that the trace viewer shows on a click."""
+    """Additional facts that the trace viewer shows on a click."""
 
 
 def _merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -75,15 +77,15 @@ def overlap_intervals(spans: Iterable[Span], name_a: str, name_b: str) -> list[t
 
 
 def overlap_seconds(spans: Iterable[Span], name_a: str, name_b: str) -> float:
-    """Seconds during which a span of each name runs; spans of one name that overlap count once."""
+    """Seconds during which a span of each name runs; overlapping spans of one name count once."""
     return sum(end - start for start, end in overlap_intervals(spans, name_a, name_b))
 
 
 def assign_tracks(spans: Sequence[Span]) -> list[int]:
     """Track number of every span of one lane: spans on a track nest or follow each other, never cross."""
-    tracks: list[list[float]] = []  # for each track, the ends of the spans that are open, outermost first
+    tracks: list[list[float]] = []  # ends of the open spans per track, outermost first
     numbers = [0] * len(spans)
-    # Longer spans first where two start together: the shorter one then nests.
+    # If two spans start at the same time, take the longer one first, so that the shorter one nests.
     for index in sorted(range(len(spans)), key=lambda index: (spans[index].start_s, -spans[index].end_s)):
         span = spans[index]
         for open_ends in tracks:
@@ -138,7 +140,7 @@ def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 def read_timeline(path: str | Path) -> list[Span]:
-    """Spans of a file that ``Timeline.write`` made; an empty list if it is missing or, with a warning, unreadable."""
+    """Spans of a file written by ``Timeline.write``; an empty list if it is missing, or unreadable (with a warning)."""
     path = Path(path)
     if not path.exists():
         return []
@@ -147,7 +149,7 @@ def read_timeline(path: str | Path) -> list[Span]:
         origin_s = trace["otherData"]["origin_unix_s"]
         return [_span_of(event, origin_s) for event in trace["traceEvents"] if event["ph"] == "X"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s: expected a trace written by megatron_rl, got %r; taken as empty", path, error)
+        logger.warning("%s: expected a trace written by megatron_rl, got %r; treated as empty", path, error)
         return []
 
 
@@ -159,7 +161,7 @@ def _span_of(event: Mapping[str, Any], origin_s: float) -> Span:
 
 
 class Timeline:
-    """Collects spans from any thread. A resumed run hands in the earlier ones: those of steps before the resumed one.
+    """Collects spans from any thread. A resumed run passes the spans of the steps before the resumed one:
 
     timeline = Timeline(spans=[span for span in read_timeline(path) if span.step < resume_step])
     """
@@ -181,17 +183,17 @@ class Timeline:
             self._spans.append(span)
 
     def spans(self) -> list[Span]:
-        """A copy of the spans held, in the order in which they ended."""
+        """A copy of the stored spans, in the order in which they ended."""
         with self._lock:
             return list(self._spans)
 
     def stage_seconds(self, step: int) -> dict[str, float]:
-        """Seconds of every stage of one step; a stage that ran several times counts its sum."""
+        """Seconds of every stage of one step; a stage that ran several times counts with its sum."""
         seconds: dict[str, float] = {}
         with self._lock:
-            # From the newest back: a step's spans lie within the last few steps' worth of a long deque.
+            # Search from the newest: spans of a step are among those of the last few steps.
             for span in reversed(self._spans):
-                if span.lane not in LANES:  # beside the stages, and of whatever step
+                if span.lane not in LANES:  # runs alongside the stages, so its step number is not monotonic
                     continue
                 if span.step == step:
                     seconds[span.name] = seconds.get(span.name, 0.0) + span.end_s - span.start_s
@@ -200,28 +202,28 @@ class Timeline:
         return dict(reversed(seconds.items()))
 
     def idle_shares(self, since_s: float, until_s: float, running: Iterable[tuple[str, float]] = ()) -> dict[str, float]:
-        """Of the lanes that have spans: the share of the time between in which nothing ran on them.
+        """Idle fraction of the time between ``since_s`` and ``until_s``, for each lane that has spans.
 
-        ``running``: name and seconds so far of what has not ended.
+        ``running``: name and seconds so far of stages that have not ended.
         """
         with self._lock:
             spans = [span for span in self._spans if span.end_s > since_s]
             lane_of = {span.name: span.lane for span in self._spans}
         ended = [(span.lane, span.start_s, span.end_s) for span in spans]
-        going_on = [(lane_of[name], until_s - seconds, until_s) for name, seconds in running if name in lane_of]
+        open_spans = [(lane_of[name], until_s - seconds, until_s) for name, seconds in running if name in lane_of]
         shares = {}
         for lane in sorted(set(lane_of.values())):
-            times = [(max(start, since_s), min(end, until_s)) for one, start, end in ended + going_on if one == lane]
+            times = [(max(start, since_s), min(end, until_s)) for one, start, end in ended + open_spans if one == lane]
             busy_s = sum(end - start for start, end in _merged(times))
             shares[lane] = 1.0 - busy_s / (until_s - since_s) if until_s > since_s else 0.0
         return shares
 
     def overlap_seconds(self, name_a: str, name_b: str) -> float:
-        """Seconds during which both stages run, over the spans held."""
+        """Seconds during which both stages run, over the stored spans."""
         return overlap_seconds(self.spans(), name_a, name_b)
 
     def write(self, path: str | Path) -> None:
-        """Write the trace file in one move (about 0.1 s for 20,000 spans). A failure is one warning, never an error."""
+        """Write the trace file atomically (about 0.1 s for 20,000 spans). A failure is one warning, never an error."""
         with self._lock:
             spans, num_dropped = list(self._spans), self._num_dropped
         try:

@@ -1,1 +1,1 @@
-"""Weight sync: from the trainer's ranks into running SGLang servers; ``publish.py`` is the way in."""
+"""Weight sync: sends the trainer's weights to running SGLang servers; the entry point is ``publish.py``."""

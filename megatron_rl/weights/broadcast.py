@@ -1,7 +1,7 @@
-"""The way to the servers over process groups: the driver's part, with a group for each source rank.
+"""Transfers buckets over process groups, one per source rank: the driver's part.
 
-Groups are kept between publishes and made again, all of them in the order of the stages, when the set of servers or an
-incarnation changed or a publish failed.
+Groups are kept between publishes. All of them are recreated, in the order of the stages, if the set of servers or an
+incarnation has changed, or after a failed publish.
 """
 
 import time
@@ -34,31 +34,31 @@ class Connections:
         self._on_servers: dict[ServerAddress, tuple[str, ...]] = {}
 
     def connect(self, remote: Sequence[RemoteSource], calls: ServerCalls) -> tuple[SyncGroup, tuple[str, ...]]:
-        """This process's group, and the names of all, one per source; raises ServerCallError."""
+        """This process's group and the names of all groups, one per source. Raises ServerCallError."""
         own = self._own
         if own is None or self._servers != calls.servers or len(self._names) != 1 + len(remote):
             own = self._make(remote, calls)
         return own, self._names
 
     def close(self) -> None:
-        """Forget the groups; this process's end is closed, the other sources close theirs themselves."""
+        """Close this process's group and drop the others, which their sources close."""
         self._servers = ()
         if self._own is not None:
             self._own.close()
             self._own = None
 
     def release_servers(self, timeout_s: float, *, but: Collection[str]) -> None:
-        """Have the servers destroy their ends, apart from the URLs ``but``; raises ServerCallError for one that is mute.
+        """Make the servers, except the URLs ``but``, destroy their groups. Raises ServerCallError if a server is silent.
 
-        A server is given ``timeout_s`` for all its groups.
+        ``timeout_s`` is a server's time limit for all its groups.
         """
-        self._forget_on(tuple(server for server in self._on_servers if server.url not in but), timeout_s)
+        self._destroy_on(tuple(server for server in self._on_servers if server.url not in but), timeout_s)
 
     def _make(self, remote: Sequence[RemoteSource], calls: ServerCalls) -> SyncGroup:
         self.close()
-        calls.get("/model_info")  # an unreachable server would leave the others waiting for it inside the rendezvous
-        self._forget_on(calls.servers, self._timeout_s)
-        # Never a name used before: after a failure a server may still have a group of that name.
+        calls.get("/model_info")  # checked first: the other servers would wait for an unreachable one in the rendezvous
+        self._destroy_on(calls.servers, self._timeout_s)
+        # Unique names, because a server may still have a group of an earlier name after a failure.
         run = uuid.uuid4().hex[:12]
         self._names = tuple(f"weight-sync-{run}-{stage}" for stage in range(1 + len(remote)))
         self._on_servers.update({address: self._names for address in calls.servers})
@@ -69,8 +69,8 @@ class Connections:
         self._servers = calls.servers
         return self._own
 
-    def _forget_on(self, servers: tuple[ServerAddress, ...], timeout_s: float) -> None:
-        """Destroy the groups that an earlier connection left on ``servers``; one that is gone already is fine."""
+    def _destroy_on(self, servers: tuple[ServerAddress, ...], timeout_s: float) -> None:
+        """Destroy the groups that an earlier connection left on ``servers``; groups that no longer exist are ignored."""
         known = tuple(server for server in servers if server in self._on_servers)
         if not known:
             return
@@ -79,13 +79,13 @@ class Connections:
         with ServerCalls(known, timeout_s) as calls:
             for stage in range(max(map(len, names))):
                 calls.timeout_s = max(0.1, deadline_s - time.monotonic())
-                # Where a server has fewer groups than another, its last one is named again and refused.
+                # A server with fewer groups gets its last name again, and refuses it.
                 bodies = [{"group_name": own[min(stage, len(own) - 1)]} for own in names]
                 calls.accepts("/destroy_weights_update_group", bodies)
 
 
 class GroupSender:
-    """The driver's part of one publish: sends the buckets of its own stage and says when the other sources send theirs."""
+    """The driver's part of one publish: sends its own stage's buckets and schedules the other sources' buckets."""
 
     def __init__(
         self,
@@ -98,18 +98,20 @@ class GroupSender:
         self._connections = connections
         self._remote = remote
         self._stream = BucketStream(named_tensors, bucket_bytes, device)
-        # At once: the other ranks wait for rank 0 in the stream's first collectives.
+        # Immediately, because the other ranks wait for rank 0 in the stream's first collectives.
         self._stream.prepare()
 
     def send(self, transfer: PublishTransfer, coverage: Coverage) -> None:
-        """Raises as ``requests`` and ``PublishTransfer.send_all`` do."""
+        """Send all sources' buckets; errors as of ``requests`` and ``PublishTransfer.send_all``."""
         transfer.send_all(self.requests(transfer.calls, transfer.version, coverage))
 
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
-        """The sources' buckets in turns, until each has given its last one.
+        """Yield the sources' buckets, alternating between the sources until each has sent its last.
 
-        Raises ServerCallError where no group came about; CoverageError before a bucket with a wrong tensor, or
-        TensorStreamError, instead of giving it out.
+        Raises:
+            ServerCallError: a group could not be created.
+            CoverageError: the next bucket has a wrong tensor; it is not sent.
+            TensorStreamError: a source's stream failed.
         """
         group, names = self._connections.connect(self._remote, calls)
 
@@ -126,7 +128,7 @@ class GroupSender:
                 waiting.append((name, offer, start))
             for spec in bucket.specs:
                 coverage.add(spec)
-            # All sources count together: a tensor that one lacks may still come from another.
+            # Complete only after the last source, because a missing tensor may still come from another source.
             coverage.check(complete=not waiting)
             body = _body(bucket, name, version, last=not waiting)
             bodies = (body,) * len(calls.servers)
@@ -137,7 +139,7 @@ class GroupSender:
         return self._stream.peak_buffer_bytes
 
     def finish(self, *, failed: bool) -> str:
-        """Let the other sources go and walk the own stream to its end; returns what went wrong there."""
+        """End the publish on the other sources and exhaust this rank's stream; returns the failures."""
         notes = [source.finish(failed=failed) for source in self._remote]
         notes.append(self._stream.finish())
         return "; ".join(note for note in notes if note)

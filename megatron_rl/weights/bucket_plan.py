@@ -1,12 +1,12 @@
-"""Which tensor travels in which bucket, which rank receives it, and whether all that should travel does. Pure.
+"""Assigns tensors to buckets and server workers to ranks, and checks that all tensors of the model are sent. Pure.
 
-Weights travel in flat byte buckets. A plan is made while the tensors stream by (``place`` needs only the slice
-before), so the trainer never holds the whole model. Invariants:
+Weights are sent in flat byte buckets. Tensors are assigned while they are streamed (``place`` needs only the previous
+slice), so the trainer never stores the whole model. Invariants:
 
-- every tensor is placed exactly once and the order of the stream is kept;
-- a bucket holds at most ``bucket_bytes``; a tensor larger than that gets a bucket of its own;
-- inside a bucket a tensor starts at a multiple of its item size (SGLang refuses a bucket where one does not);
-- rank 0 of a sync group is a source rank of the trainer; the ranks after it are the workers of the servers, in order.
+- every tensor is placed exactly once, and the order of the stream is kept;
+- a bucket has at most ``bucket_bytes``; a larger tensor gets a separate bucket;
+- inside a bucket a tensor starts at a multiple of its item size (SGLang refuses other buckets);
+- rank 0 of a sync group is a source rank of the trainer; the next ranks are the workers of the servers, in order.
 """
 
 import itertools
@@ -18,36 +18,36 @@ from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.system.http.json_http import ApiKey
 
 _MAX_NAMES_SHOWN = 8
-"""Names an error spells out before it only counts."""
+"""Largest number of names in an error message."""
 
 
 class ServerAddress(NamedTuple):
-    """A server that takes weights."""
+    """A server that receives weights."""
 
     url: str
     tp_size: int
-    """Workers of the server that receive weights, each with a rank of its own."""
+    """Number of server workers that receive weights; each has its own rank in a sync group."""
     incarnation: int
-    """Changes when the server is started again: a new process knows nothing of an old sync group."""
+    """Number that changes when the server restarts: the new process does not have the old sync groups."""
     first_rank: int = 0
-    """Colocated: the trainer rank on the device of the server's first worker; the next ranks go with the next workers."""
+    """Colocated: the trainer rank on the device of the server's first worker; the next ranks are on the next workers'."""
     api_key: ApiKey = ApiKey()
-    """That the server's requests must carry."""
+    """API key of the server's requests."""
 
 
 class CoverageError(ValueError):
-    """The tensors on offer are not the ones the served model has."""
+    """The tensors of a stream differ from the served model's."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The bytes of one tensor among those of all buckets."""
+    """Location of one tensor's bytes in the buckets."""
 
     spec: TensorSpec
     bucket: int
-    """Index of the bucket, counted from 0."""
+    """Index of the bucket, from 0."""
     offset: int
-    """Bytes from the start of the bucket."""
+    """Offset from the start of the bucket, in bytes."""
 
     @property
     def end(self) -> int:
@@ -56,15 +56,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A process group to be made: source rank 0 and, after it, the workers of ``servers`` in their order.
+    """Description of a process group: the source is rank 0, followed by the workers of ``servers`` in order.
 
-    Raises ValueError without servers and for one without workers.
+    Raises ValueError if there are no servers, or if a server has no workers.
     """
 
     name: str
     servers: tuple[ServerAddress, ...]
     backend: str
-    """Of torch.distributed: nccl or gloo."""
+    """Backend of torch.distributed: nccl or gloo."""
     timeout_s: float
     """Longest wait for a broadcast."""
 
@@ -75,7 +75,7 @@ class GroupSpec:
 
     @property
     def world_size(self) -> int:
-        """The source rank and all server workers."""
+        """Number of ranks: the source and all server workers."""
         return 1 + sum(server.tp_size for server in self.servers)
 
     @property
@@ -86,14 +86,14 @@ class GroupSpec:
 
 
 def place(spec: TensorSpec, previous: Slice | None, bucket_bytes: int) -> Slice:
-    """Where ``spec`` goes, given where the tensor before it went (None for the first)."""
+    """Location of the tensor ``spec``, given the location of the previous tensor (None for the first)."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if spec.num_bytes == 0:
         raise ValueError(f"{spec.name} has shape {list(spec.shape)}: a tensor without elements cannot be sent")
     if previous is None:
         return Slice(spec, bucket=0, offset=0)
-    # No gap can be left for alignment: SGLang takes the tensors back to back.
+    # A misaligned tensor starts a new bucket, because SGLang's format has no padding between tensors.
     fits = previous.end + spec.num_bytes <= bucket_bytes and previous.end % spec.dtype.itemsize == 0
     if fits:
         return Slice(spec, previous.bucket, previous.end)
@@ -101,7 +101,7 @@ def place(spec: TensorSpec, previous: Slice | None, bucket_bytes: int) -> Slice:
 
 
 def unique_addresses(servers: Sequence[ServerAddress | tuple[str, int, int]]) -> tuple[ServerAddress, ...]:
-    """Servers in their order; raises ValueError if there are none or one is listed twice."""
+    """The servers in order, without trailing slashes. Raises ValueError if there are none or if a URL is duplicate."""
     addresses = tuple(ServerAddress(url.rstrip("/"), *rest) for url, *rest in servers)
     urls = [address.url for address in addresses]
     if not urls or len(set(urls)) != len(urls):
@@ -110,10 +110,10 @@ def unique_addresses(servers: Sequence[ServerAddress | tuple[str, int, int]]) ->
 
 
 class Coverage:
-    """Compares the tensors that stream by with the ones the model has.
+    """Compares the tensors of a stream with the model's.
 
-    A server ignores a name it does not know and keeps the old values of one it never receives, so both must be found
-    here. ``expected`` maps names to shapes; without it only duplicates are found.
+    A server ignores unknown names and keeps the old values of tensors that it does not receive, so the trainer must
+    detect both. ``expected`` maps names to shapes; without it only duplicates are detected.
     """
 
     def __init__(self, expected: Mapping[str, Sequence[int]] | None = None):
@@ -134,7 +134,7 @@ class Coverage:
             self._problems["wrong shape"].append(f"{spec.name} {shapes}")
 
     def check(self, complete: bool) -> None:
-        """Raise CoverageError for what was wrong so far and, when the stream is ``complete``, for what is missing."""
+        """Raise CoverageError for wrong tensors so far and, if the stream is ``complete``, for missing tensors."""
         problems = {kind: names for kind, names in self._problems.items() if names}
         if complete and not self._seen:
             raise CoverageError("there are no tensors to send: the stream was empty")
@@ -145,13 +145,13 @@ class Coverage:
         if problems:
             listed = "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items())
             raise CoverageError(
-                f"the tensors on offer are not the served model's: {listed}. Check the Hugging Face name mapping of "
+                f"the trainer's tensors are not the served model's: {listed}. Check the Hugging Face name mapping of "
                 "this model family and that the trainer and the servers use the same config.json"
             )
 
 
 def _shorten(names: list[str]) -> str:
-    """The first names of a long list, for an error message."""
+    """The first names of a long list and the number of the others, for an error message."""
     shown = ", ".join(names[:_MAX_NAMES_SHOWN])
-    left = len(names) - _MAX_NAMES_SHOWN
-    return f"{shown} and {left} more" if left > 0 else shown
+    num_hidden = len(names) - _MAX_NAMES_SHOWN
+    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown

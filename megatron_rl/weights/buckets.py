@@ -1,8 +1,8 @@
-"""Flat buckets filled from a stream of tensors that is always walked to its end.
+"""Fills flat buckets from a stream of tensors, which is always exhausted.
 
-Two buffers take turns, so that one bucket can travel while the next one is filled: a bucket is valid until the next
-but one is asked for. On a GPU it is filled on a stream of its own (``cuda_streams.py``): whoever reads it waits for
-``ready`` first.
+Two buffers alternate, so that one bucket can be sent while the next is filled: a bucket is valid until the second bucket
+after it is requested. On a GPU a bucket is filled on a separate stream (``cuda_streams.py``): its reader first waits for
+``ready``.
 """
 
 from collections import deque
@@ -16,24 +16,24 @@ from megatron_rl.weights.bucket_plan import CoverageError, Slice, place
 from megatron_rl.weights.cuda_streams import Done, side_stream
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-"""Hugging Face names and full tensors, on CPU or GPU; each tensor is used before the next one is asked for."""
+"""Hugging Face names and full tensors, on CPU or GPU; each tensor is used before the next is requested."""
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class TensorStreamError(RuntimeError):
-    """The trainer's own stream of tensors failed; the servers are not at fault."""
+    """Failure of the trainer's own stream of tensors, not caused by the servers."""
 
 
 @dataclass(frozen=True)
 class Bucket:
     specs: tuple[TensorSpec, ...]
     last: bool
-    """The stream ends with it."""
+    """True for the stream's last bucket."""
     flat: torch.Tensor = field(default=NO_BYTES, compare=False)
-    """The tensors' bytes back to back: uint8 [num_bytes]; empty where another rank holds them."""
+    """The tensors' bytes, concatenated: uint8 [num_bytes]; empty if they are on another rank."""
     ready: Done = field(default=None, compare=False)
-    """When ``flat`` holds them."""
+    """Event after which ``flat`` is filled."""
 
     @property
     def num_bytes(self) -> int:
@@ -41,15 +41,15 @@ class Bucket:
 
 
 class BucketStream:
-    """The buckets of a stream, one at a time, the next one prepared while the one before travels.
+    """The buckets of a stream, one at a time; the next bucket is prepared while the current one is sent.
 
-    A failure inside the stream becomes a TensorStreamError that says how far it got.
+    A failure inside the stream becomes a TensorStreamError with the number of tensors before it.
     """
 
     def __init__(
         self, named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, *, reuse_buffers: bool = True
     ) -> None:
-        """``reuse_buffers=False`` gives each bucket memory of its own on ``device``."""
+        """``reuse_buffers=False`` gives each bucket separate memory on ``device``."""
         self.tensors = _guarded(named_tensors)
         self._buffers = _Buffers(bucket_bytes, device, reuse=reuse_buffers)
         self._buckets = _fill_buckets(self.tensors, bucket_bytes, self._buffers)
@@ -58,7 +58,7 @@ class BucketStream:
         self._failure: Exception | None = None
 
     def prepare(self) -> None:
-        """Fill the next bucket, unless one is filled or there is none; a failure is kept for ``look``."""
+        """Fill the next bucket, if there is one and it is not filled yet; a failure is stored for ``look``."""
         if self._prepared is not None or self._failure is not None:
             return
         try:
@@ -69,7 +69,7 @@ class BucketStream:
             self._failure = error
 
     def look(self) -> Bucket:
-        """The next bucket, filled now unless it was prepared.
+        """The next bucket, which is filled now unless it was prepared.
 
         Raises TensorStreamError, ValueError for a tensor that cannot be sent (CoverageError for an empty stream), and
         LookupError after the last bucket.
@@ -82,29 +82,29 @@ class BucketStream:
         return self._prepared
 
     def take(self) -> Bucket:
-        """The bucket that ``look`` shows; the next one may be prepared from now on."""
+        """Remove and return the bucket of ``look``, so that the next bucket can be prepared."""
         bucket, self._prepared = self.look(), None
         return bucket
 
     def finish(self) -> str:
-        """Walk what is left of the stream; returns what went wrong there, for an error that is raised already."""
+        """Exhaust the stream; returns its failure as text, because the caller may be handling another error."""
         try:
             with self._side.active():
                 exhaust(self.tensors)
         except TensorStreamError as error:
             return str(error)
         finally:
-            self._side.join()  # the next update changes what is read there
+            self._side.join()  # the next update changes the weights that the stream reads
         return ""
 
     @property
     def peak_buffer_bytes(self) -> int:
-        """Largest memory of its buckets at one time so far."""
+        """Largest memory of the stream's buckets at one time so far."""
         return self._buffers.peak_bytes
 
 
 def exhaust(stream: Iterable) -> None:
-    """Ask for everything that is left: other trainer ranks wait in the collectives inside the stream."""
+    """Exhaust the stream, because other trainer ranks wait in the collectives inside it."""
     for _ in stream:
         pass
 
@@ -122,27 +122,27 @@ def _guarded(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Buffers:
-    """The memory of buckets, by turns."""
+    """Two alternating buffers for buckets."""
 
     def __init__(self, bucket_bytes: int, device: torch.device, *, reuse: bool) -> None:
         self._bucket_bytes, self._device, self._reuse = bucket_bytes, device, reuse
-        self._kept: dict[int, torch.Tensor] = {}
-        self._given: deque[int] = deque(maxlen=2)  # a bucket is valid until the next but one is asked for
+        self._reused: dict[int, torch.Tensor] = {}
+        self._separate_bytes: deque[int] = deque(maxlen=2)  # two buckets are valid at a time
         self.peak_bytes = 0
 
     def take(self, index: int, num_bytes: int) -> torch.Tensor:
-        """For bucket ``index``, whose first tensor has ``num_bytes``."""
-        turn = index % 2  # not the buffer of the bucket before, which may still be read
+        """Memory for bucket ``index``, whose first tensor has ``num_bytes``."""
+        parity = index % 2  # not the buffer of the previous bucket, which may still be read
         if num_bytes <= self._bucket_bytes and self._reuse:
-            if turn not in self._kept:
-                self._kept[turn] = self._empty(self._bucket_bytes)
-            self._given.append(0)
-            flat = self._kept[turn]
+            if parity not in self._reused:
+                self._reused[parity] = self._empty(self._bucket_bytes)
+            self._separate_bytes.append(0)
+            flat = self._reused[parity]
         else:
             flat = self._empty(max(num_bytes, self._bucket_bytes))
-            self._given.append(flat.numel())
-        held = sum(buffer.numel() for buffer in self._kept.values())
-        self.peak_bytes = max(self.peak_bytes, held + sum(self._given))
+            self._separate_bytes.append(flat.numel())
+        reused_bytes = sum(buffer.numel() for buffer in self._reused.values())
+        self.peak_bytes = max(self.peak_bytes, reused_bytes + sum(self._separate_bytes))
         return flat
 
     def _empty(self, num_bytes: int) -> torch.Tensor:

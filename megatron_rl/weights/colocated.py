@@ -1,17 +1,18 @@
-"""The way to servers on the trainer's own devices: buckets by CUDA IPC, on a CPU by shared memory.
+"""Transfers buckets to servers on the trainer's own devices: by CUDA IPC, or on a CPU by shared memory.
 
-Every trainer rank fills the same buckets from the same stream of full tensors, on its own device, and the worker next to it
-reads them there: worker t of server s those of rank s * tp_size + t. What travels by HTTP is a handle alone. The first of
-a server's ranks feeds it: it gathers the handles of the others and makes the server's calls, so servers are fed side by
-side, and the driver speaks to all ranks twice in a publish, however many buckets there are.
+Every trainer rank fills the same buckets from the same stream of full tensors on its own device. The server worker on the
+same device reads them there: worker t of server s reads the buckets of rank s * tp_size + t. HTTP carries only handles.
+The first rank of each server is its feeder: it gathers the handles of the server's other ranks and makes the server's
+calls. Servers are thus fed in parallel, and the driver communicates with all ranks twice per publish, for any number of
+buckets.
 
-Who waits for whom: all ranks wait for the driver, which opens the servers' sessions first. At each bucket a server's ranks give
-their handles to its first one, fill the next bucket, and wait until it says that the server has read this one. The stream's
-collectives keep the servers within two buckets of each other. At the end the driver waits for the outcome on every rank.
-Invariants: memory is filled again after it has been read; a failure ends the exchange of a server's ranks at that bucket; every
-rank walks the stream to its end.
+All ranks wait for the driver, which first opens the servers' sessions. At each bucket a server's ranks send their handles
+to the feeder, fill the next bucket, and wait for the feeder's message that the server has read the current one. The
+stream's collectives keep the servers within two buckets of each other. At the end the driver waits for the result of
+every rank. Invariants: memory is refilled only after it has been read; a failure ends the exchange among a server's ranks
+at that bucket; every rank exhausts the stream.
 
-A server unpickles what it is sent, so whoever reaches its port can run code in it: bind servers to 127.0.0.1.
+A server unpickles its requests, so any process that reaches its port can run code in it: bind servers to 127.0.0.1.
 """
 
 import base64
@@ -33,41 +34,41 @@ from megatron_rl.weights.transfer import PublishTransfer
 
 
 def _no_peer(*args: Any) -> Any:
-    raise RuntimeError("a trainer of one rank has no other to talk to")
+    raise RuntimeError("a trainer of one rank has no peer to communicate with")
 
 
 @dataclass(frozen=True)
 class RankMessaging:
-    """What the ranks say to each other; all of it raises RuntimeError when a rank is lost.
+    """Communication between the trainer's ranks; all functions raise RuntimeError if a rank is lost.
 
-    The defaults are those of a trainer of one rank.
+    The defaults are for a trainer of one rank.
     """
 
     rank: int = 0
-    """This one."""
-    tell: Callable[[Any], Any] = lambda word: word
-    """Collective: the driver's word, on every rank."""
-    report: Callable[[Any], list[Any]] = lambda word: [word]
-    """Collective: the words of all ranks, by rank, on the driver."""
+    """Rank of this process."""
+    tell: Callable[[Any], Any] = lambda message: message
+    """Collective: broadcasts the driver's message; returns it on every rank."""
+    report: Callable[[Any], list[Any]] = lambda message: [message]
+    """Collective: gathers the messages of all ranks, in order, on the driver."""
     send: Callable[[Any, int], None] = _no_peer
-    """A word to one rank, which receives it."""
+    """Function (message, rank) that sends a message to one rank, which must call ``receive``."""
     receive: Callable[[int], Any] = _no_peer
-    """The word of one rank."""
+    """Function (rank) that returns the next message of one rank."""
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What became of a rank's part."""
+    """Result of one rank's part in a publish."""
 
     failure: str = ""
     num_bytes: int = 0
     num_buckets: int = 0
-    """That its server was asked for; 0 on a rank that feeds none."""
+    """Number of buckets that this rank sent to its server; 0 if the rank is not a feeder."""
 
 
 @dataclass(frozen=True)
 class _PublishOrder:
-    """The driver's word: who is to be fed. Without it there is no publish."""
+    """The driver's message that starts a publish; the message None cancels it."""
 
     servers: tuple[ServerAddress, ...]
     version: int
@@ -76,7 +77,7 @@ class _PublishOrder:
 
 @dataclass(frozen=True)
 class _MissingBucket:
-    """In place of a handle: why there is none."""
+    """Message that replaces a handle if the bucket could not be filled."""
 
     failure: str
 
@@ -87,17 +88,17 @@ class ColocatedSender:
     def __init__(self, named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: RankMessaging) -> None:
         self._stream = _bucket_stream(named_tensors, bucket_bytes, device)
         self._ranks = ranks
-        # The other ranks wait for this one inside the stream until each has a bucket.
+        # Now, because the other ranks wait for this rank inside the stream until each has a bucket.
         self._stream.prepare()
         self._ordered = self._reported = False
 
     def send(self, transfer: PublishTransfer, coverage: Coverage) -> None:
-        """Raises ServerCallError, also for what failed on another rank."""
+        """Send the stream to the servers, together with the other ranks. Raises ServerCallError for any rank's failure."""
         calls = transfer.calls
         transfer.begin()
         self._ordered = transfer.touched = True
         order = self._ranks.tell(_PublishOrder(calls.servers, transfer.version, calls.timeout_s))
-        own = _take_part(self._stream, order, self._ranks, coverage)
+        own = _run_order(self._stream, order, self._ranks, coverage)
         self._reported = True
         outcomes: list[TransferResult] = self._ranks.report(own)
         transfer.num_bytes = max(outcome.num_bytes for outcome in outcomes)
@@ -111,8 +112,8 @@ class ColocatedSender:
         return self._stream.peak_buffer_bytes
 
     def finish(self, *, failed: bool) -> str:
-        """Let the other ranks go, and walk the stream to its end with them."""
-        if self._ordered:  # they have gone, or one of them is lost
+        """Release the other ranks and exhaust the stream with them; returns a failure, if any."""
+        if self._ordered:  # the other ranks have finished, or one of them is lost
             return ""
         self._ordered = True
         try:
@@ -127,15 +128,15 @@ class ColocatedSender:
 def follow(
     named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: RankMessaging, coverage: Coverage
 ) -> None:
-    """One publish on a rank other than the driver's. Raises RuntimeError when a rank is lost."""
+    """Run one publish on a rank other than the driver's. Raises RuntimeError if a rank is lost."""
     stream = _bucket_stream(named_tensors, bucket_bytes, device)
     stream.prepare()
     order = ranks.tell(None)
-    ranks.report(_take_part(stream, order, ranks, coverage))
+    ranks.report(_run_order(stream, order, ranks, coverage))
 
 
-def _take_part(stream: BucketStream, order: _PublishOrder | None, ranks: RankMessaging, coverage: Coverage) -> TransferResult:
-    """This rank's part, to the end of the stream."""
+def _run_order(stream: BucketStream, order: _PublishOrder | None, ranks: RankMessaging, coverage: Coverage) -> TransferResult:
+    """Do this rank's part of the publish (if ``order`` is given) and exhaust the stream."""
     outcome = TransferResult()
     for server in order.servers if order else ():
         if order and ranks.rank == server.first_rank:
@@ -147,29 +148,31 @@ def _take_part(stream: BucketStream, order: _PublishOrder | None, ranks: RankMes
     return replace(outcome, failure=outcome.failure or (note and f"rank {ranks.rank}: {note}"))
 
 
-def _send_to_server(stream: BucketStream, calls: ServerCalls, version: int, ranks: RankMessaging, coverage: Coverage) -> TransferResult:
-    """All buckets to one server, from this rank and the others beside its workers."""
+def _send_to_server(
+    stream: BucketStream, calls: ServerCalls, version: int, ranks: RankMessaging, coverage: Coverage
+) -> TransferResult:
+    """Send all buckets to one server: the handles of this rank and of the server's other ranks."""
     (server,) = calls.servers
     others = range(server.first_rank + 1, server.first_rank + server.tp_size)
     outcome, last = TransferResult(), False
     while not last:
         bucket, own = _next(stream, coverage)
-        # Theirs before anything else: they wait until these are taken.
+        # Receive first, because the other ranks block until their handles are received.
         handles: list[Any] = [own, *(ranks.receive(other) for other in others)]
-        unfilled = [i for i, handle in enumerate(handles) if isinstance(handle, _MissingBucket)]
-        failure = "; ".join(f"rank {server.first_rank + i}: {handles[i].failure}" for i in unfilled)
-        answers: list[Future] = []
+        missing = [i for i, handle in enumerate(handles) if isinstance(handle, _MissingBucket)]
+        failure = "; ".join(f"rank {server.first_rank + i}: {handles[i].failure}" for i in missing)
+        replies: list[Future] = []
         if bucket is not None:
             last = bucket.last
             if not failure:
-                answers = calls.submit("/update_weights_from_tensor", [_body(handles, version, last=last)])
+                replies = calls.submit("/update_weights_from_tensor", [_body(handles, version, last=last)])
                 num_bytes = outcome.num_bytes + bucket.num_bytes
                 outcome = TransferResult(num_bytes=num_bytes, num_buckets=outcome.num_buckets + 1)
-            # Also after a failure: the other ranks fill theirs now.
+            # Even after a failure, because filling a bucket is collective and the other ranks do so now.
             stream.take()
             stream.prepare()
         try:
-            wait_for_all(answers, calls.timeout_s, f"{server.url} to load bucket {outcome.num_buckets}")
+            wait_for_all(replies, calls.timeout_s, f"{server.url} to load bucket {outcome.num_buckets}")
         except ServerCallError as error:
             failure = str(error)
         for other in others:
@@ -180,7 +183,7 @@ def _send_to_server(stream: BucketStream, calls: ServerCalls, version: int, rank
 
 
 def _send_to_feeder(stream: BucketStream, first_rank: int, ranks: RankMessaging) -> None:
-    """All buckets to the worker next to this rank, by way of the rank that feeds its server."""
+    """Send the handles of all buckets to ``first_rank``, the feeder of the server on this rank's device."""
     last = False
     while not last:
         bucket, handle = _next(stream, Coverage())
@@ -194,7 +197,7 @@ def _send_to_feeder(stream: BucketStream, first_rank: int, ranks: RankMessaging)
 
 
 def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str | _MissingBucket]:
-    """The next bucket, if it could be filled, and its handle, if the bucket may be sent."""
+    """The next bucket (None if it could not be filled) and its handle (or the reason why it must not be sent)."""
     bucket = None
     try:
         bucket = stream.look()
@@ -207,11 +210,11 @@ def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str 
 
 
 def handle_of(bucket: Bucket) -> str:
-    """What a server needs to read the bucket in place, in SGLang's notation of a flattened bucket."""
+    """Handle with which a server reads the bucket in place, in SGLang's format of a flattened bucket."""
     metadata, start = [], 0
     for spec in bucket.specs:
         end = start + spec.num_bytes
-        # SGLang's unpickler lets only few classes in, this one among them; it reads the attributes alone.
+        # SimpleNamespace, because SGLang's unpickler admits only few classes; SGLang reads only these attributes.
         metadata.append(
             SimpleNamespace(
                 name=spec.name,
@@ -227,7 +230,7 @@ def handle_of(bucket: Bucket) -> str:
         _name_devices_by_uuid()
     if bucket.ready is not None:
         bucket.ready.synchronize()
-    # The other strategy sends a file descriptor, which needs a key that trainer and server do not share.
+    # "file_system", because the default strategy sends file descriptors, which needs a key shared by both processes.
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -239,7 +242,7 @@ def handle_of(bucket: Bucket) -> str:
 
 
 def _bucket_stream(named_tensors: NamedTensors, bucket_bytes: int, device: torch.device) -> BucketStream:
-    # A server on a GPU answers before its copies have run, and torch keeps memory whose handle is still held.
+    # No reuse on a GPU, because a server replies before its copies have run; torch frees memory once its handle is closed.
     return BucketStream(named_tensors, bucket_bytes, device, reuse_buffers=device.type != "cuda")
 
 
@@ -253,7 +256,10 @@ def _body(handles: Sequence[Any], version: int, *, last: bool) -> dict[str, Any]
 
 
 def _name_devices_by_uuid() -> None:
-    """Device numbers differ between trainer and server; SGLang's own patch of torch makes handles independent of them."""
+    """Patch torch (with SGLang's own function) so that handles name devices by UUID.
+
+    Trainer and server may number the devices differently.
+    """
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     monkey_patch_torch_reductions()

@@ -1,5 +1,6 @@
-"""The way to the servers through files, for clusters that cannot build a process group: safetensors in a folder that
-trainer and servers share.
+"""Transfers weights through safetensors files in a folder that trainer and servers share.
+
+For clusters on which trainer and servers cannot create a process group.
 """
 
 import json
@@ -23,7 +24,7 @@ _PATH = "/update_weights_from_disk"
 
 
 class DiskSender:
-    """The driver's part of one publish; the folder keeps the newest version that all servers took."""
+    """The driver's part of one publish; the folder keeps the newest version that all servers have loaded."""
 
     def __init__(self, named_tensors: NamedTensors, folder: Path, shard_bytes: int) -> None:
         self._stream = BucketStream(named_tensors, shard_bytes, torch.device("cpu"))
@@ -32,15 +33,15 @@ class DiskSender:
         self._written: Path | None = None
 
     def send(self, transfer: PublishTransfer, coverage: Coverage) -> None:
-        """Raises as ``requests`` and ``PublishTransfer.send_all`` do."""
+        """Write the weights and make the servers load them; errors as of ``requests`` and ``PublishTransfer.send_all``."""
         transfer.send_all(self.requests(transfer.calls, transfer.version, coverage))
 
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
-        """One request, once the whole stream is written; raises CoverageError for a stream with wrong tensors."""
+        """Yield one request, after the whole stream is written. Raises CoverageError for a stream with wrong tensors."""
         folder = write_version(self._stream.tensors, self._folder, version, self._shard_bytes, coverage)
         body = _loading(folder, version)
         num_bytes = _num_bytes(folder)
-        # One call loads and flushes, and the flush is refused while the last answered request is being put away.
+        # The request also flushes the cache, which a server refuses while it is still cleaning up its last request.
         calls.wait_until_idle("it loads new weights")
         self._written = folder
         bodies = (body,) * len(calls.servers)
@@ -51,14 +52,14 @@ class DiskSender:
         return 0
 
     def finish(self, *, failed: bool) -> str:
-        """Remove older versions, unless servers may still need them, and walk the stream to its end."""
+        """Remove older versions, unless servers may still need them, and exhaust the stream."""
         if self._written is not None and not failed:
             remove_other_versions(self._folder, keep=self._written)
         return self._stream.finish()
 
 
 def load_folder(calls: ServerCalls, folder: Path, version: int) -> int:
-    """Have all servers load the safetensors of a Hugging Face folder; returns their bytes. Raises ServerCallError."""
+    """Make all servers load the safetensors of a Hugging Face folder; returns their size in bytes. Raises ServerCallError."""
     calls.wait_until_idle("it loads new weights")
     calls.post(_PATH, _loading(folder, version))
     return _num_bytes(folder)
@@ -67,7 +68,7 @@ def load_folder(calls: ServerCalls, folder: Path, version: int) -> int:
 def _loading(folder: Path, version: int) -> dict[str, Any]:
     return {
         "model_path": str(folder.absolute()),
-        "load_format": "auto",  # a server started with dummy weights would otherwise "load" dummy weights again
+        "load_format": "auto",  # otherwise a server started with dummy weights would load dummy weights again
         "weight_version": str(version),
         "flush_cache": True,
     }
@@ -86,7 +87,7 @@ def write_version(
 ) -> Path:
     """Write the stream as ``folder/weights-<version>`` in shards of about ``shard_bytes``; returns that folder.
 
-    The folder appears under its name only when it is complete. Raises CoverageError and then leaves nothing behind.
+    The folder gets its name only when it is complete. Raises CoverageError, after removing the incomplete folder.
     """
     final = folder / f"{_VERSION_PREFIX}{version}"
     partial = folder / f".{_VERSION_PREFIX}{version}.partial"
@@ -103,7 +104,7 @@ def write_version(
 
 
 def remove_other_versions(folder: Path, keep: Path) -> None:
-    """Delete what earlier calls of ``write_version`` left in ``folder``."""
+    """Delete the folders of earlier ``write_version`` calls in ``folder``."""
     for path in folder.glob(f"{_VERSION_PREFIX}*"):
         if path != keep:
             shutil.rmtree(path, ignore_errors=True)
@@ -129,7 +130,7 @@ def _write_shards(
         previous, placed = placed, place(spec, placed, shard_bytes)
         if previous is not None and placed.bucket != previous.bucket:
             write_shard(previous.bucket)
-        # A copy: safetensors refuses tensors that share memory, as slices of one fused weight do.
+        # A copy, because safetensors refuses tensors that share memory, such as slices of one fused weight.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
     coverage.check(complete=True)
     if placed is not None:

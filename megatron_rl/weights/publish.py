@@ -1,29 +1,28 @@
-"""Carries the trainer's weights into running SGLang servers.
+"""Publishes the trainer's weights to running SGLang servers.
 
-The way of a publish: the tensors of a stream are copied into flat buckets; each bucket is announced to every server by
-HTTP and travels once, one bucket after the other. How it travels is the method: over process groups whose sources are the
-first ranks of the pipeline stages (``broadcast.py``, ``source_ranks.py``), through memory of the devices that trainer and
-servers share (``colocated.py``), or the whole stream as files (``disk.py``). While bucket k travels, the next one of
-each source is gathered and filled, on a GPU on a stream of its own (``cuda_streams.py``), so a source holds two buckets and
-one tensor. Two buckets are in progress: a server that has loaded bucket k is asked for k + 1 while slower ones still load k.
+A publish copies the tensors of a stream into flat buckets. Each bucket is announced to every server by HTTP and sent
+once, in sequence. The method determines the transport: process groups whose sources are the first ranks of the pipeline
+stages (``broadcast.py``, ``source_ranks.py``), memory of devices that trainer and servers share (``colocated.py``), or files
+(``disk.py``). While bucket k is sent, each source gathers and fills its next bucket, on a GPU on a separate stream
+(``cuda_streams.py``), so a source stores two buckets and one tensor. Two buckets are in progress: a server that has
+loaded bucket k gets the request for k + 1 while slower servers still load k.
 
 Invariants:
 
-- nothing travels before every server has opened its update session, and a bucket only after all its tensors passed
+- nothing is sent before every server has opened its update session; a bucket is sent only after all its tensors passed
   the coverage check;
-- every server takes the buckets in one order, and is asked for one at a time;
-- the version is stamped, and the prefix cache flushed, with the last bucket only: a server that shows version v holds
-  all of v, and no prefix that older weights computed;
-- a publish that pauses the servers (``pauses``) lets them go on once all of them have confirmed the version; after a failure
-  what had been running goes on only if no server has other weights than before, and is aborted otherwise;
-- after a failure the groups are closed, which frees servers that wait inside a broadcast, and the next publish builds
-  new ones;
-- every rank's stream is walked to its end, also after a failure, so that trainer ranks inside its collectives get
-  through.
+- every server receives the buckets in the same order, one at a time;
+- the version is stamped, and the prefix cache flushed, with the last bucket only: a server that reports version v has
+  all of v, and no cached prefix of older weights;
+- a publish that pauses the servers (``pauses``) resumes them once all have confirmed the version; after a failure, running
+  requests resume only if no server's weights have changed, and are aborted otherwise;
+- after a failure the groups are closed, which frees servers that wait inside a broadcast, and the next publish creates
+  new groups;
+- every rank's stream is exhausted, also after a failure, because other trainer ranks wait in its collectives.
 
-Who waits for whom: the driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check),
-and for the other sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the
-server's running requests finish, unless they are paused. Trainer ranks that send nothing wait only inside the stream.
+The driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check), and for the other
+sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the server's running
+requests have finished, unless they are paused. Trainer ranks that send nothing wait only inside the stream.
 """
 
 import logging
@@ -50,18 +49,18 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSyncError(UserError, RuntimeError):
-    """A publish did not complete. The next one starts from scratch; until then servers may hold mixed weights."""
+    """A publish that did not complete. The next publish starts from scratch; until then servers may have mixed weights."""
 
 
 @dataclass(frozen=True)
 class PublishResult:
     seconds: float
     num_bytes: int
-    """Payload, counted once however many servers received it."""
+    """Payload, counted once for any number of servers."""
     num_buckets: int
-    """Files count as one."""
+    """Number of buckets; files count as one bucket."""
     buffer_bytes: int = 0
-    """Largest memory of this rank's buckets at one time; 0 where weights went as files."""
+    """Largest memory of this rank's buckets at one time; 0 if weights were sent as files."""
 
 
 class WeightPublisher:
@@ -77,8 +76,14 @@ class WeightPublisher:
         folder: str | Path | None = None,
         pauses: bool = False,
     ) -> None:
-        """``folder`` is where ``WeightMethod.disk`` writes. ``backend``: of torch.distributed; None: nccl with GPUs, else gloo.
-        ``pauses``: requests that run meanwhile pause, and go on with the new weights from their last token.
+        """
+        Args:
+            bucket_bytes: size of a bucket.
+            timeout_s: longest wait for each step of a publish.
+            backend: backend of torch.distributed; None: nccl with GPUs, else gloo.
+            method: transport of the buckets.
+            folder: target of ``WeightMethod.disk``.
+            pauses: pause running requests during a publish; they resume from their last token with the new weights.
         """
         self._pauses = pauses
         self._folder: Path | None = None
@@ -101,12 +106,18 @@ class WeightPublisher:
         links: Sequence[Channel] = (),
         ranks: RankMessaging | None = None,
     ) -> PublishResult:
-        """Bring all ``servers`` to ``version``; returns once each of them confirmed it.
+        """Send ``named_tensors`` to all ``servers`` as ``version``; returns once every server has confirmed the version.
 
-        ``named_tensors`` are what this rank has to send: everything, or with ``links`` to the other stages' sources
-        (whose ranks are inside ``StageRank.serve``) the tensors of its own stage. ``ranks``: the others of a colocated
-        trainer, inside ``colocated.follow``. ``expected`` maps the model's own names to shapes; tensors that do not
-        match are refused before their bucket is sent. Raises WeightSyncError.
+        Args:
+            named_tensors: tensors that this rank sends: all, or with ``links`` the tensors of its own stage.
+            servers: the servers that receive the weights.
+            version: the new weight version.
+            expected: maps the model's tensor names to shapes; other tensors are refused before their bucket is sent.
+            links: channels to the other stages' sources, whose ranks run ``StageRank.serve``.
+            ranks: messaging with the other ranks of a colocated trainer, which run ``colocated.follow``.
+
+        Raises:
+            WeightSyncError: the publish did not complete.
         """
         addresses = unique_addresses(servers)
         with ServerCalls(addresses, self._timeout_s, pauses=self._pauses) as calls:
@@ -114,7 +125,7 @@ class WeightPublisher:
             sender = self._sender(named_tensors, links, ranks or RankMessaging())
             try:
                 sender.send(transfer, Coverage(expected))
-                # Before the version is checked: the other ranks need not wait for that.
+                # Before the version check, so that the other ranks do not wait for it.
                 notes = sender.finish(failed=False)
                 if notes:
                     raise TensorStreamError(notes)
@@ -128,7 +139,7 @@ class WeightPublisher:
                 message = transfer.describe_failure(error) + (f" Afterwards: {also}." if also else "")
                 transfer.free_servers()
                 raise WeightSyncError(message) from error
-            except BaseException:  # the process is to end: only the servers are freed
+            except BaseException:  # the process is exiting: only the servers are freed
                 self._connections.close()
                 transfer.free_servers()
                 raise
@@ -136,9 +147,9 @@ class WeightPublisher:
         return PublishResult(seconds, transfer.num_bytes, transfer.num_buckets, transfer.buffer_bytes)
 
     def close(self, lost_urls: Collection[str] = ()) -> None:
-        """Leave the groups on both sides, within seconds; a server that does not answer any more is left alone.
+        """Close the groups on both sides within seconds; a server that does not reply is skipped with a warning.
 
-        ``lost_urls``: servers that are not even asked.
+        ``lost_urls``: servers that are not called.
         """
         self._connections.close()
         try:
@@ -149,8 +160,10 @@ class WeightPublisher:
     def _sender(
         self, named_tensors: NamedTensors, links: Sequence[Channel], ranks: RankMessaging
     ) -> GroupSender | ColocatedSender | DiskSender:
-        """What sends this publish. Each has a ``send``, and a ``finish`` that walks every rank's stream to its
-        end and returns what else went wrong; a second call of it does nothing. ``peak_buffer_bytes``: as in PublishResult.
+        """The sender of this publish.
+
+        A sender has ``send``; ``finish``, which exhausts every rank's stream and returns additional failures (a second
+        call does nothing); and ``peak_buffer_bytes`` (``PublishResult.buffer_bytes``).
         """
         if self._folder is not None:
             return DiskSender(named_tensors, self._folder, self._bucket_bytes)

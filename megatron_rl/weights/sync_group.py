@@ -1,8 +1,8 @@
-"""The extra process group between a source rank of the trainer and the workers of the SGLang servers.
+"""The process group between a source rank of the trainer and the workers of the SGLang servers.
 
-It stands next to the trainer's own groups and knows nothing of them. A server's end waits up to 30 minutes inside a
-broadcast (SGLang's default), so what frees it after a failure is the source closing its sockets: ``SyncGroup`` is the
-only owner of the torch objects, and nothing else, an exception's traceback included, may keep them alive.
+The group is independent of the trainer's own groups. A server waits up to 30 minutes inside a broadcast (SGLang's
+default), so after a failure only the source can free the server, by closing its sockets. ``SyncGroup`` is therefore the
+only owner of the torch objects; nothing else, also no exception's traceback, may keep them alive.
 """
 
 import os
@@ -24,26 +24,27 @@ from megatron_rl.weights.cuda_streams import side_stream
 from megatron_rl.weights.server_calls import ServerCallError
 
 MAX_CONNECT_S = 60.0
-"""Joining takes well under a second once everybody is there. A server that waits for a missing one serves nothing."""
-_AFTER_POLITE_ERROR_S = 60.0
+"""Longest wait for the workers to join. Joining takes well under a second, and a server that waits for a missing worker
+serves no requests."""
+_NCCL_GRACE_S = 60.0
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""What torch reads when a group is made: on an error end the broadcast alone (ErrorHandlingMode, ProcessGroupNCCL.hpp), and write
-no dump, after which the heartbeat's monitor would end the process."""
+"""Variables that torch reads when it creates a group: on an error, abort only the broadcast (ErrorHandlingMode,
+ProcessGroupNCCL.hpp), and write no dump, after which the heartbeat monitor would kill the process."""
 
 
 class SyncGroup:
-    """The source rank's end of one group. Opened once, closed once; it listens for the workers from the start."""
+    """The source rank's end of one group. Opened once and closed once; listens for the workers from construction on."""
 
     def __init__(self, spec: GroupSpec, *, driver: str = "") -> None:
-        """It listens at the local address of the route towards the servers only.
+        """Listen, only at the local address of the route to the servers.
 
-        ``driver``: its machine, where it is another one: a server at 127.0.0.1 is there, not here.
-        Raises OSError where there is no such route.
+        ``driver``: host of the driver if that is another node, where a server at 127.0.0.1 then is.
+        Raises OSError if there is no route.
         """
         self.spec = spec
         self.address = address_towards_all([server.url for server in spec.servers], loopback_is=driver)
         self.connect_timeout_s = min(spec.timeout_s, MAX_CONNECT_S)
-        # A free port, and never the one an earlier group may still occupy.
+        # The store chooses a free port, because an earlier group may still occupy a fixed one.
         self._store: TCPStore | None = listening_store(
             self.address, world_size=spec.world_size, timeout_s=self.connect_timeout_s
         )
@@ -53,11 +54,11 @@ class SyncGroup:
 
     @property
     def timeout_s(self) -> float:
-        """Of a broadcast. The servers' HTTP answers are given up before NCCL's is: that error says which server it was."""
-        return self.spec.timeout_s + (_AFTER_POLITE_ERROR_S if self.spec.backend == "nccl" else 0.0)
+        """Timeout of a broadcast. NCCL's is longer than the HTTP calls', whose error names the server that failed."""
+        return self.spec.timeout_s + (_NCCL_GRACE_S if self.spec.backend == "nccl" else 0.0)
 
     def join_bodies(self) -> list[dict]:
-        """What each server is asked at /init_weights_update_group."""
+        """Body of each server's request to /init_weights_update_group."""
         return [
             {
                 "master_address": self.address,
@@ -71,15 +72,15 @@ class SyncGroup:
         ]
 
     def open(self) -> None:
-        """Wait until all workers joined; raises ServerCallError. May run in a thread of its own."""
+        """Wait until all workers have joined. Raises ServerCallError. May run in a separate thread."""
         world_size, store, self._store = self.spec.world_size, self._store, None
         if store is None:
-            raise RuntimeError(f"the group {self.spec.name} was opened before: make a new one")
+            raise RuntimeError(f"the group {self.spec.name} was opened before; create a new group")
         failure = ""
         try:
-            # torch's public API has no group that spans processes outside the default group. SGLang makes the
-            # servers' end with these same two calls.
-            with _watchdog_spares_the_process():
+            # Private functions, because torch's public API cannot create a group with processes outside the default
+            # group. SGLang creates the servers' end with the same two calls.
+            with _watchdog_aborts_broadcast_only():
                 self._process_group, _ = distributed_c10d._new_process_group_helper(
                     world_size,
                     0,
@@ -94,7 +95,7 @@ class SyncGroup:
         except RuntimeError as error:
             failure = _first_sentence(error)
         if self._closed:
-            self._destroy()  # the caller gave up before the group came about
+            self._destroy()  # the caller timed out before the group was complete
         if failure:
             raise ServerCallError(
                 f"the trainer waited {self.connect_timeout_s:g} s for {world_size - 1} server workers to join the "
@@ -102,7 +103,7 @@ class SyncGroup:
             )
 
     def broadcast(self, bucket: Bucket) -> None:
-        """Send the bucket to all workers; blocks until sent, raises ServerCallError. May run in a thread of its own."""
+        """Send the bucket to all workers; blocks until sent. Raises ServerCallError. May run in a separate thread."""
         failure, side = "", side_stream(bucket.flat.device, "send")
         try:
             with side.active(after=bucket.ready):
@@ -111,7 +112,7 @@ class SyncGroup:
         except RuntimeError as error:
             failure = _first_sentence(error)
         if failure:
-            # NCCL makes its communicator at the first broadcast, and only then the two sides show that they differ.
+            # With a hint, because NCCL creates its communicator at the first broadcast and detects differing settings then.
             raise ServerCallError(
                 f"the broadcast of {bucket.num_bytes} bytes failed: {failure}{_nccl_hint(self.spec.backend)}"
             )
@@ -131,16 +132,16 @@ class SyncGroup:
 
 
 def device_of(backend: str) -> torch.device:
-    """Where the bytes of a broadcast must be."""
+    """Device that the buckets of a broadcast must be on."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 @contextmanager
-def _watchdog_spares_the_process() -> Iterator[None]:
-    """A group made inside: when a broadcast fails, NCCL's watchdog ends the broadcast and not this process.
+def _watchdog_aborts_broadcast_only() -> Iterator[None]:
+    """Set torch's variables so that, in a group created inside, NCCL's watchdog aborts a failed broadcast only.
 
-    By default a server that dies, or a bucket that takes too long, would take the trainer with it. The heartbeat stays: a
-    watchdog that hangs itself is noticed.
+    By default a killed server or a slow bucket would also kill the trainer process. The heartbeat stays enabled, so that a
+    hanging watchdog is still detected.
     """
     before = {name: os.environ.get(name) for name in _WATCHDOG}
     os.environ.update(_WATCHDOG)
@@ -156,13 +157,13 @@ def _watchdog_spares_the_process() -> Iterator[None]:
 def _nccl_hint(backend: str) -> str:
     if backend != "nccl":
         return ""
-    ours = " ".join(f"{name}={value}" for name, value in nccl_values(os.environ).items())
+    values = " ".join(f"{name}={value}" for name, value in nccl_values(os.environ).items())
     return (
-        f". Trainer and servers need the same values of NCCL's variables, and GPUs that no other process of the group has; here "
-        f"{ours}: start servers with the same in their environment (SGLang takes 0 where they are not set)"
+        f". Trainer and servers need the same values of NCCL's variables, and GPUs that no other process of the group uses; the "
+        f"trainer has {values}: start servers with the same environment (SGLang uses 0 for variables that are not set)"
     )
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Gloo follows what happened with advice that does not fit here."""
+    """The message without gloo's advice after the first sentence, which does not apply to this group."""
     return str(error).partition(". ")[0]

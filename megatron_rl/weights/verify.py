@@ -1,11 +1,11 @@
-"""Do the servers hold the weights they should? Compares checksums without moving any weights.
+"""Verifies the servers' weights by comparing checksums, without transferring weights.
 
-SGLang's ``/weights_checker`` hashes each parameter as the server holds it. On CPU that is the first 8 bytes of the
-SHA-256 of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and the
-experts as SGLang does and pads the vocabulary. Where the bytes cannot be rebuilt (shards of tensor parallelism, GPU
-servers, which hash differently) the servers are compared with each other instead, and the report says so.
+SGLang's ``/weights_checker`` hashes each parameter of the server. On CPU the checksum is the first 8 bytes of the SHA-256
+of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and the experts as
+SGLang does, and pads the vocabulary. If the bytes cannot be reproduced (tensor-parallel shards; GPU servers, which hash
+differently), the servers are compared with each other instead, and the report gives the reason.
 
-The trainer waits for each server at most ``timeout_s``; a server answers after it has hashed all its weights.
+The trainer waits at most ``timeout_s`` for each server; a server replies after it has hashed all its weights.
 """
 
 import hashlib
@@ -33,17 +33,17 @@ _SERVER_DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-"""SGLang's --dtype; "auto" tells nothing."""
+"""Maps SGLang's --dtype to torch's; "auto" is missing, because it does not determine the dtype."""
 
 
 @dataclass(frozen=True)
 class ChecksumReport:
     reference: Literal["trainer", "servers", "nothing"]
-    """What the servers' checksums were compared with; ``note`` says why where it is not the trainer."""
+    """Reference of the comparison; if it is not the trainer, ``note`` has the reason."""
     num_compared: int
     """Parameters compared, summed over servers and their ranks."""
     differing: Mapping[str, tuple[str, ...]]
-    """Server URL -> parameters that differ, by SGLang's names. Servers without differences are left out."""
+    """Maps URLs of servers with differences to the differing parameters, by SGLang's names."""
     uncompared: tuple[str, ...]
     """Parameters that only one side has."""
     note: str
@@ -56,16 +56,16 @@ def compare_checksums(
 ) -> ChecksumReport:
     """Compare all servers with the trainer's ``named_tensors`` (Hugging Face names, full tensors) where possible.
 
-    Without tensors, or where the servers' bytes cannot be rebuilt, the servers are compared with each other. The stream
-    is walked to its end in any case, for the trainer ranks inside its collectives. Raises ServerCallError.
+    Without tensors, or if the servers' bytes cannot be reproduced, the servers are compared with each other. The stream
+    is exhausted in any case, because other trainer ranks wait in its collectives. Raises ServerCallError.
     """
     stream = iter(named_tensors or ())
     with ServerCalls(unique_addresses(servers), timeout_s) as calls:
         try:
-            answers = calls.post("/weights_checker", {"action": "checksum"})
+            replies = calls.post("/weights_checker", {"action": "checksum"})
             checksums = {
-                server.url: _of_ranks(server.url, answer["ranks"])
-                for server, answer in zip(calls.servers, answers, strict=True)
+                server.url: _parse_ranks(server.url, reply["ranks"])
+                for server, reply in zip(calls.servers, replies, strict=True)
             }
             infos = calls.get("/server_info")
         except ServerCallError:
@@ -78,22 +78,22 @@ def compare_checksums(
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
 
 
-def _of_ranks(url: str, ranks: list[Any]) -> list[dict[str, str]]:
-    """Each rank's checksums by parameter. Raises ServerCallError for another form."""
-    found = [rank.get("checksums") if isinstance(rank, dict) else None for rank in ranks]
-    if found and all(isinstance(own, dict) and set(map(type, own.values())) <= {str} for own in found):
-        return [own for own in found if own is not None]
+def _parse_ranks(url: str, ranks: list[Any]) -> list[dict[str, str]]:
+    """For each rank, a map from parameters to checksums. Raises ServerCallError for an invalid reply."""
+    by_rank = [rank.get("checksums") if isinstance(rank, dict) else None for rank in ranks]
+    if by_rank and all(isinstance(own, dict) and set(map(type, own.values())) <= {str} for own in by_rank):
+        return [own for own in by_rank if own is not None]
     raise ServerCallError(
-        f"{url} answered POST /weights_checker without the checksums of its ranks; is it an SGLang server, of a version that "
-        "requirements/ names?"
+        f"{url} replied to POST /weights_checker without the checksums of its ranks; is it an SGLang server, of a version that "
+        "requirements/ lists?"
     )
 
 
 class _ParameterHash:
-    """The checksum of one server parameter, from parts that may come out of order.
+    """The checksum of one server parameter, computed from parts that may arrive out of order.
 
-    Hashes the bytes in the trainer's dtype and in the server's: a server keeps some parameters in float32 next to a
-    bfloat16 model, and equal bytes in either prove equal weights. Parts wait in memory until those before them came.
+    Hashes the bytes in the trainer's dtype and in the server's dtype: a server keeps some parameters of a bfloat16 model in
+    float32, and equal bytes in either dtype prove equal weights. Parts stay in memory until all earlier parts have arrived.
     """
 
     def __init__(self, name: str, server_dtype: torch.dtype | None):
@@ -112,11 +112,11 @@ class _ParameterHash:
             self._next_part += 1
 
     def checksums(self) -> set[str]:
-        """All that count as equal; call it once, after the last part. Empty while parts are missing."""
+        """Checksums of equal weights; called once, after the last part. Empty if parts are missing."""
         if self._waiting:
             return set()
         if self._name.endswith(_VOCAB_LAYERS):
-            # Here and not where a part is added: only after the last one is the number of rows known.
+            # Padding comes last, because the number of rows is known only after the last part.
             self._update(torch.zeros(-self._num_rows % _VOCAB_MULTIPLE, self._row_numel))
         return {hasher.digest()[:_HASH_BYTES].hex() for hasher in self._hashes.values()}
 
@@ -136,11 +136,11 @@ def _compare_with_trainer(
     hashes: dict[str, _ParameterHash] = {}
     uncompared = []
     for name, tensor in stream:
-        found = joined_name(name, server_names)
-        if found is None:
+        joined = joined_name(name, server_names)
+        if joined is None:
             uncompared.append(name)
             continue
-        server_name, part = found
+        server_name, part = joined
         if server_name not in hashes:
             hashes[server_name] = _ParameterHash(server_name, server_dtype)
         hashes[server_name].add(part, tensor)
@@ -149,7 +149,7 @@ def _compare_with_trainer(
     for name, parameter_hash in hashes.items():
         accepted = parameter_hash.checksums()
         for url, ranks in checksums.items():
-            # One rank per server: others are an obstacle to this comparison.
+            # Each server has one rank, because more ranks are an obstacle to this comparison.
             if ranks[0].get(name) not in accepted:
                 differing[url].append(name)
     return ChecksumReport(
@@ -162,7 +162,7 @@ def _compare_with_trainer(
 
 
 def _compare_with_each_other(checksums: Mapping[str, list[dict[str, str]]], note: str) -> ChecksumReport:
-    """Each server against the first one that has as many ranks."""
+    """Compare each server with the first server of the same number of ranks."""
     references: dict[int, str] = {}
     differing: dict[str, tuple[str, ...]] = {}
     num_compared = 0
@@ -184,7 +184,7 @@ def _compare_with_each_other(checksums: Mapping[str, list[dict[str, str]]], note
 
 
 def _obstacle(checksums: Mapping[str, list[dict[str, str]]], infos: Sequence[Mapping[str, Any]]) -> str:
-    """Why the servers' bytes cannot be rebuilt from the trainer's tensors; empty if they can."""
+    """Reason why the servers' bytes cannot be reproduced from the trainer's tensors; empty if they can."""
     if any(len(ranks) > 1 for ranks in checksums.values()):
         return "tensor parallelism shards their parameters"
     if any(info["device"] != "cpu" for info in infos):

@@ -131,8 +131,8 @@ def test_doctor_has_a_line_for_ranks_servers_weights_and_logprobs(
     output = capfd.readouterr().out
     assert status == 0, output
     for line in (
-        "all-reduce of ranks +2 ranks on 1 machine, gloo",
-        f"SGLang's answer +attached to {url}",
+        "all-reduce of ranks +2 ranks on 1 node, gloo",
+        f"SGLang's reply +attached to {url}",
         "weight sync +[0-9,]+ bytes",
         "weight checksums +[0-9]+ parameters compared with the trainer's: equal",
         "log-prob parity +[0-9]+ sampled tokens: mean difference",

@@ -1,4 +1,4 @@
-"""``megatron-rl check``: the release's record holds on this machine, and what is changed is named where it departs first."""
+"""``megatron-rl check``: the release's record holds on this machine; a change is reported where it first deviates."""
 
 import json
 
@@ -12,16 +12,16 @@ from megatron_rl.desk.doctor.check_task import RECORD
     ("overrides", "departs"),
     [
         ([], ""),
-        (["run.seed=2"], "step 1, prompts and servers: prompts are others ("),
+        (["run.seed=2"], "step 1, prompts and servers: prompts differ ("),
         (["algorithm.gamma=0.9"], "step 1, the advantages: advantages "),
-        (["policy.optimizer.lr=2.0e-3"], "step 2, the policy's loss and gradient: policy lr 0.002 instead of 0.001; it must be the same"),
+        (["policy.optimizer.lr=2.0e-3"], "step 2, the policy's loss and gradient: policy lr 0.002 instead of 0.001; it must be equal"),
     ],
 )
 def test_a_change_departs_from_the_record_where_it_acts_first(overrides, departs, capsys):
     status = main(["check", "--trainer-only", *overrides])
     said = capsys.readouterr().out
     if departs:
-        assert status == 1 and f"first departure: {departs}" in said
+        assert status == 1 and f"first deviation: {departs}" in said
     else:
         assert status == 0 and "this installation computes what the release computed" in said
 
@@ -34,4 +34,4 @@ def test_records_that_are_none_are_refused_in_words(tmp_path, capsys):
     assert main(["check", "--record", "x", "--trainer-only"]) == 2
     assert "--record needs servers" in capsys.readouterr().err
     assert main(["check", "parallel.num_ranks=2"]) == 2
-    assert "it runs on one rank" in capsys.readouterr().err
+    assert "expected 1; `megatron-rl doctor" in capsys.readouterr().err

@@ -281,7 +281,7 @@ def test_conversion_refuses_keeps_or_drops_multi_token_prediction_by_name(tmp_pa
         convert(tmp_path / "dropped", tmp_path / "out", to="hf", mtp=Mtp.keep, **sizes)
 
     there = convert(source, tmp_path / "kept", to="megatron", mtp=Mtp.keep, **sizes)
-    with pytest.raises(WeightsError, match="say what becomes of them"):
+    with pytest.raises(WeightsError, match="choose how they are handled"):
         convert(tmp_path / "kept", tmp_path / "out", to="hf", **sizes)
     assert not (tmp_path / "out").exists()
     back = convert(tmp_path / "kept", tmp_path / "with", to="hf", mtp=Mtp.keep, **sizes)
@@ -315,7 +315,7 @@ def test_a_policy_saves_multi_token_prediction_as_it_was_or_leaves_it_out(
     assert_same_bits(tensors_of(tmp_path / "drop"), trained)
     assert load_hf_config(tmp_path / "drop").num_nextn_predict_layers == 0
     assert "3 tensors" in engines[Mtp.keep].mtp_note and "untrained" in engines[Mtp.keep].mtp_note
-    assert "left out" in engines[Mtp.drop].mtp_note
+    assert "dropped" in engines[Mtp.drop].mtp_note
     assert dict(engines[Mtp.keep].export_weights()).keys() == tensors.keys()
     batch = pack(make_sequences(101))
     (logprobs,) = engines[Mtp.keep].logprobs([batch.with_fields(mask=torch.ones(len(batch.tokens), dtype=torch.bool))])
@@ -345,13 +345,13 @@ def recast(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "options", "message"),
     [
-        (lambda folder: cut(folder / "model.safetensors"), [], "model.safetensors is not a whole safetensors file"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100), [], "model.safetensors is not a wh"),
+        (lambda folder: cut(folder / "model.safetensors"), [], "model.safetensors is not a complete safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100), [], "model.safetensors is not a com"),
         (drop("model.layers.1.mlp.up_proj.weight"), [], "no tensor model.layers.1.mlp.up_proj.weight"),
         (recast, [], "model.layers.1.self_attn.k_proj.weight is torch.float16"),
         (lambda folder: (folder.parent / "out").mkdir(), [], "out exists"),
         (lambda folder: (folder.parent / "out").symlink_to("gone"), [], "out exists"),
-        (lambda folder: (folder / "metadata.json").touch(), [], "is a distributed checkpoint of Megatron already"),
+        (lambda folder: (folder / "metadata.json").touch(), [], "is already a distributed checkpoint of Megatron"),
         (lambda folder: None, ["--mtp=keep"], "no tensors of multi-token-prediction layers to keep"),
         (lambda folder: None, ["--tensor-parallel-size=3"], "num_key_value_heads 2 does not divide .*size 3"),
         (lambda folder: None, ["--pipeline-parallel-size=2", "--config-from=/nowhere"], "/nowhere does not exist"),
@@ -432,10 +432,10 @@ def reshape_model(folder: Path) -> None:
         (lambda folder: cut(folder / "__0_0.distcp"), r"__0_0.distcp: \S+ cannot be read"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0.distcp: \S+ cannot be read.*No such file"),
         (lambda folder: cut(folder / ".metadata"), r".metadata is damaged"),
-        (lambda folder: (folder / "metadata.json").unlink(), "holds no metadata.json"),
-        (lambda folder: (folder / "config.json").unlink(), "holds no config.json; .*--config-from"),
-        (lose_key, "no tensor decoder.layers.mlp.linear_fc2.weight, of which model.layers.0.mlp.down_proj.weight"),
-        (reshape_model, r"decoder.layers.mlp.linear_fc1.weight has shape .*160.* asks for .*192"),
+        (lambda folder: (folder / "metadata.json").unlink(), "has no metadata.json"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json; .*--config-from"),
+        (lose_key, "no tensor decoder.layers.mlp.linear_fc2.weight, from which model.layers.0.mlp.down_proj.weight"),
+        (reshape_model, r"decoder.layers.mlp.linear_fc1.weight has shape .*160.* requires .*192"),
     ],
     ids=["truncated", "gone", "metadata", "no checkpoint", "no config", "missing tensor", "other shapes"],
 )

@@ -60,11 +60,12 @@ def test_what_a_run_waits_for_is_named(tmp_path, capsys, monkeypatch):
     with hanging(tmp_path) as run:
         wait_for(tmp_path / "scores")
         said = diagnosed(tmp_path, capsys)
-        assert "rank 0 waits for its servers and graders" in said
+        assert "rank 0 waits for its servers and reward workers" in said
         assert "ranks 1-2 wait for the driver's next command since " in said
         assert "the driver runs the stage score of step 5 since " in said
         assert f"server http://127.0.0.1:{port}: 3 requests running, 0 waiting" in said
-        assert "=> the driver waits for score of step 5, and that for a grader: grader tests.integration.hostile_rewards:score" in said
+        assert "=> the driver waits for score of step 5, which waits for a reward worker: " in said
+        assert "tests.integration.hostile_rewards:score" in said
         assert "scores a response of 10 characters since " in said and "hostile_rewards.py:" in said
 
         driver, _, late = psutil.Process(run.pid).children()
@@ -86,19 +87,19 @@ def test_what_a_run_waits_for_is_named(tmp_path, capsys, monkeypatch):
         late.resume()
         assert f"=> rank 2 is stopped (process {late.pid} on " in said
         assert run.poll() is None  # nobody died of being asked
-    assert "no process of the run in" in diagnosed(tmp_path, capsys)
+    assert "has no process left" in diagnosed(tmp_path, capsys)
     (tmp_path / "summary.json").write_text("{}")
     assert main(["doctor", "--hang", str(tmp_path)]) == 0
-    assert "is over" in capsys.readouterr().out
+    assert "has ended" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_is_refused_in_words(tmp_path, capsys):
     assert main(["doctor", "--hang", str(tmp_path)]) == 2
     assert "holds no processes.json" in capsys.readouterr().err
     assert main(["doctor", "--hang", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     for words, said in (
-        (["--mismatch", "a"], "--hang and --mismatch are questions of their own"),
+        (["--mismatch", "a"], "--hang and --mismatch cannot be combined"),
         (["--config", "a.yaml"], "doctor --hang takes the output folder of a run"),
         (["run.seed=2"], "run.seed=2 would change nothing"),
     ):

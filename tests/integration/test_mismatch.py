@@ -236,4 +236,4 @@ def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tm
     kept = mismatch_runs.load_recipe(tmp_path / "run", ["rollout.max_logprob_difference=2"])
     assert kept.rollout.max_logprob_difference == 2
     assert main(["doctor", "--mismatch", str(tmp_path)]) == 2
-    assert "holds no config.yaml" in capsys.readouterr().err
+    assert "has no config.yaml" in capsys.readouterr().err

@@ -302,7 +302,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(
         load_weights(chunks, config, vocab)
     data = (path / "model.safetensors").read_bytes()
     (vocab / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(WeightsError, match="model.safetensors is not a whole safetensors file"):
+    with pytest.raises(WeightsError, match="model.safetensors is not a complete safetensors file"):
         load_weights(chunks, config, vocab)
 
 

@@ -186,14 +186,14 @@ label_lines:
 """
     )
     status, output = run("label-lines", "--config", tmp_path / "recipe.yaml")
-    assert status == 0 and "4 of 4 rows labelled" in output, output
+    assert status == 0 and "4 of 4 rows labeled" in output, output
     lines = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
     labels = {row["id"]: row["line_labels"] for row in map(json.loads, lines)}
     assert labels == {"0": [1, 0, -1, -1], "1": [1, 1], "2": [-1], "3": [1] * 5 + [-1]}
     # A kill in the middle of a row: it alone is done again, and comes out the same.
     (tmp_path / "out.jsonl").write_text("".join(lines[:3]) + lines[3][:10])
     status, output = run("label-lines", "--config", tmp_path / "recipe.yaml")
-    assert status == 0 and "1 of 4 rows labelled (3 were done before)" in output, output
+    assert status == 0 and "1 of 4 rows labeled (3 by earlier runs)" in output, output
     assert (tmp_path / "out.jsonl").read_text().splitlines(keepends=True) == lines
     status, output = run("label-lines", "--config", tmp_path / "recipe.yaml", "label_lines.num_completions=5")
     assert status == 2 and "another input, model or setting" in output and "Traceback" not in output, output

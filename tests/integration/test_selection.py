@@ -133,7 +133,7 @@ def test_a_killed_run_goes_on_and_a_lost_server_comes_back_with_the_same_respons
     server.kill()
     status, output = finish(process)
     assert status == 0, output
-    assert "responses are in" in output
+    assert "responses are already in" in output
     after, whole = scores_of(folder, "killed"), scores_of(folder, "whole")
     assert after.keys() == whole.keys() and before.items() <= after.items()
     assert [after[key]["response"] for key in after] == [whole[key]["response"] for key in after]
@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_and_a_lost_server_comes_back_with_the_same_respons
 def test_finished_scores_need_no_server(folder, whole_run):
     status, output = finish(start(folder, f"run.output_dir={folder}/whole", "select_prompts.rule=spread"))
     assert status == 0, output
-    assert "236 of 236 responses are in" in output and "SGLang" not in output
+    assert "236 of 236 responses are already in" in output and "SGLang" not in output
 
 
 def test_ctrl_c_stops_everything(folder, whole_run):

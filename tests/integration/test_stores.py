@@ -149,7 +149,7 @@ def test_a_wandb_server_that_does_not_answer_is_a_warning(tmp_path, monkeypatch)
         tracker.log(step, {"reward/mean": 0.5})
     assert time.monotonic() - started_s < 5.0
     tracker.close(timeout_s=10.0)
-    assert any("Weights & Biases" in text and "Training goes on" in text for text in warnings)
+    assert any("Weights & Biases" in text and "Training continues" in text for text in warnings)
 
 
 def test_a_missing_library_is_one_warning(tmp_path, monkeypatch):

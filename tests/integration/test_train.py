@@ -349,7 +349,7 @@ def test_the_final_policy_is_a_version_of_the_registered_model(finished_run):
 
 def test_the_end_is_a_table_a_report_and_a_policy_that_loads(finished_run):
     output_dir, output = finished_run
-    assert "accuracy on held-out prompts" in output and "share of the wall-clock time" in output
+    assert "accuracy on held-out prompts" in output and "wall-clock time by stage" in output
     assert (output_dir / "report.html").stat().st_size > 10_000
     assert (output_dir / "policy" / "config.json").is_file() and list((output_dir / "policy").glob("*.safetensors"))
 
@@ -384,7 +384,7 @@ def test_ctrl_c_saves_and_stops_every_child_and_the_resumed_run_is_the_whole_one
 def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finished_run, folder):
     output_dir, _ = finished_run
     status, output = run(folder, "train", f"run.output_dir={output_dir}")
-    assert status == 2 and "already holds a run" in output and "run.resume=true" in output and "Traceback" not in output
+    assert status == 2 and "already contains a run" in output and "run.resume=true" in output and "Traceback" not in output
     status, output = run(folder, "train", f"run.output_dir={output_dir}", "run.resume=true", "run.num_steps=7")
     assert status == 0, output
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}

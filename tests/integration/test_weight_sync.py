@@ -324,7 +324,7 @@ def test_a_server_killed_inside_a_publish_is_named_and_the_next_publish_reaches_
             yield name, weight
 
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=f"{victim.url} is unreachable or died"):
+    with pytest.raises(WeightSyncError, match=f"{victim.url} is unreachable or exited"):
         publisher.publish(stream(), setup.addresses, version)
     assert time.monotonic() - started < 20
     assert walked == list(setup.weights())  # other trainer ranks wait inside the stream's collectives

@@ -1,8 +1,8 @@
-"""What a training pass keeps of a token until its backward pass: one entry per saved tensor. Pure.
+"""Activation memory of a training pass: the tensors that a layer saves per token for the backward pass. Pure.
 
-As Megatron Core 0.16 with Transformer Engine's layers, flash attention and the fused SwiGLU keeps it: a linear layer keeps
-its input, a norm its input, flash attention its queries, keys, values and output. Buffers that live for a moment
-only (gradients, collectives) are not counted. Experts are taken as evenly loaded.
+The table follows Megatron Core 0.16 with Transformer Engine's layers, flash attention and the fused SwiGLU: a
+linear layer saves its input, a norm its input, flash attention its queries, keys, values and output. Short-lived
+buffers (gradients, collectives) are not counted. The load of the experts is assumed to be even.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,9 @@ from megatron_rl.families.family import ModelConfig, family_of
 from megatron_rl.families.model_facts import dims, text_config
 
 _TOKENS_PER_CHUNK = 512
-"""Of the logits, as in models/logprobs.py ..."""
+"""Tokens per chunk of logits; equal to the constant in models/logprobs.py."""
 _LOGITS_PER_CHUNK = 2**22
-"""... and training/engine.py."""
+"""Upper limit of logits per chunk; equal to the constant in training/engine.py."""
 _NORMED = "normed, input of the projections"
 _RECOMPUTED = (
     *("queries", "keys and values", "queries and keys with their positions"),
@@ -26,19 +26,19 @@ _RECOMPUTED = (
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """``width`` numbers per token of the pack."""
+    """A tensor that autograd saves: ``width`` values per token of the micro-batch."""
 
     name: str
     width: float
     spread: str
-    """What shares it: "hidden" (the tensor-parallel group, under sequence parallelism), "heads" (always that group), or
-    "gathered" (tokens at the experts, which the expert-tensor-parallel group gathers)."""
+    """Group that shards the tensor: "hidden" (tensor-parallel group, only under sequence parallelism), "heads" (tensor-parallel
+    group, always), or "gathered" (tokens at the experts, gathered over the expert-tensor-parallel group)."""
     in_float32: bool = False
-    """Whatever the model's dtype is."""
+    """True if the tensor is float32 regardless of the model's dtype."""
 
 
 def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTensor]:
-    """Of a decoder layer with or without experts, without recomputation."""
+    """Tensors that a decoder layer with or without experts saves when nothing is recomputed."""
     sizes = dims(config)
     attention = _latent_attention(sizes) if family_of(config).is_latent else _grouped_attention(sizes, _norms_heads(config))
     tensors = [
@@ -62,15 +62,15 @@ def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTenso
 
 
 def _norms_heads(config: ModelConfig) -> bool:
-    """Whether each head's query and key has a norm."""
+    """True if each head's query and key has a norm."""
     return any(rule.megatron.startswith("self_attention.q_layernorm.") for rule in family_of(config).layer(config, 0))
 
 
 def _grouped_attention(sizes: Mapping[str, int], norms_heads: bool) -> list[SavedTensor]:
-    # The projection's output has the heads of a group side by side, so a norm over heads keeps a copy.
+    # The projection output stores the heads of a group side by side, so a norm over heads saves a copy.
     normed = [SavedTensor("queries and keys before their norms", sizes["q"] + sizes["kv"], "heads")] if norms_heads else []
     return [
-        # The values are a view of it, so it stays whole; the queries and keys are copied when they are rotated.
+        # The values are a view of this tensor, so all of it stays; queries and keys are copied when they are rotated.
         SavedTensor("queries, keys, values", sizes["q"] + 2 * sizes["kv"], "heads"),
         *normed,
         SavedTensor("rotated queries and keys", sizes["q"] + sizes["kv"], "heads"),
@@ -99,9 +99,9 @@ def _gated_mlp(name: str, width: int) -> list[SavedTensor]:
 def layer_bytes(
     config: ModelConfig, parallel: ParallelConfig, recompute: Recompute, *, with_experts: bool, number_bytes: int = 2
 ) -> tuple[float, float]:
-    """(kept until the backward pass, computed again and held during this layer's), bytes per token of the pack.
+    """Returns (bytes saved until the backward pass, bytes recomputed during it), per token of the micro-batch.
 
-    ``number_bytes``: of a number in the model's dtype.
+    ``number_bytes``: bytes of a value in the model's dtype.
     """
 
     def total(tensors: Iterable[SavedTensor]) -> float:
@@ -118,14 +118,17 @@ def layer_bytes(
 
 
 def _is_recomputed(tensor: SavedTensor, config: ModelConfig) -> bool:
-    """Of ``Recompute.selective`` (models/hf/megatron_config.py); only latent attention has a first norm of its own."""
+    """True if ``Recompute.selective`` drops ``tensor`` (models/hf/megatron_config.py).
+
+    Only latent attention has a separate first norm that can be recomputed.
+    """
     return tensor.name in _RECOMPUTED or (tensor.name == _NORMED and family_of(config).is_latent)
 
 
 def head_bytes(
     config: ModelConfig, parallel: ParallelConfig, *, with_logits: bool, number_bytes: int = 2
 ) -> float:
-    """After the last layer, bytes per token of the pack: the norm and, where they are kept, logits in both precisions."""
+    """Bytes per token of the micro-batch after the last layer: the norm, and with ``with_logits`` the logits in both precisions."""
     sizes = dims(config)
     norm = SavedTensor("input and output of the last norm", 2 * sizes["hidden"], "hidden")
     logits = (4 + number_bytes) * sizes["vocab"] / parallel.tensor_parallel_size if with_logits else 0.0
@@ -135,15 +138,16 @@ def head_bytes(
 def chunked_logits_bytes(
     config: ModelConfig, parallel: ParallelConfig, *, tokens: int, number_bytes: int = 2, updates: bool = True
 ) -> float:
-    """What the policy's head holds while it turns the hidden states of a pack of ``tokens`` into log-probs, on the last stage.
+    """Peak bytes in the policy's head on the last stage, while it turns hidden states of ``tokens`` tokens into log-probs.
 
-    Logits exist for a chunk of tokens, in float32 (``models/logprobs.py``): six of their size at a time in the backward
-    pass, two in the forward pass. The backward pass has the head's gradient twice in float32 and once as the model keeps it.
+    Logits exist only for a chunk of tokens, in float32 (``models/logprobs.py``): six copies at a time in the
+    backward pass, two in the forward pass. The backward pass stores the head's gradient twice in float32 and once
+    in the model's dtype.
     """
     sizes, tp = dims(config), parallel.tensor_parallel_size
     chunk = min(tokens, max(_TOKENS_PER_CHUNK, _LOGITS_PER_CHUNK // sizes["vocab"]))
     logits = 4 * chunk * sizes["vocab"] / tp
-    # Of all tokens, gathered from the tensor-parallel ranks, and those of them that train; their gradient comes on top.
+    # Two copies: all tokens gathered from the tensor-parallel ranks, and the trained ones. Updates add their gradient.
     hidden = number_bytes * sizes["hidden"] * tokens / parallel.context_parallel_size
     if not updates:
         return 2 * logits + 2 * hidden

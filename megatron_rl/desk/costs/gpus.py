@@ -1,4 +1,4 @@
-"""What a GPU can do: the descriptions in ``gpus.yaml``, and those of a file of one's own."""
+"""GPU peak figures: descriptions in ``gpus.yaml`` or in a user's file."""
 
 import functools
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ class Gpu:
     """Peaks of one GPU and of its links, one direction each. Units: 1/s, bytes, bytes/s."""
 
     source: str
-    """The document that says so."""
+    """Document that the figures are taken from."""
     flops: Mapping[str, float]
-    """Data type (bfloat16, float8) -> operations per second of dense matrix products."""
+    """Operations per second of dense matrix products, keyed by data type (bfloat16, float8)."""
     hbm_bytes: float
     hbm_bandwidth: float
     nvlink_bandwidth: float
-    """To other GPUs of the machine."""
+    """Bandwidth to other GPUs of the node."""
     nic_bandwidth: float
-    """To other machines."""
+    """Bandwidth to other nodes."""
     per_machine: int
-    """GPUs of one machine."""
+    """GPUs per node."""
 
 
 def gpu(name: str, file: Path = _OWN) -> Gpu:
-    """The description of ``name``, in any case; ConfigError for a name that ``file`` does not have, or a field that is missing."""
+    """The description of ``name`` (case-insensitive). Raises ConfigError if ``file`` lacks the name or one of the fields."""
     described = _read(file)
     name = next((known for known in described if known.lower() == name.lower()), name)
     if name not in described:

@@ -1,4 +1,4 @@
-"""Numbers of parameters by how a layout spreads them, from the family's table. Pure."""
+"""Parameter counts of a model, grouped by how a layout shards them. Taken from the family's table. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -13,16 +13,16 @@ from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Of a layer, or of several."""
+    """Parameter counts of one or several layers."""
 
     split: int = 0
-    """Spread over the tensor-parallel group."""
+    """Sharded over the tensor-parallel group."""
     replicated: int = 0
-    """Whole on every rank: norms, routers."""
+    """Stored in full on every rank: norms, routers."""
     experts: int = 0
-    """All experts', spread over the expert-parallel and the expert-tensor-parallel group."""
+    """Parameters of all experts, sharded over the expert-parallel and the expert-tensor-parallel group."""
     biases: int = 0
-    """The routers' expert biases: in the files, but no parameters of Megatron's (float32 buffers, no gradient)."""
+    """The routers' expert biases: stored in the checkpoint, but float32 buffers without gradient in Megatron."""
 
     @property
     def number(self) -> int:
@@ -39,7 +39,7 @@ class ParameterCount:
 
 @cached_by_content
 def layer_parameters(config: ModelConfig) -> list[ParameterCount]:
-    """Of each decoder layer. A family's layers differ in whether they have experts alone, so each kind is counted once."""
+    """Parameters of each decoder layer. Layers of one family differ only in having experts, so each kind is counted once."""
     kinds = has_experts(config)
     counted = {kind: _of_rules(config, family_of(config).layer(config, kinds.index(kind))) for kind in set(kinds)}
     return [counted[kind] for kind in kinds]
@@ -49,7 +49,7 @@ def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> ParameterCount:
     sizes, kinds = dims(config), {"split": 0, "replicated": 0, "experts": 0, "biases": 0}
     for rule in rules:
         number = sum(math.prod(sizes[name] for name in shape) for shape in rule.hf.values())
-        # A stacked tensor holds all experts already.
+        # A stacked tensor contains all experts already.
         if "{expert}" in rule.megatron:
             kinds["experts"] += number * (1 if rule.is_stacked else sizes["experts"])
         elif rule.megatron.endswith(".expert_bias"):
@@ -60,14 +60,14 @@ def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> ParameterCount:
 
 
 def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) -> ParameterCount:
-    """Before the first layer: the embedding, padded to a multiple of the ranks, and the encoder of a model that sees."""
+    """Parameters before the first layer: the embedding, padded to a multiple of the ranks, and a vision model's encoder."""
     vocab = padded_vocab_size(dims(config)["vocab"], tensor_parallel_size)
     return ParameterCount(split=vocab * dims(config)["hidden"], replicated=sum(encoder_parameters(config)))
 
 
 @cached_by_content
 def encoder_parameters(config: ModelConfig) -> tuple[int, int]:
-    """(of the vision tower, of its adapter); none in a model that sees nothing."""
+    """Parameters of (the vision tower, its adapter); (0, 0) for a model without vision."""
     if family_of(config).vision is None:
         return 0, 0
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(_encoder_config(config)).items()}
@@ -76,7 +76,7 @@ def encoder_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def _encoder_config(config: ModelConfig) -> ModelConfig:
-    """As transformers reads it, whose encoder is asked for its parameters, also where ``config`` is the file itself."""
+    """The encoder's config as transformers parses it, also if ``config`` is the parsed JSON file."""
     if not isinstance(config.vision_config, dict):
         return config.vision_config
     declare_torchvision_ops()
@@ -86,7 +86,7 @@ def _encoder_config(config: ModelConfig) -> ModelConfig:
 
 
 def head_parameters(config: ModelConfig, *, is_critic: bool = False, tensor_parallel_size: int = 1) -> ParameterCount:
-    """After the last layer: the norm and the output layer (padded likewise), also where it is tied to the embedding."""
+    """Parameters after the last layer: the norm and the output layer, padded like the embedding and counted even if tied to it."""
     hidden = dims(config)["hidden"]
     if is_critic:
         return ParameterCount(replicated=2 * hidden)
@@ -95,7 +95,7 @@ def head_parameters(config: ModelConfig, *, is_critic: bool = False, tensor_para
 
 @cached_by_content
 def num_parameters(config: ModelConfig) -> int:
-    """Of the whole policy, as its files count them."""
+    """Parameters of the whole policy as its checkpoint files count them: a tied output layer counts once."""
     tied = embedding_parameters(config).split if config.tie_word_embeddings else 0
     layers = ParameterCount.sum(layer_parameters(config)).number
     return layers + embedding_parameters(config).number + head_parameters(config).number - tied

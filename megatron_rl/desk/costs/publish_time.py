@@ -1,8 +1,9 @@
-"""Seconds that a publish of weights takes, by the way they travel. Pure.
+"""Seconds that a publish of weights takes, by broadcast or point to point. Pure.
 
-Each pipeline stage first gathers its whole tensors; then they are sent. A broadcast brings every tensor to every GPU of
-every server, and the stages take turns at the servers. Point to point, each GPU gets its own part alone. The driver asks every
-server for every bucket while the bucket before travels: that shows only where buckets are small or servers many.
+Each pipeline stage first gathers its full tensors, then sends them. A broadcast sends every tensor to every GPU of
+every server, and the stages broadcast in sequence. Point to point, each GPU receives only its own part. The driver
+sends one request per server and bucket while the previous bucket is in transit; these requests cost time only if
+buckets are small or servers are many.
 """
 
 from dataclasses import dataclass
@@ -11,22 +12,22 @@ from typing import Literal
 from megatron_rl.desk.costs.gpus import Gpu
 
 BUCKET_BYTES = 2**30
-"""Of a publish from GPUs."""
+"""Bucket size of a publish from GPUs."""
 
 
 @dataclass(frozen=True)
 class PublishCosts:
     """Seconds, most of them per byte. Fitted to two rows of Miles' profile (docs/advanced/p2p-weight-transfer.md, H100):
-    Qwen3-30B-A3B by both ways, and Kimi-K2 by broadcast."""
+    Qwen3-30B-A3B with both methods, and Kimi-K2 with broadcast."""
 
     gather: float = 0.0329e-9
-    """Of a stage's bytes: all-gather, conversion to Hugging Face tensors, loading."""
+    """Seconds per byte of a stage: all-gather, conversion to Hugging Face tensors, loading."""
     broadcast: float = 0.00838e-9
-    """Of the model's bytes."""
+    """Seconds per byte of the model."""
     broadcast_machine: float = 0.00123e-9
-    """Of the model's bytes, for each machine of servers: they follow one another in NCCL's ring."""
+    """Seconds per byte of the model and node of servers: nodes follow one another in NCCL's ring."""
     request_s: float = 0.2e-3
-    """Of the driver, for one request to one server (``tools/bench_publish.py`` on busy cores: 2.5 s for 12,192; not fitted)."""
+    """Driver's seconds per request to one server (``tools/bench_publish.py`` on busy cores: 2.5 s for 12,192; not fitted)."""
 
 
 def publish_seconds(
@@ -40,9 +41,10 @@ def publish_seconds(
     bucket_bytes: int = BUCKET_BYTES,
     costs: PublishCosts | None = None,
 ) -> float:
-    """``num_bytes``: of the model as it travels; ``num_stages``: of the trainer's pipeline, which gather side by side.
+    """Seconds of one publish.
 
-    ``bucket_bytes``: one request to each server carries so many.
+    ``num_bytes``: size of the model in transit. ``num_stages``: pipeline stages of the trainer, which gather in
+    parallel. ``bucket_bytes``: bytes per request to a server.
     """
     costs = costs or PublishCosts()
     gather = costs.gather * num_bytes / num_stages

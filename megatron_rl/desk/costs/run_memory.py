@@ -1,9 +1,9 @@
-"""What a run keeps on a GPU, stage by stage, and in a machine's memory. Pure.
+"""Memory that a run needs on a GPU, stage by stage, and on a node's host. Pure.
 
-Of each stage the trainer rank that holds most is asked. Weights, gradients and optimizer state are exact (``rank_memory``),
-activations, logits and batches are those of the longest sequences that the configuration allows, and what libraries take
-are round figures (the constants below). A model whose turn it is not waits in host memory, as ``policy.offload`` and
-``critic.offload`` say; gradients exist during an update only.
+Each stage is represented by its fullest trainer rank. Weights, gradients and optimizer state are exact
+(``rank_memory``). Activations, logits and batches assume the longest sequences that the configuration allows;
+figures for libraries are rounded (constants below). An inactive model is offloaded to host memory if
+``policy.offload`` or ``critic.offload`` says so. Gradients exist only during an update.
 """
 
 import math
@@ -45,14 +45,14 @@ from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import dims, has_experts, num_experts, text_config
 
 CONTEXT_BYTES = 2.0e9
-"""The CUDA context, libraries' workspaces and what the allocator cannot use. slime v0.1.0 reports 3 to 5 GB after models and
-NCCL groups had gone, the allocator's cache among it."""
+"""The CUDA context, libraries' workspaces and memory lost to the allocator. slime v0.1.0 reports 3 to 5 GB after models and
+NCCL groups were freed, which includes the allocator's cache."""
 GROUP_BYTES = 0.6e9
-"""NCCL's buffers of one group. slime v0.1.0 reports 12 GB for all groups of a large mixture, which has some twenty."""
+"""NCCL's buffers for one group. slime v0.1.0 reports 12 GB for all groups of a large mixture, which has about twenty."""
 SERVER_CONTEXT_BYTES, SERVER_GRAPH_BYTES = 1.5e9, 2.0e9
-"""Of a server besides mem-fraction-static: what it keeps asleep; CUDA graphs and activations while it is awake."""
+"""Server memory outside mem-fraction-static: the part that stays while it sleeps; CUDA graphs and activations while awake."""
 MEMORY_FRACTION = 0.85
-"""SGLang's mem-fraction-static where no server option says it."""
+"""SGLang's mem-fraction-static if no server option sets it."""
 GPUS_PER_MACHINE = 8
 
 STATES = ("weights", "gradients", "optimizer")
@@ -70,22 +70,22 @@ COMPONENTS = (
 )
 
 _PASSES = {"old_logprobs": "policy", "reference_logprobs": "reference", "process_rewards": "process"}
-"""Stages that read a batch, and the model that does."""
+"""Stages that run a forward pass over the batch, and the model that each one uses."""
 _UPDATE_BYTES, _PASS_BYTES, _OUTPUT_BYTES = 24, 12, 4
-"""Per token of a pack on the device: ids in int64, mask, and float32 fields; and of all that a pass has answered."""
+"""Device bytes per token of a micro-batch in an update and in a pass (ids in int64, mask, float32 fields), and of a pass's output."""
 _RESPONSE_BYTES, _BATCH_BYTES = 16, 50
-"""Per token on the driver: responses as arrays (12.1 measured, ``tools/bench_driver.py``); columns, with the copies that ranks read."""
+"""Driver bytes per token: responses as arrays (12.1 measured, ``tools/bench_driver.py``); columns with the copies that ranks read."""
 _HELD_BYTES = 24
-"""Per token of a step's sequences on each rank that works on them: ids in int32, masks, and float32 fields."""
+"""Bytes per token of a step's sequences on each rank that caches them: ids in int32, masks, and float32 fields."""
 _MOST_IN_A_BYTE = 255
-"""Experts whose ids, one up, fit one."""
+"""Largest number of experts whose ids, plus one, fit into a byte."""
 _PROCESS_BYTES = 4.0e9
-"""Host memory of a rank with PyTorch and CUDA loaded."""
+"""Host memory of a rank process with PyTorch and CUDA loaded."""
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """One of the run's models on the trainer's ranks."""
+    """A model of the run on the trainer ranks."""
 
     name: str
     facts: ModelConfig
@@ -100,23 +100,25 @@ class RunModel:
 
     @property
     def number_bytes(self) -> int:
-        """Of a weight or an activation."""
+        """Bytes of a weight or an activation value."""
         return 4 if self.dtype is Dtype.float32 else 2
 
     @property
     def offloads(self) -> bool:
-        """On GPUs."""
+        """True if this model is offloaded while inactive, which happens on GPUs only."""
         return self.settings.offload is not Offload.never
 
 
 @dataclass(frozen=True)
 class StageMemory:
+    """Memory of one stage on the trainer rank that needs most."""
+
     name: str
-    """As in the step's table."""
+    """The stage's name in the stage table."""
     rank: int
-    """Of the trainer, the one that holds most."""
+    """The trainer rank that needs most memory in this stage."""
     parts: Mapping[str, float]
-    """Bytes by component: those of ``COMPONENTS``, and ``STATES`` of the models by ``model: state``."""
+    """Bytes by component: names in ``COMPONENTS``, and ``model: state`` for each of ``STATES``."""
 
     @property
     def total(self) -> float:
@@ -125,16 +127,18 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
+    """Memory of a run: GPU memory by stage, and host memory of the driver's node."""
+
     stages: tuple[StageMemory, ...]
-    """Colocated servers without their KV cache."""
+    """Memory of each stage; colocated servers are counted without their KV cache."""
     server_weights: float
-    """On each GPU of a server."""
+    """Bytes of weights on each GPU of a server."""
     host: Mapping[str, float]
-    """Bytes by component on the machine that has the driver."""
+    """Bytes by component on the driver's node."""
 
 
 def model_folders(config: Config) -> dict[str, str]:
-    """Of each model that ``train`` builds (``training/build_engines.py``), by its name there."""
+    """Checkpoint folder of each model that ``train`` builds (``training/build_engines.py``), keyed by the model's name there."""
     folders = {"policy": config.policy.path}
     folders |= {"critic": config.critic.path or config.policy.path} if needs_critic(config) else {}
     folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) else {}
@@ -142,7 +146,7 @@ def model_folders(config: Config) -> dict[str, str]:
 
 
 def models_of(config: Config, facts: Mapping[str, ModelConfig]) -> list[RunModel]:
-    """``facts``: what stands in the config.json of each of ``model_folders``."""
+    """The run's models. ``facts``: contents of config.json for each of ``model_folders``."""
 
     def model(name: str) -> RunModel:
         trains = name in ("policy", "critic")
@@ -154,14 +158,14 @@ def models_of(config: Config, facts: Mapping[str, ModelConfig]) -> list[RunModel
 
 
 def memory_fraction(config: Config) -> float:
-    """SGLang's mem-fraction-static of the run's servers; ConfigError where that is no share."""
-    found = _server_options(config).get("mem-fraction-static", MEMORY_FRACTION)
+    """SGLang's mem-fraction-static of the run's servers. Raises ConfigError if it is not in (0, 1]."""
+    fraction = _server_options(config).get("mem-fraction-static", MEMORY_FRACTION)
     try:
-        share = float(found)
+        share = float(fraction)
     except (TypeError, ValueError):
         share = math.nan
-    if isinstance(found, bool) or not 0 < share <= 1:
-        raise ConfigError(f"rollout.server_args.mem-fraction-static: expected a number above 0 and up to 1, got {found!r}")
+    if isinstance(fraction, bool) or not 0 < share <= 1:
+        raise ConfigError(f"rollout.server_args.mem-fraction-static: expected a number above 0 and up to 1, got {fraction!r}")
     return share
 
 
@@ -170,16 +174,16 @@ def _server_options(config: Config) -> dict[str, Any]:
 
 
 def run_memory(config: Config, models: list[RunModel]) -> RunMemory:
-    """``models``: of ``models_of``; their layouts fit ``parallel.num_ranks``, which is a number (``config.layout``)."""
+    """Memory of a whole run. ``models``: from ``models_of``; their layouts fit ``parallel.num_ranks``, which must be resolved."""
     run = _Run(config, models)
     return RunMemory(tuple(_fullest(run, name) for name in run.stage_names), run.server_weights, run.host())
 
 
 def _fullest(run: "_Run", stage: str) -> StageMemory:
-    # Ranks differ by their pipeline stages alone; the layouts of the models may cut them at different ranks.
+    # Ranks differ only by pipeline stage, but models may be split at different ranks: check each first rank of a stage.
     starts = sorted({start for model in run.models for start in run.stage_starts(model)})
     stages = (StageMemory(stage, rank, dict(run.parts(stage, rank))) for rank in starts)
-    return max(stages, key=lambda found: found.total)
+    return max(stages, key=lambda memory: memory.total)
 
 
 class _Run:
@@ -187,12 +191,12 @@ class _Run:
         self.config, self.models, self.num_ranks = config, models, config.parallel.num_ranks
         self.is_colocated = server_placement(config.rollout).shares_devices
         policy = models[0]
-        # Servers quantise the layers' matrices alone.
+        # Servers quantize only the layers' matrices.
         is_8_bit = "8" in str(_server_options(config).get("quantization", ""))
         saved = (policy.number_bytes - 1) * _in_layers(policy) if is_8_bit else 0
         weights = policy.number_bytes * num_parameters(policy.facts) - saved
         self.server_weights = weights / config.rollout.tensor_parallel_size
-        self._found = {(model.name, updates): self._by_rank(model, updates) for model in models for updates in (True, False)}
+        self._memory_of = {(model.name, updates): self._by_rank(model, updates) for model in models for updates in (True, False)}
 
     @property
     def stage_names(self) -> list[str]:
@@ -204,7 +208,7 @@ class _Run:
         return range(0, self.num_ranks, self.num_ranks // model.parallel.pipeline_parallel_size)
 
     def parts(self, stage: str, rank: int) -> Iterator[tuple[str, float]]:
-        """(component, bytes) of a rank's GPU."""
+        """Yields (component, bytes) of a rank's GPU."""
         updates = stage.startswith("update_")
         active = {"publish": "policy", **_PASSES}.get(stage, stage.removeprefix("update_"))
         for model in self.models:
@@ -216,7 +220,7 @@ class _Run:
             if not self._waits(model) or (is_active and self._has_state(model, stage)):
                 yield f"{model.name}: optimizer", memory.optimizer
             if isinstance(model.settings, PolicyConfig) and model.settings.fp8 is not Fp8.none:
-                # Transformer Engine's, for products forward and, where it trains, backward; they do not leave the device.
+                # Transformer Engine keeps these for forward and, in training, backward products; they are never offloaded.
                 share = _in_layers(model) / num_parameters(model.facts)
                 yield "8-bit copies of weights", (2 if model.trains else 1) * share * memory.weights / model.number_bytes
             if is_active and stage != "publish":
@@ -231,16 +235,16 @@ class _Run:
             yield "server: CUDA", SERVER_CONTEXT_BYTES + (SERVER_GRAPH_BYTES if awake else 0.0)
 
     def host(self) -> dict[str, float]:
-        """Of the machine with the driver."""
+        """Bytes by component on the driver's node."""
         tokens = num_responses_per_step(self.config) * self._longest
         ranks_here = min(self.num_ranks, GPUS_PER_MACHINE)
         waiting = sum(
-            max(memory.weights + memory.optimizer for memory in self._found[model.name, False])
+            max(memory.weights + memory.optimizer for memory in self._memory_of[model.name, False])
             for model in self.models
             if self._waits(model)
         )
         policy = self.models[0]
-        # Ranks of a replica hold the same sequences, for each layout on its own.
+        # Ranks of one replica cache the same sequences, separately for each layout.
         held = {
             ranks_of_replica(model.parallel): self._sequences(model, updates=False) * self._longest
             for model in self.models
@@ -248,10 +252,10 @@ class _Run:
         routes = self._route_bytes(policy)
         is_served = self.config.policy.moe.routing_replay is RoutingReplay.R3
         num_machines = math.ceil(self.num_ranks / GPUS_PER_MACHINE)
-        # Where there are rollout workers, each machine has those of its share of the servers; ranks map what is all on their own.
+        # Rollout workers run on each node, for its share of the servers; ranks map arrays that are all on their own node.
         num_stores = num_machines if num_rollout_workers(self.config, 1, 1) else 1
         holds_routes = not is_served or num_machines > 1
-        found = {
+        components = {
             "driver: responses of a step": _RESPONSE_BYTES * tokens,
             "driver: batches": _BATCH_BYTES * tokens,
             "driver: routes": is_served * routes * tokens / num_stores,
@@ -260,16 +264,16 @@ class _Run:
             f"models that wait, {ranks_here} ranks": waiting * ranks_here,
             f"processes, {ranks_here} ranks": _PROCESS_BYTES * ranks_here,
         }
-        return {name: size for name, size in found.items() if size}
+        return {name: size for name, size in components.items() if size}
 
     def _waits(self, model: RunModel) -> bool:
-        """Whether it leaves the device when it is not its turn: there are others, and its settings let it."""
+        """True if the model is offloaded while inactive: offloading is on, and another model or a server needs the device."""
         return model.offloads and (len(self.models) > 1 or self.is_colocated)
 
     def _has_state(self, model: RunModel, stage: str) -> bool:
-        """Whether a model that has come back for ``stage`` has its optimizer state on the device."""
+        """True if the optimizer state is on the device when ``stage`` uses the model."""
         if stage in _PASSES:
-            # It left after its last update where another model trained or servers woke; a pass brings back weights alone.
+            # The state was offloaded after the last update if another model trained or servers woke; a pass reloads only weights.
             return not self.is_colocated and not any(other.trains and other is not model for other in self.models)
         return not (stage == "publish" and self.is_colocated)
 
@@ -292,20 +296,20 @@ class _Run:
         )
 
     def _memory(self, model: RunModel, rank: int, updates: bool) -> RankMemory:
-        return self._found[model.name, updates][self._pipeline_rank(model, rank)]
+        return self._memory_of[model.name, updates][self._pipeline_rank(model, rank)]
 
     def _pipeline_rank(self, model: RunModel, rank: int) -> int:
         return rank // (self.num_ranks // model.parallel.pipeline_parallel_size)
 
     def _sequences(self, model: RunModel, updates: bool) -> int:
-        """On one replica: of an optimizer step, or of the whole batch."""
+        """Sequences per replica of one update, or of the whole batch."""
         batch, total = self.config.batch, num_responses_per_step(self.config)
         if updates:
             total = min(total, batch.critic_minibatch_size if model.is_critic else batch.policy_minibatch_size)
         return math.ceil(total / (self.num_ranks // ranks_of_replica(model.parallel)))
 
     def _packs(self, model: RunModel, updates: bool) -> tuple[int, int]:
-        """(tokens of a pack, packs of one pass)."""
+        """Returns (tokens per micro-batch, micro-batches per pass)."""
         tokens = self._sequences(model, updates) * self._longest
         pack = max(self._longest, min(self.config.batch.max_tokens_per_microbatch, tokens))
         return pack, math.ceil(tokens / pack)
@@ -319,20 +323,22 @@ class _Run:
             yield "logits", chunked_logits_bytes(
                 model.facts, model.parallel, tokens=pack, number_bytes=model.number_bytes, updates=updates
             )
-        # A pack is on the device from its turn on, until its backward pass is over.
+        # A micro-batch is on the device from its start until its backward pass ends.
         tokens = pack * (packs_in_progress(model.parallel, stage, num_packs) if updates else 1)
         answered = 0 if updates or not is_last else num_packs * pack * _OUTPUT_BYTES
         yield "batch", tokens * (_UPDATE_BYTES if updates else _PASS_BYTES) + answered
         if not updates and self._records(model) and model.parallel.virtual_pipeline_size > 1:
-            tokens = num_packs * pack  # what one chunk has recorded waits for the others
+            tokens = num_packs * pack  # routes that one chunk recorded stay until the other chunks have finished
         yield "routes", tokens * self._route_bytes(model, recorded=not updates and self._records(model))
 
     def _records(self, model: RunModel) -> bool:
         return isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is RoutingReplay.R2
 
     def _route_bytes(self, model: RunModel, *, recorded: bool = False) -> int:
-        """Per token: the experts that it went to, in a byte each or in int16, as a pass that records them has them; 0 where
-        nothing is replayed, as in a reference."""
+        """Bytes per token of the expert ids that are replayed: one byte or int16 per id; int16 in a pass that records them.
+
+        0 if nothing is replayed, as in a reference.
+        """
         replays = isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is not RoutingReplay.none
         if not replays or model.name == "reference" or not any(has_experts(model.facts)):
             return 0
@@ -341,26 +347,26 @@ class _Run:
         return (1 if in_a_byte else 2) * text.num_hidden_layers * text.num_experts_per_tok
 
     def _sending(self) -> float:
-        """Buckets, of which one fills while one travels, and the largest tensor with the shards that it is made of."""
+        """Two buckets, one filling while the other is in transit, and the largest tensor with the shards that form it."""
         policy = self.models[0]
         sizes = dims(policy.facts)
         largest = max(sizes["vocab"], sizes["ffn"]) * sizes["hidden"] * policy.number_bytes
         return 2 * bucket_bytes(self.config.rollout, "cuda") + 2 * largest
 
     def _num_groups(self) -> int:
-        """NCCL groups of more than one rank that this rank computes in, and one with the servers."""
+        """NCCL groups of more than one rank that this rank is in, and one more with attached or dedicated servers."""
         layouts = {_sizes(model.parallel, self.num_ranks) for model in self.models}
         groups = sum(size > 1 for sizes in layouts for size in sizes)
         return groups + (self.num_ranks > 1) + (not self.is_colocated)
 
 
 def _in_layers(model: RunModel) -> float:
-    """Parameters of the layers, without embedding and head."""
+    """Number of parameters in the layers, without embedding and head."""
     return ParameterCount.sum(layer_parameters(model.facts)).number
 
 
 def _sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, ...]:
-    """Ranks of each of Megatron's groups: of tensors, contexts, stages, replicas, experts, copies of experts, a replica."""
+    """Sizes of Megatron's groups: tensor, context, pipeline, data, model; with experts also expert and expert-data groups."""
     tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
     ep, etp = parallel.expert_parallel_size, expert_tensor_size(parallel)
     dense = (tp, cp, pp, num_ranks // (tp * pp), tp * pp)

@@ -1,6 +1,6 @@
-"""Seconds of a whole step from those of its parts: what waits for the longest. Pure.
+"""Seconds of a whole step from the seconds of its parts, in closed form. Pure.
 
-Closed forms for a plan. What a run's own stage table does with given seconds is simulated elsewhere.
+These formulas rank plans. The stage table of a concrete run is simulated in ``desk/simulate``.
 """
 
 import random
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 def straggler_factor(
     costs: Sequence[float], *, num_replicas: int, sequences_per_update: int, num_deals: int = 8
 ) -> float:
-    """Seconds of a batch's updates over those of evenly shared ones: every update waits for its slowest replica.
+    """Seconds of a batch's updates over those of evenly balanced ones: every update waits for its slowest replica.
 
-    ``costs``: of the batch's sequences, in any unit. Updates and replicas get their sequences in random order and equal numbers,
-    as trainers deal them out that balance nothing or whole batches only; the mean of ``num_deals`` orders, always the same.
+    ``costs``: cost of each sequence in the batch, in any unit. Updates and replicas get equal numbers of sequences
+    in random order, as in trainers that balance nothing or only whole batches. Returns the mean over ``num_deals``
+    fixed orders.
     """
     slowest = 0.0
     for deal in range(num_deals):
@@ -27,9 +28,10 @@ def straggler_factor(
 def asynchronous_step_seconds(
     *, train: float, stream: float, publish: float, batch: float = 0.0, staleness: float = 1.0
 ) -> float:
-    """Seconds of a step whose trainer takes batches that servers generate all the time.
+    """Seconds of a step whose trainer takes batches that servers generate continuously.
 
-    ``stream``: servers' seconds per batch when they never drain. ``batch``: from a batch's first token to its last, where
-    its responses must begin with weights at most ``staleness`` steps old; 0 where responses go on over a publish.
+    ``stream``: servers' seconds per batch when they never drain. ``batch``: seconds from a batch's first token to
+    its last if its responses must start with weights at most ``staleness`` steps old; 0 if responses continue
+    across a publish.
     """
     return max(train, stream, batch / staleness) + publish

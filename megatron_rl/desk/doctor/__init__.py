@@ -1,1 +1,1 @@
-"""Is this machine fit for a run, do engines and layouts agree, and why does a run hang?"""
+"""Checks a machine, trainer-server agreement and layouts, and diagnoses runs that hang or diverge."""

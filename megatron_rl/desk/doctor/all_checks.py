@@ -1,4 +1,4 @@
-"""The lines of ``megatron-rl doctor``, in their order: this process, the ranks, the engines."""
+"""The checks of ``megatron-rl doctor`` in order: this process, the ranks, trainer and servers."""
 
 import json
 import os
@@ -19,56 +19,57 @@ from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.rollout.sglang.process.server import count_gpus
 from megatron_rl.system.gpu.gpu_environment import set_gpu_defaults
 
-_ENGINES = "both engines"
+_ENGINES = "trainer and servers"
 _ENGINE_MARGIN_S = 900.0
-"""For loading, publishing and sampling, beyond the start of the servers."""
+"""Time for loading, publishing and sampling, in addition to the start of the servers."""
 
 
 def print_lines(recipes: Sequence[str], model: str | None, overrides: Sequence[str]) -> int:
-    """Each line as it is known; the exit status: 1 where one fails.
+    """Print each check result as soon as it is known. Returns the exit status: 1 if a check fails.
 
-    Under a launcher every rank calls it, and rank 0 prints.
+    Under a launcher every rank calls this function, and rank 0 prints.
     """
     if model and recipes:
-        raise UserError("doctor: --model is in the place of a recipe; give policy.path=FOLDER with --config")
+        raise UserError("doctor: --model replaces a recipe; give policy.path=FOLDER with --config")
     if overrides and not (recipes or model):
-        raise UserError(f"doctor: {overrides[0]} belongs to a recipe; give --config FILE or --model FOLDER")
-    words = [*_of_model(model), *overrides]
+        raise UserError(f"doctor: {overrides[0]} overrides a recipe; give --config FILE or --model FOLDER")
+    options = [*_of_model(model), *overrides]
+    # Set them first, because libraries read these variables when they are loaded.
     _prepare_gpus()
-    config = _checked(recipes, words) if recipes or model else None
+    config = _checked(recipes, options) if recipes or model else None
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
     counts = {WARN: 0, FAIL: 0}
-    for line in _lines(config, recipes, words):
+    for line in _lines(config, recipes, options):
         show(line, console)
         if line.state in counts:
             counts[line.state] += 1
-    console.print(f"{counts[FAIL]} failed, {counts[WARN]} to look at")
+    console.print(f"{counts[FAIL]} failed, {counts[WARN]} to check")
     return 1 if counts[FAIL] else 0
 
 
 def _of_model(model: str | None) -> list[str]:
-    """The recipe of a model folder alone."""
+    """Overrides that make a recipe out of a model folder."""
     if not model:
         return []
     import torch
 
     num_gpus = torch.cuda.device_count()
-    words = [f"policy.path={model}", f"policy.dtype={'bfloat16' if num_gpus else 'float32'}"]
-    # NCCL takes one process per GPU: on the only one the server shares the trainer's.
-    return [*words, "rollout.placement=colocated"] if num_gpus == 1 else words
+    options = [f"policy.path={model}", f"policy.dtype={'bfloat16' if num_gpus else 'float32'}"]
+    # NCCL allows one process per GPU: on a single GPU the servers must share the trainer's.
+    return [*options, "rollout.placement=colocated"] if num_gpus == 1 else options
 
 
 def _prepare_gpus() -> None:
-    """The variables that a run sets."""
+    """Set the environment variables that a run sets."""
     import torch
 
     if torch.cuda.is_available():
         set_gpu_defaults()
 
 
-def _checked(recipes: Sequence[str], words: Sequence[str]) -> Config:
-    """Raises ConfigError for a recipe that `train` would not take, as far as it is about models, servers and GPUs."""
-    config = load_config(recipes, words)
+def _checked(recipes: Sequence[str], options: Sequence[str]) -> Config:
+    """The loaded recipe. Raises ConfigError if its models, servers or GPUs would make `train` refuse it."""
+    config = load_config(recipes, options)
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     check_config(config, command="doctor", world_size=world_size)
     if os.environ.get("GROUP_RANK", "0") == "0":  # servers start on the driver's node
@@ -80,18 +81,19 @@ def _checked(recipes: Sequence[str], words: Sequence[str]) -> Config:
     return config
 
 
-def _lines(config: Config | None, recipes: Sequence[str], words: Sequence[str]) -> Iterator[CheckResult]:
+def _lines(config: Config | None, recipes: Sequence[str], options: Sequence[str]) -> Iterator[CheckResult]:
     if os.environ.get("RANK", "0") == "0":
         yield from environment_lines(config.run.output_dir if config else ".")
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        # Finish the rank checks first: after a failure the check of trainer and servers is skipped.
         ranks = list(_rank_lines(Path(scratch)))
         yield from ranks
         if config is None:
-            yield CheckResult(_ENGINES, SKIPPED, "give --config RECIPE or --model FOLDER to compare them")
+            yield CheckResult(_ENGINES, SKIPPED, "give --config RECIPE or --model FOLDER to compare trainer and servers")
         elif any(line.state == FAIL for line in ranks):
-            yield CheckResult(_ENGINES, SKIPPED, "ranks that do not reach one another cannot train")
+            yield CheckResult(_ENGINES, SKIPPED, "the ranks cannot communicate, so they cannot train")
         else:
-            yield from _engine_lines(config, {"config": list(recipes), "overrides": list(words)}, Path(scratch))
+            yield from _engine_lines(config, {"config": list(recipes), "overrides": list(options)}, Path(scratch))
 
 
 def _rank_lines(scratch: Path) -> Iterator[CheckResult]:
@@ -100,7 +102,7 @@ def _rank_lines(scratch: Path) -> Iterator[CheckResult]:
     if "RANK" in os.environ:
         try:
             yield from rank_checks.rank_lines()
-        except (RuntimeError, ValueError) as error:  # torch's own, of a rendezvous or a collective
+        except (RuntimeError, ValueError) as error:  # torch raises these in a rendezvous or a collective
             yield CheckResult("all-reduce of ranks", FAIL, str(error).splitlines()[0], rank_checks.NO_ANSWER)
         return
     num_ranks = _devices_here()
@@ -132,7 +134,7 @@ def _engine_lines(config: Config, job: dict[str, Any], scratch: Path) -> Iterato
 def _launched(
     module: str, job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float, failed: CheckResult
 ) -> Iterator[CheckResult]:
-    """What ``module`` found on ranks of this machine; ``failed`` with the reason where the ranks end without a word."""
+    """Check results of ``module`` on ranks of this node, or ``failed`` with the reason if the ranks write no result."""
     name = module.rpartition(".")[2]
     out, job_file = scratch / f"{name}.lines", scratch / f"{name}.json"
     job_file.write_text(json.dumps({**job, "out": str(out)}))
@@ -140,4 +142,4 @@ def _launched(
     if out.exists():
         yield from (CheckResult(**line) for line in json.loads(out.read_text()))
     else:
-        yield CheckResult(failed.name, FAIL, f"{num_ranks} ranks: {reason or 'they ended without a result'}", failed.remedy)
+        yield CheckResult(failed.name, FAIL, f"{num_ranks} ranks: {reason or 'they exited without a result'}", failed.remedy)

@@ -1,4 +1,4 @@
-"""Where the replayed steps of a recipe depart from their record. Pure."""
+"""Finds quantities of a replayed step that deviate from the record. Pure."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Numbers = Sequence[float]
-_STAGE_WORDS = {
+_STAGE_LABELS = {
     "start": "the models as they were loaded",
     "generate": "prompts and servers",
     "score": "the reward",
@@ -20,39 +20,42 @@ _STAGE_WORDS = {
 _EXACT = {"prompts", "rewards", "policy lr", "critic lr"}
 _ON_CPU = {"weights": 1e-4, "gradient norm": 1e-3, "loss": 1e-3, "": 2e-4}
 _ON_GPU = {"weights": 1e-3, "gradient norm": 0.02, "loss": 0.02, "": 0.02}
-"""Relative to the largest of the record's numbers, by the words that a quantity's name ends or begins with. Those on GPUs are
-guesses, not measured on one: float32 is computed with products of 11 bits there (Transformer Engine), whose rounding of 5e-4 grows
-over layers and steps by an unknown factor, taken as 40."""
+"""Tolerances relative to the largest recorded value, keyed by prefix or suffix of the quantity's name.
+
+Those for GPUs are estimates, not measured: Transformer Engine computes float32 with 11-bit products, whose rounding of 5e-4
+grows over layers and steps by an unknown factor, assumed to be 40."""
 _WEIGHTS = "weights "
 _SMALLEST = 1e-6
-"""Of a quantity whose numbers are all about zero, what counts as one."""
+"""Smallest scale of a comparison, for quantities whose values are all about zero."""
 
 
 @dataclass(frozen=True)
 class Deviation:
+    """A quantity of a replayed step that deviates from the record."""
+
     step: int
-    """From 1; 0 is before the first."""
+    """Step, counted from 1; 0 means before the first step."""
     stage: str
     quantity: str
     found: str
 
     def __str__(self) -> str:
         when = f"step {self.step}" if self.step else "before the first step"
-        return f"{when}, {_STAGE_WORDS.get(self.stage, self.stage)}: {self.quantity} {self.found}"
+        return f"{when}, {_STAGE_LABELS.get(self.stage, self.stage)}: {self.quantity} {self.found}"
 
 
 def departures(step: int, stage: str, made: Mapping[str, Any], recorded: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Deviation]:
-    """Of one stage, by quantity; ``step`` from 1. What only one side has departs, too."""
+    """Deviations of one stage, by quantity. ``step`` counts from 1. A quantity that only one side has also deviates."""
     for name in [*recorded, *(name for name in made if name not in recorded)]:
         if name not in made or name not in recorded:
-            yield Deviation(step, stage, name, "is not made here" if name in recorded else "is not in the record")
+            yield Deviation(step, stage, name, "is not computed here" if name in recorded else "is not in the record")
             continue
         if found := _difference(made[name], recorded[name], tolerance(name, on_gpu=on_gpu)):
             yield Deviation(step, stage, name, found)
 
 
 def tolerance(name: str, *, on_gpu: bool) -> float:
-    """Relative."""
+    """Relative tolerance of the quantity ``name``."""
     if name in _EXACT:
         return 0.0
     bounds = _ON_GPU if on_gpu else _ON_CPU
@@ -60,28 +63,30 @@ def tolerance(name: str, *, on_gpu: bool) -> float:
 
 
 def _difference(made: str | Numbers, recorded: str | Numbers, bound: float) -> str:
-    """What is wrong; empty where nothing is."""
+    """Description of the deviation, or an empty string if there is none."""
     if isinstance(made, str) or isinstance(recorded, str):
-        return "" if made == recorded else f"are others ({made} instead of {recorded})"
+        return "" if made == recorded else f"differ ({made} instead of {recorded})"
     if len(made) != len(recorded):
         return f"are {len(made)} instead of {len(recorded)}"
+    # Compare relative to the largest value, because small values carry the rounding of large ones.
     scale = max([_SMALLEST, *(abs(value) for value in recorded)])
     off = [abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(made, recorded, strict=True)]
     worst = max(range(len(off)), key=off.__getitem__, default=0)
     if not off or off[worst] <= bound * scale:
         return ""
-    which = f" (number {worst + 1} of {len(off)})" if len(off) > 1 else ""
+    which = f" (value {worst + 1} of {len(off)})" if len(off) > 1 else ""
     numbers = f"{made[worst]:.7g} instead of {recorded[worst]:.7g}{which}"
     if not bound:
-        return f"{numbers}; it must be the same"
-    return f"{numbers}, {off[worst] / scale:.1e} of the largest; at most {bound:.0e} is usual"
+        return f"{numbers}; it must be equal"
+    return f"{numbers}, {off[worst] / scale:.1e} of the largest; the tolerance is {bound:.0e}"
 
 
 def describe(found: Sequence[Deviation]) -> list[str]:
-    """One line each, but all weights of a step in one."""
+    """Describe the deviations in one line each; all weights of a step share a line."""
     lines: dict[tuple[int, str], str] = {}
     numbers: dict[tuple[int, str], int] = {}
     for departure in found:
+        # A wrong update changes every tensor, so one line for all weights is enough.
         kind = _WEIGHTS if departure.quantity.startswith(_WEIGHTS) else departure.quantity
         key = (departure.step, f"{departure.stage} {kind}")
         lines.setdefault(key, str(departure))

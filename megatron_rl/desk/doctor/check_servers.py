@@ -1,4 +1,4 @@
-"""Servers of this installation that score recorded tokens, in the place of sampling some. Part of ``megatron-rl check``."""
+"""Servers of this installation that score recorded tokens instead of sampling. Part of ``megatron-rl check``."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass
 class ScoringServers(RecordedServers):
-    """The record's tokens; ``logprobs`` are the servers' of those of the newest step, the mean of each sequence."""
+    """Replays the record's tokens; ``logprobs`` are the servers' means per sequence, over the newest step's tokens."""
 
     service: RolloutService | None = None
     logprobs: list[float] = field(default_factory=list)
@@ -45,12 +45,12 @@ class ScoringServers(RecordedServers):
             "input_ids": [int(token) for token in ids],
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
-            # From the token before the first one: that one's log-prob is of what comes after it.
+            # Start one token early: the log-prob at an index is that of the token after it.
             "logprob_start_len": max(0, len(ids) - num_new - 1),
         }
         address = self.service.addresses()[0]
-        said = orjson.loads(await post_json(http, address, "/generate", body, _TIMEOUT_S))
-        found = [entry[0] for entry in said["meta_info"]["input_token_logprobs"]][-num_new:]
-        if len(found) != num_new or None in found:
-            raise UserError(f"server {address.url} scored {len(found)} of {num_new} tokens; see its log")
-        return sum(found) / num_new
+        reply = orjson.loads(await post_json(http, address, "/generate", body, _TIMEOUT_S))
+        logprobs = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][-num_new:]
+        if len(logprobs) != num_new or None in logprobs:
+            raise UserError(f"server {address.url} scored {len(logprobs)} of {num_new} tokens; see its log")
+        return sum(logprobs) / num_new

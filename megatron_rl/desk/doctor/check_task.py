@@ -1,7 +1,7 @@
-"""What ``megatron-rl check`` replays: a task, a policy and a critic made from a seed, and the recipe.
+"""The task that ``megatron-rl check`` replays: prompts, a policy and a critic made from a seed, and the recipe.
 
-Weights come from numpy's ``RandomState``, whose stream never changes, so that they are the same everywhere. The record of the
-released version is ``check_record.json`` beside this file.
+Weights come from numpy's ``RandomState``, whose stream never changes, so they are equal on every machine. The
+record of the released version is ``check_record.json`` in this folder.
 """
 
 import json
@@ -46,13 +46,14 @@ tracking: {{mlflow: false}}
 
 
 def digit_fraction(response: str, answer: str) -> Score:
-    """How much of the response is digits: something that every response has, and that differs."""
+    """The fraction of digits in the response: a reward that every response has and that varies."""
     return Score(round(sum(c.isdigit() for c in response) / max(len(response), 1), 4))
 
 
 def make_task(folder: Path) -> Path:
-    """Write models, prompts and the recipe into ``folder``; returns the recipe."""
+    """Write models, prompts and the recipe into ``folder``. Returns the recipe's path."""
     random = np.random.RandomState(7)
+    # Policy and critic share the body, like a critic that is initialized from a policy.
     body = _body(random)
     _write_model(folder / "policy", {**body, "lm_head.weight": _matrix(random, _MODEL["vocab_size"], _WIDTH)})
     _write_model(folder / "critic", {**body, VALUE_HEAD: _matrix(random, 1, _WIDTH)})
@@ -95,7 +96,7 @@ def _write_model(folder: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """A character per token."""
+    """Write a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<pad>", "<eos>", "<unk>"]

@@ -1,7 +1,7 @@
-"""``megatron-rl doctor``: both engines of a recipe: servers answer, take the trainer's weights, and give its log-probs.
+"""``megatron-rl doctor`` on a recipe's trainer and servers: servers reply, take the trainer's weights, match its log-probs.
 
-Every rank of a launch calls ``engine_lines``; with ``python -m megatron_rl.desk.doctor.engine_checks JOB`` rank 0 writes the
-lines into a file. Servers that are attached to keep the weights of the check.
+Every rank of a launch calls ``engine_lines``; with ``python -m megatron_rl.desk.doctor.engine_checks JOB`` rank 0
+writes the results into a file. Attached servers keep the weights of the check.
 """
 
 import json
@@ -31,7 +31,7 @@ from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_ranks import trainer_ranks
 from megatron_rl.weights.verify import ChecksumReport
 
-_ANSWER, _SYNC, _CHECKSUMS, _PARITY = "SGLang's answer", "weight sync", "weight checksums", "log-prob parity"
+_ANSWER, _SYNC, _CHECKSUMS, _PARITY = "SGLang's reply", "weight sync", "weight checksums", "log-prob parity"
 _PROMPT_TOKENS = (8, 40)
 _MAX_SHOWN = 5
 
@@ -44,9 +44,9 @@ def main(job_file: str) -> None:
 
 
 def engine_lines(config: Config) -> list[CheckResult]:
-    """Collective over the ranks of the recipe's layout; the lines on rank 0, nothing on the others.
+    """Collective over the ranks of the recipe's layout. Returns the results on rank 0, an empty list on the others.
 
-    The first thing that fails ends the check: what comes after it would fail for the same reason.
+    The first failure ends the check: later checks would fail for the same reason.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
         config = _plain(config, scratch)
@@ -59,7 +59,7 @@ def engine_lines(config: Config) -> list[CheckResult]:
 
 
 def _plain(config: Config, scratch: str) -> Config:
-    """Without what is not asked about: the run's folder, hot tokens."""
+    """The configuration without parts that the check does not cover: the run's folder, hot tokens, health actions."""
     return replace(
         config,
         run=replace(config.run, output_dir=scratch),
@@ -69,22 +69,23 @@ def _plain(config: Config, scratch: str) -> Config:
 
 
 def _lines(config: Config, group: TrainerGroup) -> Iterator[CheckResult]:
-    doing = _ANSWER
+    # Name of the check in progress, for the line that reports an exception.
+    current = _ANSWER
     started_s = time.perf_counter()
     try:
         tokenizer = Tokenizer(config.policy.path)
         with temporary_servers(config, group, tokenizer) as (rollout, wait_for):
             yield from _answer_lines(config, rollout, time.perf_counter() - started_s)
-            doing = _SYNC
+            current = _SYNC
             done = rollout.publish()
             way = server_placement(config.rollout).weight_method.value
             yield CheckResult(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
-            doing = _CHECKSUMS
+            current = _CHECKSUMS
             yield checksum_line(rollout.compare_weights())
-            doing = _PARITY
+            current = _PARITY
             yield _parity_line(config, group, rollout, tokenizer, wait_for)
     except (UserError, TimeoutError) as error:
-        yield CheckResult(doing, FAIL, str(error) or "no answer in time")
+        yield CheckResult(current, FAIL, str(error) or "no reply in time")
 
 
 def _answer_lines(config: Config, rollout: RolloutService, seconds: float) -> Iterator[CheckResult]:
@@ -102,9 +103,9 @@ def checksum_line(report: ChecksumReport) -> CheckResult:
     if report.differing:
         names = sorted({name for names in report.differing.values() for name in names})
         more = " and more" if len(names) > _MAX_SHOWN else ""
-        found = f"{compared}: {len(names)} differ: {', '.join(names[:_MAX_SHOWN])}{more}"
-        remedy = "start the servers from the same config.json, and let nobody else send them weights"
-        return CheckResult(_CHECKSUMS, FAIL, found, remedy)
+        text = f"{compared}: {len(names)} differ: {', '.join(names[:_MAX_SHOWN])}{more}"
+        remedy = "start the servers from the same config.json, and let no other process send them weights"
+        return CheckResult(_CHECKSUMS, FAIL, text, remedy)
     if not report.num_compared or report.uncompared:
         return CheckResult(_CHECKSUMS, WARN, f"{compared}. {report.note}".strip())
     return CheckResult(_CHECKSUMS, OK, f"{compared}: equal. {report.note}".strip())
@@ -126,7 +127,7 @@ def _parity_line(
 
 
 def random_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """Of ordinary tokens: no data is needed, and the model sees no text that it knows by heart."""
+    """Prompts of random ordinary tokens: they need no data, and the model has not memorized them."""
     draw = random.Random(1)
     banned = set(tokenizer.special_ids) | set(tokenizer.vision.banned_token_ids if tokenizer.vision is not None else ())
     ordinary = [token for token in range(tokenizer.vocab_size) if token not in banned]

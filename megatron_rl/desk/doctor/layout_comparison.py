@@ -1,6 +1,6 @@
 """``megatron-rl doctor --invariance``: do all layouts compute the same?
 
-Layouts that cannot be are refused with the reason before anything starts. The others run under torchrun, one launch for each
+Invalid layouts are refused with the reason before anything starts. All others run under torchrun, one launch per
 number of ranks, and are compared with the reference layout: loss, gradient norm and weights after one update.
 """
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
 _TIMEOUT_S = 1800.0
-"""Of one launch."""
+"""Time limit of one launch."""
 _MAX_RANKS_PER_CORE = 16
 _LAYOUT_WIDTH = len("reference")
 _SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
 def compare_layouts(arguments: argparse.Namespace) -> int:
-    """Of ``doctor``'s arguments; prints the table. The exit status."""
+    """Compare the layouts of ``doctor``'s arguments and print the table. Returns the exit status."""
     if not arguments.model or not arguments.layouts:
         raise UserError("doctor --invariance needs --model FOLDER and --layouts, such as tp2,pp2,cp2")
     if arguments.config or arguments.overrides:
@@ -55,16 +55,16 @@ def compare_layouts(arguments: argparse.Namespace) -> int:
 
 
 _Row = dict[str, Any]
-"""One layout's measurement as ``layout_ranks.py`` writes it: layout, loss, grad_norm, difference, moved."""
+"""Measurement of one layout as ``layout_ranks.py`` writes it: layout, loss, grad_norm, difference, moved."""
 
 
 class DoctorError(UserError):
-    """The check itself could not be made."""
+    """Raised if the check itself cannot run."""
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One row of the table."""
+    """Result of one layout: a row of the table."""
 
     layout: str
     num_ranks: int
@@ -86,12 +86,12 @@ def check_invariance(
     dtype: str | None = None,
     tolerance: float | None = None,
 ) -> list[LayoutResult]:
-    """The reference's row, then one for each of ``layouts`` in their order.
+    """The reference's row, then one row per layout, in the order of ``layouts``.
 
-    Where the model's layers cannot be split over tensor-parallel ranks without sequence parallelism, layouts are run
-    with it; their rows say so. ``dtype`` and ``tolerance`` None: by device, and what its numbers allow. Raises ConfigError or
-    ModelError for a layout that is no layout or a model that is none, DoctorError where the reference cannot run or its
-    update is too small to compare.
+    If the model's layers need sequence parallelism under tensor parallelism, layouts run with it and their rows
+    report it. ``dtype`` None: chosen by the device. ``tolerance`` None: chosen by dtype and device. Raises
+    ConfigError or ModelError for an invalid layout or model, DoctorError if the reference cannot run or its update
+    is too small to compare.
     """
     from megatron_rl.families.model_facts import has_experts
     from megatron_rl.models.hf.megatron_config import needs_sequence_parallelism
@@ -100,7 +100,8 @@ def check_invariance(
     hf_config = load_hf_config(model)
     dtype = dtype or _own_dtype()
     bounds = _tolerances(dtype, any(has_experts(hf_config))) if tolerance is None else _given(tolerance)
-    asked = list(dict.fromkeys(layouts))
+    # Keep the requested names, because sequence parallelism may be added below.
+    requested = list(dict.fromkeys(layouts))
     if needs_sequence_parallelism(hf_config):
         reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
     refusals: dict[str, str] = {}
@@ -108,7 +109,7 @@ def check_invariance(
     for layout in (reference, *layouts):
         sizes[layout], refusals[layout] = _size_and_refusal(hf_config, layout, dtype)
     if refusals[reference]:
-        raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another one")
+        raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
     if not wanted and all(refusals[layout] for layout in layouts):
         alone = LayoutResult(reference, sizes[reference], verdict="reference")
@@ -135,7 +136,7 @@ def check_invariance(
             rows.append(LayoutResult(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
             rows.append(_compare(layout, sizes[layout], measured[layout], base, bounds))
-    return [row if row.reason else replace(row, reason=_run_otherwise(row, (*asked, reference))) for row in rows]
+    return [row if row.reason else replace(row, reason=_deviations(row, (*requested, reference))) for row in rows]
 
 
 def _own_dtype() -> str:
@@ -158,11 +159,11 @@ def _given(tolerance: float) -> Tolerances:
     return Tolerances(tolerance, tolerance, tolerance, noticeable=10 * tolerance)
 
 
-def _run_otherwise(row: LayoutResult, asked: Sequence[str]) -> str:
-    """How a layout was run in another way than asked for; empty where it was not."""
+def _deviations(row: LayoutResult, requested: Sequence[str]) -> str:
+    """Differences between the layout that ran and the requested one, or an empty string if there are none."""
     parallel, replicas = parse_layout(row.layout)
     actual = row.num_ranks // ranks_of_replica(parallel)
-    notes = [] if row.layout in asked else [_SP_ADDED]
+    notes = [] if row.layout in requested else [_SP_ADDED]
     notes += [f"run with dp{actual}, the fewest replicas that fit its experts"] if actual > replicas > 1 else []
     return "; ".join(notes)
 
@@ -170,10 +171,11 @@ def _run_otherwise(row: LayoutResult, asked: Sequence[str]) -> str:
 def _measure(
     job: dict[str, Any], reference: str, sizes: Mapping[str, int]
 ) -> tuple[dict[str, _Row], dict[str, str]]:
-    """(measurements, why others failed) by layout; one launch for each number of ranks, the reference's first."""
+    """Returns (measurements, reasons of failures) by layout. One launch per number of ranks, the reference's first."""
     measured: dict[str, _Row] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        # The reference's launch comes first, because all others compare with its files.
         for num_ranks in sorted(set(sizes.values()), key=lambda size: size != sizes[reference]):
             is_reference = num_ranks == sizes[reference]
             launch = job | {
@@ -191,7 +193,7 @@ def _measure(
 
 def findings_table(findings: Sequence[LayoutResult], dtype: str = "float32") -> Table:
     table = Table(title=f"one update in each layout, {dtype}", title_justify="left")
-    # Numbers stay whole in 80 columns; long names of layouts fold.
+    # Figures stay on one line in 80 columns; long layout names wrap.
     for name in ("layout", "ranks", "loss", "gradient\nnorm", "weights\ndiffer by", "verdict"):
         is_text = name in ("layout", "verdict")
         least = _LAYOUT_WIDTH if name == "layout" else None
@@ -207,7 +209,7 @@ def findings_table(findings: Sequence[LayoutResult], dtype: str = "float32") -> 
 
 
 def reasons(findings: Sequence[LayoutResult]) -> list[str]:
-    """One line for each layout that was refused, failed or was run in another way than asked for."""
+    """Messages about layouts, one line for each that was refused, failed or ran differently than requested."""
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
@@ -223,7 +225,7 @@ def _with_sequence_parallelism(layout: str) -> str:
 
 
 def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) -> tuple[int, str]:
-    """(ranks of ``layout``, why it cannot run on this model and machine or "")."""
+    """Returns (ranks of ``layout``, reason why it cannot run on this model and node, or "")."""
     import torch
 
     from megatron_rl.errors import ModelError
@@ -242,19 +244,19 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) ->
     if dtype == "float32" and parallel.context_parallel_size > 1 and has_transformer_engine():
         return num_ranks, "Transformer Engine has no attention for float32 with context parallelism; take --dtype bfloat16"
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
-        return num_ranks, f"needs {num_ranks} GPUs, this machine has {torch.cuda.device_count()}"
+        return num_ranks, f"needs {num_ranks} GPUs, this node has {torch.cuda.device_count()}"
     cores = os.cpu_count() or 1
     if num_ranks > _MAX_RANKS_PER_CORE * cores:
-        return num_ranks, f"needs {num_ranks} ranks, too many for the {cores} cores of this machine"
+        return num_ranks, f"needs {num_ranks} ranks, too many for the {cores} cores of this node"
     return num_ranks, ""
 
 
 def _run(
     job: dict[str, Any], num_ranks: int, scratch: Path, failures: dict[str, str]
 ) -> Iterator[_Row]:
-    """Measurements of all layouts that run; why the others did not goes into ``failures``.
+    """Yields measurements of all layouts that run; adds the reason to ``failures`` for each one that does not.
 
-    A layout that fails ends its launch: those after it get another one.
+    A failing layout ends its launch: the layouts after it run in a new launch.
     """
     waiting, out = list(job["layouts"]), Path(job["out"])
     while waiting:
@@ -262,16 +264,18 @@ def _run(
         failure = _launch({**job, "layouts": waiting}, num_ranks, scratch)
         done = json.loads(out.read_text()) if out.exists() else []
         yield from done
+        # Results are written in order, so the first missing layout is the one that failed.
         waiting = waiting[len(done) :]
         if waiting:
-            failures[waiting.pop(0)] = failure or "the ranks ended without a result"
+            failures[waiting.pop(0)] = failure or "the ranks exited without a result"
             if job["is_reference"] and not done:
                 return
+            # The reference has been measured, and its files must not be overwritten.
             job = {**job, "is_reference": False}
 
 
 def _launch(job: dict[str, Any], num_ranks: int, scratch: Path) -> str:
-    """Run ``job`` on ``num_ranks`` ranks; why it failed, or ""."""
+    """Run ``job`` on ``num_ranks`` ranks. Returns the reason of a failure, or ""."""
     job_file = scratch / f"job{num_ranks}.json"
     job_file.write_text(json.dumps(job))
     return run_ranks("megatron_rl.desk.doctor.layout_ranks", job_file, num_ranks, scratch / f"log{num_ranks}", _TIMEOUT_S)

@@ -1,13 +1,14 @@
-"""Whether layouts compute the same: one update of a model on fixed data, measured in each layout.
+"""Ranks of ``doctor --invariance``: one update of a model on fixed data, measured in each layout.
 
-Every rank of a launch runs ``python -m megatron_rl.desk.doctor.layout_ranks JOB``. For each layout of the job, the model is loaded,
-takes one optimizer step on the same packed batch, and rank 0 writes loss, gradient norm and weights: the first job's
-first layout is the reference and keeps its weights in files, tensor by tensor; the others are compared with them as
-they stream by, so that no rank ever holds two models.
+Every rank of a launch runs ``python -m megatron_rl.desk.doctor.layout_ranks JOB``. For each layout of the job, the
+ranks load the model and take one optimizer step on the same packed batch; rank 0 writes loss, gradient norm and
+the difference of weights. The first layout of the first job is the reference. Its weights are saved to files,
+tensor by tensor; all other layouts are compared with these files while they stream by, so no rank ever stores two
+models.
 
-The step is linear in the gradient (Adam's epsilon far above any gradient), so that a weight's difference is its
-gradient's difference and not rounding blown up to a full step. In bfloat16 it is longer: what is compared has 8 bits, and
-the update has to be more than the last of them.
+The step is linear in the gradient (Adam's epsilon is far above any gradient), so a weight's difference is its
+gradient's difference, not rounding amplified to a full step. In bfloat16 the learning rate is higher, because the
+update must exceed the last of the 8 bits that are compared.
 """
 
 import gc
@@ -32,23 +33,25 @@ from megatron_rl.training.engine import Engine
 OPTIMIZER = OptimizerConfig(lr=100.0, eps=100.0, weight_decay=0.0, max_grad_norm=0.0, warmup_steps=0)
 _BFLOAT16_LR = 100.0 * OPTIMIZER.lr
 PROMPT_TOKENS = 3
-"""Leading tokens of each sequence that the loss leaves out."""
+"""Leading tokens of each sequence that are excluded from the loss."""
 _IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
-"""Rows and columns of tokens of the images that a vision-language model is shown, the largest that fits."""
+"""Sizes of the images given to a vision-language model, in rows and columns of tokens; the largest that fits is used."""
 
 
 @dataclass(frozen=True)
 class InvarianceJob:
+    """Arguments of a launch: the model, its layouts and the files to exchange."""
+
     model: str
     role: str
     layouts: list[str]
-    """Short names (``config.layout``); each fits the ranks of the launch."""
+    """Short names of layouts (``config.layout``); each fits the ranks of the launch."""
     reference_folder: str
-    """Where the reference's weights are or go."""
+    """Folder that the reference's weights are written to or read from."""
     out: str
     """File that rank 0 writes the measurements to."""
     is_reference: bool
-    """The first layout is what the others are compared with."""
+    """True if the first layout is the reference."""
     lengths: list[int] = field(default_factory=list)
     max_tokens_per_microbatch: int = 64
     dtype: str = "float32"
@@ -62,9 +65,9 @@ class _Measurement:
     loss: float
     grad_norm: float
     moved: float
-    """The update: the largest change of a weight, relative to the largest weight of its tensor. Reference only."""
+    """Size of the update: the largest change of a weight, relative to the largest weight of its tensor. Reference only."""
     difference: float
-    """From the reference's updated weights, in the same measure."""
+    """Largest difference to the reference's updated weights, relative to the largest weight of its tensor."""
 
 
 def main(job_file: str) -> None:
@@ -72,19 +75,20 @@ def main(job_file: str) -> None:
     measurements = []
     for index, layout in enumerate(job.layouts):
         parallel, _ = parse_layout(layout, ParallelConfig(collective_timeout_s=job.collective_timeout_s))
-        place = topologies.initialize(parallel, seed=job.seed)
-        measurements.append(_measure(job, layout, parallel, place, is_reference=job.is_reference and index == 0))
-        if place.rank == 0:
-            # After each layout: what is measured stays known when a later one fails.
+        topology = topologies.initialize(parallel, seed=job.seed)
+        measurements.append(_measure(job, layout, parallel, topology, is_reference=job.is_reference and index == 0))
+        if topology.rank == 0:
+            # Write after each layout, so that results survive if a later layout fails.
             Path(job.out).write_text(json.dumps([asdict(m) for m in measurements if m is not None]))
         topologies.destroy()
+        # Break reference cycles, so that this model is freed before the next one is built.
         gc.collect()
 
 
 def make_batch(lengths: list[int], vocab_size: int, role: str, seed: int, pad_token_id: int | None) -> PackedBatch:
     """Random tokens and the fields that the loss of ``role`` reads.
 
-    The padding token stays out: its embedding may be zero, and the gradient at a norm of nothing drowns all others.
+    The padding token is excluded: its embedding may be zero, and the gradient of a norm at zero swamps all others.
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
@@ -100,9 +104,10 @@ def make_batch(lengths: list[int], vocab_size: int, role: str, seed: int, pad_to
 
 
 def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> PackedBatch:
-    """An image after the first token of two sequences out of three, where it fits; the loss leaves its tokens out."""
+    """The batch with an image after the first token of two sequences out of three, if one fits; the loss excludes its tokens."""
     vision, special = hf_config.vision_config, vision_token_ids(hf_config)
     merge_size, tokens, mask = vision.spatial_merge_size, batch.tokens.clone(), batch.fields["mask"].clone()
+    # Random text must not contain image tokens.
     for token in special:
         tokens[tokens == token] = next(i for i in range(text_config(hf_config).vocab_size) if i not in special)
     grids, owners = [], []
@@ -124,12 +129,12 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
 
 
 def _measure(
-    job: InvarianceJob, layout: str, parallel: ParallelConfig, place: topologies.Topology, *, is_reference: bool
+    job: InvarianceJob, layout: str, parallel: ParallelConfig, topology: topologies.Topology, *, is_reference: bool
 ) -> _Measurement | None:
     dtype = Dtype(job.dtype)
     optimizer = OPTIMIZER if dtype is Dtype.float32 else replace(OPTIMIZER, lr=_BFLOAT16_LR)
     engine = Engine(
-        job.role, job.model, parallel=parallel, topology=place, optimizer=optimizer, dtype=dtype, seed=job.seed
+        job.role, job.model, parallel=parallel, topology=topology, optimizer=optimizer, dtype=dtype, seed=job.seed
     )
     folder = Path(job.reference_folder)
     if is_reference:
@@ -138,7 +143,7 @@ def _measure(
     batch = make_batch(job.lengths, text.vocab_size, job.role, job.seed, text.pad_token_id)
     if takes_images(engine.hf_config):
         batch = with_images(batch, engine.hf_config, job.seed)
-    plan = plan_microbatches(job.lengths, place.dp_size, job.max_tokens_per_microbatch)[place.dp_rank]
+    plan = plan_microbatches(job.lengths, topology.dp_size, job.max_tokens_per_microbatch)[topology.dp_rank]
     denominators = {"mask": float(batch.fields["mask"].sum())}
     objective = losses.build("sft" if job.role == "policy" else "critic", AlgorithmConfig(), denominators)
     result = engine.update([batch.select(indices) for indices in plan], objective)
@@ -148,13 +153,14 @@ def _measure(
         difference = 0.0
     else:
         moved, difference = 0.0, _compare(engine, folder / "after", None)
-    return _Measurement(layout, total / count, result.grad_norm, moved, difference) if place.rank == 0 else None
+    return _Measurement(layout, total / count, result.grad_norm, moved, difference) if topology.rank == 0 else None
 
 
 def _compare(engine: Engine, with_folder: Path | None, write_folder: Path | None) -> float:
-    """Stream the engine's weights past the files in ``with_folder`` and into ``write_folder``; rank 0 alone does either.
+    """Stream the engine's weights, compare them with files in ``with_folder``, write them to ``write_folder``. Rank 0 does both.
 
-    Returns the largest difference, relative to the largest weight of its tensor; infinite where one is not a number.
+    Returns the largest difference, relative to the largest weight of its tensor; infinity if a difference is not a
+    number.
     """
     largest = 0.0
     if write_folder is not None:

@@ -1,4 +1,4 @@
-"""``megatron-rl doctor``: what this machine and environment are, a line each, and a remedy for what fails."""
+"""``megatron-rl doctor`` on this machine and environment: one line per check, with a remedy if it fails."""
 
 import json
 import os
@@ -22,30 +22,30 @@ from megatron_rl.system.gpu.gpu_stack import Requirement, machine_facts, package
 OK, WARN, FAIL, SKIPPED = "OK", "warn", "FAIL", "-"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red", SKIPPED: "dim"}
 _NAME_WIDTH, _NARROW = 27, 60
-"""Characters of the longest name; terminals with fewer than the second get no column for names."""
+"""Width of the name column; terminals narrower than ``_NARROW`` have no such column."""
 _LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 _NEEDED_MIB = 2048
 _EVERYWHERE = ("free disk", "package apex")
-"""Facts that matter without a GPU too."""
+"""Facts that also matter without a GPU."""
 _TE_TIMEOUT_S = 180.0
 _MIN_CUDNN = (9, 6)
-"""The first whose fused attention takes packed sequences with grouped heads on Hopper."""
+"""First cuDNN whose fused attention handles packed sequences with grouped heads on Hopper."""
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found at one place."""
+    """Result of one check."""
 
     name: str
     state: str
-    """OK, warn (works, but not as it could), FAIL, or - (does not apply here)."""
+    """OK, warn (works, but below its potential), FAIL, or - (does not apply here)."""
     found: str
     remedy: str = ""
 
 
 def show(line: CheckResult, console: Console) -> None:
-    """State, name and text beside one another; the remedy on lines of its own."""
+    """Print state, name and text in columns, and the remedy on the lines below."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(width=4, no_wrap=True)
     if console.width > _NARROW:
@@ -64,9 +64,12 @@ def show(line: CheckResult, console: Console) -> None:
 
 
 def environment_lines(folder: str = ".") -> Iterator[CheckResult]:
-    """Of the process that asks: libraries, devices, what they need, Transformer Engine, variables. ``folder``: where a run
-    would write."""
+    """Checks of the calling process: libraries, devices and their needs, Transformer Engine, environment variables.
+
+    ``folder``: output folder of the run, whose disk is checked.
+    """
     facts = [*machine_facts(folder, _NEEDED_MIB), *package_facts()]
+    # The fact is a version number only if the driver replies.
     has_driver = any(fact.name == "NVIDIA driver" and re.match(r"\d", fact.found) for fact in facts)
     pins = pinned_versions("gpu" if has_driver else "cpu")
     yield from library_lines({name: _installed(name) for name in _LIBRARIES}, pins)
@@ -79,7 +82,7 @@ def environment_lines(folder: str = ".") -> Iterator[CheckResult]:
 
 
 def pinned_versions(flavor: str) -> dict[str, str]:
-    """Of requirements/, where the checkout is there: package -> version."""
+    """Versions pinned in requirements/, by package; empty without a checkout."""
     folder = Path(__file__).resolve().parents[3] / "requirements"
     texts = [file.read_text() for name in ("common", "sglang", flavor) if (file := folder / f"{name}.txt").is_file()]
     return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)", "\n".join(texts), re.MULTILINE))
@@ -90,28 +93,29 @@ def library_lines(installed: Mapping[str, str], pins: Mapping[str, str]) -> Iter
         pin = pins.get(name, "")
         if not found:
             yield CheckResult(name, FAIL, "not installed", f"bash launch/setup.sh installs {name}{f' {pin}' if pin else ''}")
+        # A build tag after "+", such as cu130, is not another version.
         elif pin and found.partition("+")[0] != pin:
-            yield CheckResult(name, WARN, f"{found}; requirements/ says {pin}", "bash launch/setup.sh installs what was tested together")
+            yield CheckResult(name, WARN, f"{found}; requirements/ pins {pin}", "bash launch/setup.sh installs the tested versions")
         else:
             yield CheckResult(name, OK, found)
 
 
 def device_line(*, has_driver: bool) -> CheckResult:
-    """The GPUs that torch sees; it seeing none where there are some would train on CPUs."""
+    """The GPUs that torch can use. Fails if a driver is present but torch has no GPU: a run would then train on CPUs."""
     import torch
 
-    name = "GPUs that torch sees"
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    if found:
-        kinds = sorted({f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm_{one.major}{one.minor}" for one in found})
-        return CheckResult(name, OK, f"{len(found)} ({'; '.join(kinds)}), CUDA {torch.version.cuda}")
+    name = "GPUs visible to torch"
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if devices:
+        kinds = sorted({f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}" for gpu in devices})
+        return CheckResult(name, OK, f"{len(devices)} ({'; '.join(kinds)}), CUDA {torch.version.cuda}")
     if not has_driver:
-        return CheckResult(name, SKIPPED, "none, and no driver: everything computes on the CPU here")
+        return CheckResult(name, SKIPPED, "none, and no driver: everything runs on the CPU here")
     cause = "torch is a CPU build" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible!r}"
     remedy = "FLAVOR=gpu bash launch/setup.sh, unset CUDA_VISIBLE_DEVICES, or a newer driver (see below)"
-    return CheckResult(name, FAIL, f"none, though the driver answers: {cause}{shown}", remedy)
+    return CheckResult(name, FAIL, f"none, although the driver replies: {cause}{shown}", remedy)
 
 
 def fact_line(fact: Requirement, *, on_gpu: bool) -> CheckResult:
@@ -119,7 +123,7 @@ def fact_line(fact: Requirement, *, on_gpu: bool) -> CheckResult:
     if not fact.remedy:
         return CheckResult(fact.name, OK, found)
     if not on_gpu and fact.name not in _EVERYWHERE and (not fact.is_needed or fact.name != "Transformer Engine"):
-        return CheckResult(fact.name, SKIPPED, f"{fact.found}; GPUs want {fact.wanted}")
+        return CheckResult(fact.name, SKIPPED, f"{fact.found}; GPUs need {fact.wanted}")
     return CheckResult(fact.name, FAIL if fact.is_needed else WARN, found, fact.remedy)
 
 
@@ -134,45 +138,46 @@ print("facts", json.dumps({"version": transformer_engine.__version__, "cudnn": t
 
 
 def _engine_facts() -> dict[str, Any]:
-    """What Transformer Engine says in a process of its own: one built for another torch may take its process along."""
+    """Transformer Engine's facts, read in a separate process: a build for another torch version may crash on import."""
     command = [sys.executable, "-c", _ENGINE_FACTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"its import did not end within {_TE_TIMEOUT_S:g} s"}
+        return {"error": f"its import did not finish within {_TE_TIMEOUT_S:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("facts ")]
     if done.returncode == 0 and lines:
         return json.loads(lines[-1].removeprefix("facts "))
-    said = done.stderr.strip().splitlines()
-    return {"error": said[-1] if said else f"its import ended with status {done.returncode}"}
+    output = done.stderr.strip().splitlines()
+    return {"error": output[-1] if output else f"its import exited with status {done.returncode}"}
 
 
 def attention_line(facts: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CheckResult:
-    """Which of Transformer Engine's attention kernels can be used; ``facts`` as ``_engine_facts`` gives them."""
+    """Attention kernels of Transformer Engine that can be used; ``facts`` comes from ``_engine_facts``."""
     name = "attention kernels"
     if "error" in facts:
-        remedy = "build it again for this torch: FLAVOR=gpu bash launch/setup.sh"
+        remedy = "rebuild it for this torch: FLAVOR=gpu bash launch/setup.sh"
         return CheckResult(name, FAIL, f"Transformer Engine does not import: {facts['error']}", remedy)
+    # torch encodes 9.24.0 as 92400.
     cudnn = (facts["cudnn"] // 10000, facts["cudnn"] // 100 % 100)
     usable = {
         f"fused (cuDNN {cudnn[0]}.{cudnn[1]})": cudnn >= _MIN_CUDNN and environ.get("NVTE_FUSED_ATTN", "1") != "0",
         f"flash-attn {facts['flash_attn_3'] or facts['flash_attn']}": bool(facts["flash_attn"] or facts["flash_attn_3"])
         and environ.get("NVTE_FLASH_ATTN", "1") != "0",
     }
-    found = [kernel for kernel, is_usable in usable.items() if is_usable]
-    if found:
-        return CheckResult(name, OK, f"Transformer Engine {facts['version']}: {', '.join(found)}; float32 takes the unfused one")
+    kernels = [kernel for kernel, is_usable in usable.items() if is_usable]
+    if kernels:
+        return CheckResult(name, OK, f"Transformer Engine {facts['version']}: {', '.join(kernels)}; float32 uses the unfused kernel")
     wanted = ".".join(map(str, _MIN_CUDNN))
     return CheckResult(
         name,
         WARN,
-        f"Transformer Engine {facts['version']}: unfused alone, which pads to the longest sequence and keeps all scores",
+        f"Transformer Engine {facts['version']}: only the unfused kernel, which pads to the longest sequence and stores all scores",
         f"install cuDNN {wanted} or newer or flash-attn, and leave NVTE_FUSED_ATTN and NVTE_FLASH_ATTN unset",
     )
 
 
 def variable_lines(environ: Mapping[str, str], interfaces: set[str]) -> Iterator[CheckResult]:
-    """What the environment says to NCCL, gloo and the allocator."""
+    """Environment variables that affect NCCL, gloo and the allocator."""
     values = nccl_values(environ)
     given = {name: value for name, value in sorted(environ.items()) if name.startswith(("NCCL_", "GLOO_", "UCX_"))}
     text = ", ".join(f"{name}={value}" for name, value in {**values, **given}.items())
@@ -181,16 +186,16 @@ def variable_lines(environ: Mapping[str, str], interfaces: set[str]) -> Iterator
     yield CheckResult("NCCL variables", WARN if mixed else OK, text, remedy if mixed else "")
     for name in _INTERFACE_VARIABLES:
         wanted = environ.get(name, "")
-        # NCCL takes prefixes, "=" for exact names and "^" for all but these.
+        # NCCL accepts prefixes, "=" for exact names and "^" for all except these.
         known = any(own.startswith(part.lstrip("=")) for part in wanted.split(",") for own in interfaces)
         if wanted and not wanted.startswith("^") and not known:
-            yield CheckResult(name, FAIL, f"{wanted} is no interface of this machine", f"take one of {', '.join(sorted(interfaces))}")
+            yield CheckResult(name, FAIL, f"{wanted} is not an interface of this machine", f"take one of {', '.join(sorted(interfaces))}")
     if expandable := expandable_segments(environ):
         yield CheckResult(
             "allocator",
             WARN,
             f"{expandable}: colocated servers would free nothing when they sleep",
-            "leave it out for rollout.placement=colocated",
+            "unset it for rollout.placement=colocated",
         )
 
 

@@ -1,8 +1,8 @@
-"""The trials of ``megatron-rl doctor --mismatch``: a run's trainer and its servers, one factor after the other held fixed.
+"""The trials of ``megatron-rl doctor --mismatch``: a run's trainer and its servers, with more and more factors held fixed.
 
-Every rank of a launch runs ``python -m megatron_rl.desk.doctor.mismatch_ranks JOB``; rank 0 writes the trials. Each trial samples the
-same prompts anew, by requests of its own, and compares the servers' log-probs with the trainer's. Servers that are attached to
-keep the trainer's weights, if it came to that trial.
+Every rank of a launch runs ``python -m megatron_rl.desk.doctor.mismatch_ranks JOB``; rank 0 writes the trials.
+Each trial samples the same prompts again with its own requests, and compares the servers' log-probs with the
+trainer's. Attached servers keep the trainer's weights if the trial of weights was reached.
 """
 
 import asyncio
@@ -50,9 +50,9 @@ _PLAIN = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }  # fmt: skip
-"""Said in every request, so that no default of a server counts."""
-_HELD = {
-    factors.SAMPLING: "every request says temperature 1, no top-p, top-k, min-p or penalty",
+"""Values given in every request, so that no server default applies."""
+_METHODS = {
+    factors.SAMPLING: "every request has temperature 1, no top-p, top-k, min-p or penalty",
     factors.BATCH_SHAPE: "one request at a time",
     factors.PREFIX_CACHE: "the cache is emptied before each request",
     factors.WEIGHTS: "the trainer's weights are sent to the servers",
@@ -63,15 +63,17 @@ _MAX_FLUSHES, _PAUSE_S = 100, 0.1
 
 @dataclass(frozen=True)
 class MismatchJob:
+    """Arguments of a launch: the run, and the factors to hold and to try."""
+
     recipe: str
     run: str
-    """The run's output folder; its newest checkpoint is what the trainer loads."""
+    """The run's output folder; the trainer loads its newest checkpoint."""
     held: list[str]
-    """Factors that are held fixed from the beginning."""
+    """Factors held fixed from the start."""
     tries: list[str]
-    """Those to be held fixed one after the other."""
+    """Factors to fix one at a time."""
     name: str
-    """Of the first measurement."""
+    """Factor name of the first measurement."""
     how: str
     out: str
 
@@ -84,19 +86,19 @@ class TrainerAndServers:
     group: TrainerGroup
     rollout: RolloutService
     sampling: Sampling
-    """As the run samples."""
+    """The run's sampling parameters."""
     prompts: Sequence[Prompt]
     wait_for: WaitFor
-    """Runs a coroutine on another thread to its end."""
+    """Runs a coroutine on another thread until it returns."""
     engine: str = "policy"
 
     @property
     def has_routes(self) -> bool:
-        """The servers say which experts tokens went to."""
+        """True if the servers return the experts that each token went to."""
         return self.sampling.routes is not None
 
     def measure(self, held: frozenset[str]) -> tuple[MismatchStats, int]:
-        """(how far the two are apart, on how many tokens); collective. Raises UserError."""
+        """Measure (differences of log-probs, number of tokens). Collective. Raises UserError."""
         trajectories = self.wait_for(self._sampled(held))
         batch = replace(window_batch(trajectories, 0, self.sampling.vision), ids=())
         if factors.ROUTING in held:
@@ -107,16 +109,18 @@ class TrainerAndServers:
         return mismatch_figures(ours - batch.fields["rollout_logprobs"][mask]), len(ours)
 
     async def _sampled(self, held: frozenset[str]) -> list[Trajectory]:
-        """Fresh responses to the prompts."""
+        """New responses to the prompts."""
         trajectories, addresses = sample_for_parity(self.config, self.prompts), self.rollout.addresses()
         async with HttpSession() as http:
 
             async def answer(trajectory: Trajectory) -> None:
+                # Assign by id, so that every trial uses the same server for a prompt.
                 address = addresses[trajectory.id % len(addresses)]
                 if factors.PREFIX_CACHE in held:
                     await _empty_cache(http, address, self._timeout_s)
                 _append(trajectory, await self._generated(http, address, trajectory, held))
 
+            # One request at a time: the batch has one row, and no other request refills the cache.
             if {factors.BATCH_SHAPE, factors.PREFIX_CACHE} & held:
                 for trajectory in trajectories:
                     await answer(trajectory)
@@ -148,49 +152,49 @@ class TrainerAndServers:
 def trials(
     sides: TrainerAndServers, tries: Sequence[str], *, name: str = factors.AS_IT_IS, how: str = "", held: Sequence[str] = ()
 ) -> Iterator[Trial]:
-    """The servers as they are, then with ``tries`` held fixed one after the other, until the two sides agree."""
+    """Measure with no factor fixed, then with each of ``tries`` added in turn, until the two sides agree."""
     bounds = parity_bounds(sides.config, on_gpu=torch.cuda.is_available())
     now = frozenset(held)
-    sides.measure(now)  # so that the next one meets a prefix cache that knows the prompts
+    sides.measure(now)  # fill the prefix cache with the prompts, so that the next measurement uses it
     figures, num_tokens = sides.measure(now)
-    found = [Trial(name, how, figures, bounds, num_tokens)]
-    yield found[-1]
+    measured = [Trial(name, how, figures, bounds, num_tokens)]
+    yield measured[-1]
     for factor in tries:
-        if factors.is_settled(found):
+        if factors.is_settled(measured):
             return
         if factor == factors.ROUTING and not sides.has_routes:
-            no_experts = "the model has no experts" if not has_expert_layers(sides.config) else "the servers do not say their routes"
+            no_experts = "the model has no experts" if not has_expert_layers(sides.config) else "the servers do not return routes"
             yield Trial(factor, f"not tried: {no_experts}")
             continue
         evidence = _send_weights(sides) if factor == factors.WEIGHTS else ""
         now |= {factor}
         figures, num_tokens = sides.measure(now)
-        found.append(Trial(factor, _HELD[factor], figures, bounds, num_tokens, evidence))
-        yield found[-1]
-        if found[-1].agrees:
-            yield from _smaller_faults(sides, now, [name for name in factors.RELEASED if name in now - {factor, *held}], found[-1])
+        measured.append(Trial(factor, _METHODS[factor], figures, bounds, num_tokens, evidence))
+        yield measured[-1]
+        if measured[-1].agrees:
+            yield from _hidden_causes(sides, now, [name for name in factors.RELEASED if name in now - {factor, *held}], measured[-1])
 
 
-def _smaller_faults(sides: TrainerAndServers, held: frozenset[str], tried: Sequence[str], agreed: Trial) -> Iterator[Trial]:
-    """Of the factors ``tried`` in vain, those that hid behind the last one: without them the two sides disagree again."""
+def _hidden_causes(sides: TrainerAndServers, held: frozenset[str], tried: Sequence[str], agreed: Trial) -> Iterator[Trial]:
+    """Yields factors among ``tried`` that the last factor had masked: releasing one makes the two sides disagree again."""
     released, _ = sides.measure(held - set(tried))
     if replace(agreed, figures=released).agrees:
         return
     for name in tried:
         figures, _ = sides.measure(held - {name})
         if not replace(agreed, figures=figures).agrees:
-            yield Trial(name, "let go again", evidence=f"mean difference {figures.mean:.2g}", is_at_fault=True)
+            yield Trial(name, "released again", evidence=f"mean difference {figures.mean:.2g}", is_at_fault=True)
 
 
 def _send_weights(sides: TrainerAndServers) -> str:
-    """What differed before."""
+    """Publish the trainer's weights. Returns a description of the parameters that differed before."""
     names = sides.rollout.differing_weights()
     sides.rollout.publish()
     return f"{len(names)} parameters differed: {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none differed"
 
 
 async def _empty_cache(http: HttpSession, address: ServerAddress, timeout_s: float) -> None:
-    """Refused while the last answered request is being put away."""
+    """Flush the server's cache. Retries, because a server refuses while it is still releasing its last request."""
     for _ in range(_MAX_FLUSHES):
         try:
             await post_json(http, address, "/flush_cache", {}, timeout_s)
@@ -202,22 +206,22 @@ async def _empty_cache(http: HttpSession, address: ServerAddress, timeout_s: flo
 
 
 async def post_json(http: HttpSession, address: ServerAddress, path: str, body: Any, timeout_s: float) -> bytes:
-    """The answer of one server. Raises UserError for none, and for one that says no."""
+    """Content of one server's reply. Raises UserError if there is none or its status is not 200."""
     try:
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        answer = await http.post(address.url + path, content, timeout_s=timeout_s, headers=bearer(address.api_key))
+        reply = await http.post(address.url + path, content, timeout_s=timeout_s, headers=bearer(address.api_key))
     except HttpError as error:
-        raise UserError(f"server {address.url} does not answer {path}: {error}; see its log") from error
-    if answer.status != 200:
-        raise UserError(f"server {address.url} answers {path} with {answer.status}: {answer.text[:300]}")
-    return answer.content
+        raise UserError(f"server {address.url} does not reply to {path}: {error}; see its log") from error
+    if reply.status != 200:
+        raise UserError(f"server {address.url} replies to {path} with {reply.status}: {reply.text[:300]}")
+    return reply.content
 
 
 def _parsed(request: GenerationRequest, content: bytes, url: str) -> Generation:
     try:
         (sample,) = orjson.loads(content)
     except ValueError as error:
-        raise UserError(f"server {url} gave no sample: {content[:200]!r}") from error
+        raise UserError(f"server {url} returned no sample: {content[:200]!r}") from error
     return parse_generation(request, sample)
 
 
@@ -232,19 +236,19 @@ def _append(trajectory: Trajectory, answer: Generation) -> None:
 
 def main(job_file: str) -> None:
     job = MismatchJob(**json.loads(Path(job_file).read_text()))
-    found = run_job(job)
-    if found:
-        Path(job.out).write_text(json.dumps([trial.as_json() for trial in found]))
+    measured = run_job(job)
+    if measured:
+        Path(job.out).write_text(json.dumps([trial.as_json() for trial in measured]))
 
 
 def run_job(job: MismatchJob) -> list[Trial]:
-    """Collective over the ranks of the recipe's layout; the trials on rank 0, nothing on the others. Raises UserError."""
+    """Collective over the ranks of the recipe's layout. Returns the trials on rank 0, an empty list on others. Raises UserError."""
     config = load_config([job.recipe])
     config = replace(config, rollout=replace(config.rollout, fire=FireConfig()))
     saved = next(iter(candidates(Path(job.run) / "checkpoints")), None)
 
     def policy_alone(topology: Topology) -> Mapping[str, Engine]:
-        optimizer = config.policy.optimizer if saved else None  # a checkpoint of training is loaded as training does
+        optimizer = config.policy.optimizer if saved else None  # a training checkpoint also contains the optimizer state
         return {"policy": build_engine(config, topology, "policy", config.policy, optimizer)}
 
     with trainer_ranks(config, policy_alone) as group, tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:

@@ -1,7 +1,8 @@
 """``megatron-rl doctor --mismatch RUN``: which factor makes trainer and servers disagree.
 
-What can be held fixed with one trainer and its servers is tried in one launch of the run's ranks (``mismatch_ranks.py``); what
-needs others, expert parallelism and dtype, in a launch of its own, and only while the mismatch is there.
+Factors that one trainer and its servers can fix are tried in a single launch of the run's ranks
+(``mismatch_ranks.py``). Expert parallelism and dtype need other ranks or servers: each is tried in a separate
+launch, and only while the mismatch persists.
 """
 
 import json
@@ -30,65 +31,67 @@ from megatron_rl.system.files.atomic_files import is_locked
 from megatron_rl.tracking.metrics_file import read_metrics
 
 _MARGIN_S = 1800.0
-"""For loading, publishing and a dozen rounds of sampling, beyond the start of the servers."""
+"""Time for loading, publishing and about a dozen rounds of sampling, in addition to the start of the servers."""
 _SERVER_PARALLELISM = ("ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-ep-moe", "enable-deepep-moe")
 _BOUNDS = ("rollout.parity_bounds", "rollout.max_logprob_difference")
 _SERVER_DTYPE = ("dtype", "quantization", "kv-cache-dtype", "enable-fp32-lm-head")
 
 
 def print_mismatch(folder: Path, overrides: Sequence[str]) -> int:
-    """The table and the verdict; the exit status: 1 where the two sides disagree."""
+    """Print the table and the conclusions. Returns the exit status: 1 if the two sides disagree."""
     config = load_recipe(folder, overrides)
-    found = list(_trials(folder, config))
+    trials = list(_trials(folder, config))
     if os.environ.get("RANK", "0") != "0":
         return 0
     console = Console(highlight=False)
-    console.print(factors.table(found))
-    for line in factors.verdict(found):
+    console.print(factors.table(trials))
+    for line in factors.verdict(trials):
         console.print(f"=> {line}", soft_wrap=True)
-    return int(bool(factors.culprits(found)) or not factors.is_settled(found))
+    return int(bool(factors.culprits(trials)) or not factors.is_settled(trials))
 
 
 def load_recipe(folder: Path, overrides: Sequence[str]) -> Config:
-    """Of the run. Raises UserError for a folder without one, and for a run that goes on."""
+    """The run's configuration. Raises UserError for a folder without one, and for a run that is still running."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise UserError(f"doctor --mismatch: {folder} holds no config.yaml; give the output folder of a run (run.output_dir)")
+        raise UserError(f"doctor --mismatch: {folder} has no config.yaml; give the output folder of a run (run.output_dir)")
     if is_locked(folder / ".lock"):
         raise UserError(
-            f"doctor --mismatch: the run in {folder} goes on, and its servers and devices are busy; stop it, or ask when it has ended"
+            f"doctor --mismatch: the run in {folder} is still running, and its servers and devices are busy; "
+            "stop it or wait until it has ended"
         )
     config = load_config([path], overrides)
     check_config(config, command="doctor")
     if any(word.startswith(_BOUNDS) for word in overrides):
         return config
-    # A run that was let through by wider bounds is what is asked about.
+    # Wider bounds may have let this run start: measure it against the default bounds.
     usual = replace(config.rollout, parity_bounds=ParityBoundsConfig(), max_logprob_difference=None)
     return replace(config, rollout=usual)
 
 
 def _trials(folder: Path, config: Config) -> Iterator[Trial]:
-    found: list[Trial] = [template_trial(folder, config)]
-    yield found[0]
+    trials: list[Trial] = [template_trial(folder, config)]
+    yield trials[0]
     is_launched = "RANK" in os.environ
     own_replay = config.policy.moe.routing_replay is RoutingReplay.R3
+    # A run that replays routes has this factor fixed from the start.
     held = [factors.ROUTING] if own_replay else []
     tries = [factor for factor in factors.HELD_HERE if factor not in held]
-    say("starting trainer and servers of the run, and sampling from them")
+    say("starting the run's trainer and servers, and sampling from them")
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
         first = _launched(folder, _with_routes(config), Path(scratch), held, tries, factors.AS_IT_IS, _source(folder))
-        found += first
+        trials += first
         yield from first
         for factor in (factors.EXPERT_PARALLELISM, factors.DTYPE):
-            if factors.is_settled(found):
+            if factors.is_settled(trials):
                 return
             other, how = _without_parallelism(config) if factor == factors.EXPERT_PARALLELISM else _in_float32(config)
             if is_launched:
-                other, how = None, "a launcher's ranks start once; give parallel.expert_parallel_size=1 or policy.dtype=float32"
+                other, how = None, "ranks of a launcher start only once; give parallel.expert_parallel_size=1 or policy.dtype=float32"
             if other is None:
                 trial = Trial(factor, f"not tried: {how}")
             else:
-                say(f"starting them again: {how}")
+                say(f"restarting them: {how}")
                 try:
                     all_held = [*factors.HELD_HERE] if own_replay or _has_routes(first) else [
                         name for name in factors.HELD_HERE if name != factors.ROUTING
@@ -96,7 +99,7 @@ def _trials(folder: Path, config: Config) -> Iterator[Trial]:
                     (trial,) = _launched(folder, _with_routes(other), Path(scratch), all_held, [], factor, how)
                 except UserError as error:
                     trial = Trial(factor, f"not tried: {error}")
-            found.append(trial)
+            trials.append(trial)
             yield trial
 
 
@@ -105,17 +108,17 @@ def _has_routes(trials: Sequence[Trial]) -> bool:
 
 
 def _source(folder: Path) -> str:
-    """What the trainer loads, and what the run saw last."""
+    """Describes the weights that the trainer loads, and the run's newest mismatch."""
     newest = next(iter(candidates(folder / "checkpoints")), None)
     weights = f"weights of checkpoint {newest.name}" if newest else "weights of policy.path: the run has no checkpoint"
     seen = [row.metrics["mismatch/k3"] for row in read_metrics(folder / "metrics.jsonl") if "mismatch/k3" in row.metrics]
-    return weights + (f"; the run's last step had mismatch/k3 {seen[-1]:.2g}" if seen else "")
+    return weights + (f"; the run's last step has mismatch/k3 {seen[-1]:.2g}" if seen else "")
 
 
 def _launched(
     folder: Path, config: Config, scratch: Path, held: Sequence[str], tries: Sequence[str], name: str, how: str
 ) -> list[Trial]:
-    """Raises UserError where the ranks end without a result."""
+    """Run one launch. Raises UserError if the ranks exit without a result."""
     from megatron_rl.desk.doctor.mismatch_ranks import MismatchJob, run_job
 
     recipe, out = scratch / "recipe.yaml", scratch / "trials.json"
@@ -123,6 +126,7 @@ def _launched(
     job = MismatchJob(str(recipe), str(folder.resolve()), list(held), list(tries), name, how, str(out))
     if "RANK" in os.environ:
         return run_job(job)
+    # Remove the result of an earlier launch, so that an existing file means success.
     out.unlink(missing_ok=True)
     job_file = scratch / "job.json"
     job_file.write_text(json.dumps(asdict(job)))
@@ -134,7 +138,7 @@ def _launched(
         config.rollout.start_timeout_s + _MARGIN_S,
     )
     if not out.exists():
-        raise UserError(f"the ranks of the trials ended without a result: {reason}")
+        raise UserError(f"the ranks of the trials exited without a result: {reason}")
     return [Trial.from_json(values) for values in json.loads(out.read_text())]
 
 
@@ -145,7 +149,7 @@ def _num_ranks(folder: Path, config: Config) -> int:
 
 
 def _with_routes(config: Config) -> Config:
-    """Servers that start here say which experts tokens went to."""
+    """The configuration with servers that return their routes, if they are managed and the model has experts."""
     from megatron_rl.step.parity_bounds import has_expert_layers
 
     if uses_attached_servers(config.rollout) or not has_expert_layers(config):
@@ -154,10 +158,10 @@ def _with_routes(config: Config) -> Config:
 
 
 def _without_parallelism(config: Config) -> tuple[Config | None, str]:
-    """(the run with experts whole on every rank and server, or None; how or why not)."""
+    """Returns (configuration with experts whole on every rank and server, or None; method or reason)."""
     args, parallel = config.rollout.server_args, config.parallel
     if parallel.expert_parallel_size == 1 and not _given(args, _SERVER_PARALLELISM):
-        return None, "there is none"
+        return None, "the run has no expert parallelism"
     rollout = replace(config.rollout, server_args=_less(args, _SERVER_PARALLELISM))
     other = replace(config, parallel=replace(parallel, expert_parallel_size=1, expert_tensor_parallel_size=0), rollout=rollout)
     return other, "experts are whole on every rank and server"
@@ -166,7 +170,7 @@ def _without_parallelism(config: Config) -> tuple[Config | None, str]:
 def _in_float32(config: Config) -> tuple[Config | None, str]:
     args, policy = config.rollout.server_args, config.policy
     if uses_attached_servers(config.rollout):
-        return None, "attached servers keep the dtype that they were started with: attach to some with another --dtype"
+        return None, "attached servers keep the dtype that they were started with: attach to servers with another --dtype"
     if policy.dtype is Dtype.float32 and policy.fp8 is Fp8.none and not _given(args, _SERVER_DTYPE):
         return None, "both sides compute in float32"
     rollout = replace(config.rollout, server_args=_less(args, _SERVER_DTYPE))

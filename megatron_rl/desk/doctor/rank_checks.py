@@ -1,7 +1,7 @@
-"""``megatron-rl doctor``: whether ranks reach one another and add up the same number.
+"""``megatron-rl doctor`` on ranks: can they communicate, and does an all-reduce give the same sum everywhere?
 
-Every rank of a launch calls ``rank_lines``; with ``python -m megatron_rl.desk.doctor.rank_checks JOB`` rank 0 writes the lines
-into a file.
+Every rank of a launch calls ``rank_lines``; with ``python -m megatron_rl.desk.doctor.rank_checks JOB`` rank 0
+writes the results into a file.
 """
 
 import json
@@ -26,13 +26,13 @@ TIMEOUT_S = 120.0
 _BYTES = {"nccl": 1 << 28, "gloo": 1 << 22}
 _NUM_TIMED = 5
 _SLOW_GB_S = 10.0
-"""Sockets; any NVLink or InfiniBand is faster."""
+"""Bandwidth below which NCCL uses sockets: any NVLink or InfiniBand is faster."""
 _NAME = "all-reduce of ranks"
 _SAME = ("python", "torch", "megatron-core", "sglang")
-"""What all ranks must have in the same version."""
+"""Software whose version must be the same on all ranks."""
 NO_ANSWER = (
-    "name the interface that the machines share in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, let its ports through the "
-    "firewall, and look at NCCL_DEBUG=INFO"
+    "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that the nodes share, open its ports in the "
+    "firewall, and check NCCL_DEBUG=INFO"
 )
 
 
@@ -43,21 +43,21 @@ def main(job_file: str) -> None:
 
 
 def rank_lines() -> list[CheckResult]:
-    """Collective over the ranks that the launcher made; what they found, on rank 0, and nothing on the others."""
+    """Collective over the ranks of the launcher. Returns the results on rank 0, an empty list on the others."""
     import torch.distributed as dist
 
     from megatron_rl.parallel import topology as topologies
 
-    # Met as in a run, with its store: another one on the same port might be taken for it.
-    place = topologies.initialize(ParallelConfig(collective_timeout_s=TIMEOUT_S), seed=0)
+    # Use a run's own rendezvous and store: a second store on the same port could be mistaken for it.
+    topology = topologies.initialize(ParallelConfig(collective_timeout_s=TIMEOUT_S), seed=0)
     try:
-        # Facts travel over gloo: two ranks on one GPU would end NCCL before it could be said.
-        everybody: list[Any] = [None] * place.world_size
-        dist.all_gather_object(everybody, _own_facts(), group=topologies.control_plane().group)
-        lines = difference_lines(everybody)
+        # Exchange facts over gloo: two ranks on one GPU would crash NCCL before the result is printed.
+        facts_by_rank: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(facts_by_rank, _own_facts(), group=topologies.control_plane().group)
+        lines = difference_lines(facts_by_rank)
         if not any(line.state == FAIL for line in lines):
-            lines.append(_sum_line(dist.get_backend(), everybody))
-        return lines if place.rank == 0 else []
+            lines.append(_sum_line(dist.get_backend(), facts_by_rank))
+        return lines if topology.rank == 0 else []
     finally:
         topologies.destroy()
 
@@ -70,30 +70,31 @@ def _own_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "device": device, "nccl": nccl_values(os.environ), "versions": versions}
 
 
-def difference_lines(everybody: Sequence[Mapping[str, Any]]) -> list[CheckResult]:
-    """What ranks have that they must not share, or share not that they must; ``everybody`` by rank."""
+def difference_lines(facts_by_rank: Sequence[Mapping[str, Any]]) -> list[CheckResult]:
+    """Resources that ranks share but must not, or must share but do not. ``facts_by_rank``: facts of each rank."""
     lines = []
-    devices = Counter((facts["host"], facts["device"]) for facts in everybody if facts["device"] != "CPU")
+    devices = Counter((facts["host"], facts["device"]) for facts in facts_by_rank if facts["device"] != "CPU")
     for (host, device), number in devices.items():
         if number > 1:
-            found = f"{number} ranks have {device} of {host}"
-            remedy = "NCCL takes one rank per GPU: start as many ranks on a node as it has GPUs (RANKS_PER_NODE)"
+            found = f"{number} ranks use {device} of {host}"
+            remedy = "NCCL allows one rank per GPU: start as many ranks on a node as it has GPUs (RANKS_PER_NODE)"
             lines.append(CheckResult("devices of ranks", FAIL, found, remedy))
-    if len({facts["device"] == "CPU" for facts in everybody}) > 1:
-        on_cpu = [str(rank) for rank, facts in enumerate(everybody) if facts["device"] == "CPU"]
-        found = f"ranks {', '.join(on_cpu)} see no GPU, the others do"
-        lines.append(CheckResult("devices of ranks", FAIL, found, "ask the scheduler for GPUs on every node, and see its driver"))
+    if len({facts["device"] == "CPU" for facts in facts_by_rank}) > 1:
+        on_cpu = [str(rank) for rank, facts in enumerate(facts_by_rank) if facts["device"] == "CPU"]
+        found = f"ranks {', '.join(on_cpu)} have no GPU, the others do"
+        remedy = "request GPUs on every node from the scheduler, and check the node's driver"
+        lines.append(CheckResult("devices of ranks", FAIL, found, remedy))
     for what in ("versions", "nccl"):
-        for name in everybody[0][what]:
-            values = {facts[what][name]: rank for rank, facts in reversed(list(enumerate(everybody)))}
+        for name in facts_by_rank[0][what]:
+            values = {facts[what][name]: rank for rank, facts in reversed(list(enumerate(facts_by_rank)))}
             if len(values) > 1:
-                found = ", ".join(f"{value or 'none'} (rank {rank}, {everybody[rank]['host']})" for value, rank in values.items())
+                found = ", ".join(f"{value or 'none'} (rank {rank}, {facts_by_rank[rank]['host']})" for value, rank in values.items())
                 remedy = "use one environment on all nodes" if what == "versions" else "export the same value on all nodes"
                 lines.append(CheckResult(f"{name} of ranks", FAIL, found, remedy))
     return lines
 
 
-def _sum_line(backend: str, everybody: Sequence[Mapping[str, Any]]) -> CheckResult:
+def _sum_line(backend: str, facts_by_rank: Sequence[Mapping[str, Any]]) -> CheckResult:
     import torch
     import torch.distributed as dist
 
@@ -109,19 +110,21 @@ def _sum_line(backend: str, everybody: Sequence[Mapping[str, Any]]) -> CheckResu
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started_s)
     largest, smallest = float(values.max()), float(values.min())
-    hosts = Counter(facts["host"] for facts in everybody)
-    who = f"{world_size} ranks on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}, {backend}"
+    hosts = Counter(facts["host"] for facts in facts_by_rank)
+    who = f"{world_size} ranks on {len(hosts)} node{'s' if len(hosts) > 1 else ''}, {backend}"
     expected = world_size * (world_size + 1) / 2
     if not smallest == largest == expected:
         found = f"{who}: the sum is {smallest:g} to {largest:g} instead of {expected:g}"
-        return CheckResult(_NAME, FAIL, found, "a link or a device gives wrong numbers: dcgmi diag -r 3, nccl-tests")
+        return CheckResult(_NAME, FAIL, found, "a link or a device computes wrong values: dcgmi diag -r 3, nccl-tests")
     if world_size == 1:
-        return CheckResult(_NAME, SKIPPED, "one rank alone: torchrun, srun or launch/slurm.sbatch start more")
+        return CheckResult(_NAME, SKIPPED, "a single rank: torchrun, srun or launch/slurm.sbatch start more")
+    # The first all-reduce includes the setup of connections.
     middle_s = statistics.median(seconds[1:])
+    # Bus bandwidth as in nccl-tests, which does not depend on the number of ranks.
     bus = 2 * (world_size - 1) / world_size * _BYTES[backend] / middle_s / 1e9
     text = f"{who}: {_BYTES[backend] >> 20} MiB in {middle_s * 1e3:.3g} ms ({bus:.3g} GB/s on the bus)"
     is_slow = backend == "nccl" and bus < _SLOW_GB_S
-    remedy = "NCCL_DEBUG=INFO says which way it takes: NVLink and InfiniBand give 100 GB/s and more" if is_slow else ""
+    remedy = "NCCL_DEBUG=INFO shows the transport in use: NVLink and InfiniBand give 100 GB/s and more" if is_slow else ""
     return CheckResult(_NAME, WARN if is_slow else OK, text, remedy)
 
 

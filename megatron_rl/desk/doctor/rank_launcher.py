@@ -1,4 +1,4 @@
-"""Ranks that ``megatron-rl doctor`` starts on this machine for a check, and why they failed."""
+"""Starts ranks on this node for a check of ``megatron-rl doctor``, and reports why they failed."""
 
 import os
 import subprocess
@@ -11,9 +11,10 @@ _LOG_TAIL_LINES = 15
 
 
 def run_ranks(module: str, job_file: Path, num_ranks: int, log: Path, timeout_s: float) -> str:
-    """``python -m module job_file`` on ``num_ranks`` ranks of this machine; why it failed, or ""."""
+    """Run ``python -m module job_file`` on ``num_ranks`` ranks of this node. Returns the reason of a failure, or ""."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     command += ["--module", module, str(job_file)]
+    # An outer launcher's variables would make these ranks join its rendezvous.
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     environment.setdefault("OMP_NUM_THREADS", "1")
     with log.open("w") as output:
@@ -21,14 +22,14 @@ def run_ranks(module: str, job_file: Path, num_ranks: int, log: Path, timeout_s:
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return f"no end after {timeout_s:g} s"
+            return f"not finished after {timeout_s:g} s"
         finally:
             _stop(process)
     return "" if code == 0 else _reason(log.read_text(errors="replace"))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """torchrun passes the signal on to its ranks and waits for them."""
+    """Terminate torchrun, which passes the signal to its ranks and waits for them."""
     if process.poll() is None:
         process.terminate()
         try:

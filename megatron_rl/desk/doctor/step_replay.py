@@ -1,8 +1,8 @@
-"""Recorded steps of a run, replayed: the same prompts, the tokens of the record, and what each stage makes of them here.
+"""Replays recorded steps of a run: same prompts, recorded tokens, and the quantities that each stage computes here.
 
-Every stage of a step gets what a run would give it, but tokens and their log-probs, which are the record's. So a stage that departs
-is seen in its own step, and what comes after it as far as that depends on it. ``Quantities`` are small: numbers by sequence, two for
-a weight.
+Every stage of a step gets its usual inputs, except that tokens and their log-probs come from the record. A
+deviating stage therefore shows in its own step, and in later stages only to the extent that they depend on it.
+``Quantities`` are small: one value per sequence, two per weight.
 """
 
 import asyncio
@@ -29,28 +29,28 @@ from megatron_rl.step.table import graph_of
 from megatron_rl.training.trainer_group import TrainerGroup
 
 Quantities = dict[str, list[float] | str]
-"""Name -> numbers, or a digest of what must be exactly the same."""
+"""Maps a name to values, or to a digest if they must be exactly equal."""
 Window = dict[str, dict[str, Any]]
-"""By trajectory id: token_ids, logprobs and finish_reason of what a step generated."""
+"""Tokens generated in one step, by trajectory id: token_ids, logprobs and finish_reason."""
 STAGES = ("generate", "score", "values", "old_logprobs", "advantages", "update_policy", "publish", "update_critic")
-"""In this order, one after the other."""
+"""Stages that are replayed, in this order."""
 
 
 @dataclass
 class RecordedServers:
-    """Servers that give the record's tokens."""
+    """A rollout service that returns the record's tokens."""
 
     windows: Sequence[Window]
-    """By step."""
+    """Recorded windows by step."""
     weight_version: int = 1
 
     async def generate(
         self, trajectories: Sequence[Trajectory], *, step: int, window_tokens: int, is_enough: Any = None
     ) -> dict[int, float]:
         for trajectory in trajectories:
-            found = self.windows[step].get(str(trajectory.id))
-            if found is not None and not trajectory.finished:
-                segment = Segment(found["token_ids"], found["logprobs"], self.weight_version, found["finish_reason"], step=step)
+            window = self.windows[step].get(str(trajectory.id))
+            if window is not None and not trajectory.finished:
+                segment = Segment(window["token_ids"], window["logprobs"], self.weight_version, window["finish_reason"], step=step)
                 trajectory.segments.append(segment)
         return {}
 
@@ -65,7 +65,7 @@ class RecordedServers:
 
 class _Loop(TrainingLoop):
     def quantities(self, step: int, stage: str, group: TrainerGroup) -> Quantities:
-        """Of a stage that has just run."""
+        """Quantities of a stage that has just run."""
         state = self._states[step]
         batch = state.batch
         if stage == "generate":
@@ -79,34 +79,35 @@ class _Loop(TrainingLoop):
         if stage == "advantages":
             return {"advantages": _by_sequence(state.policy_batch.fields["advantages"], state.policy_batch)}
         if stage in ("update_policy", "update_critic"):
+            # Without a separate pass, the old log-probs come from the first update.
             of_update = stage == "update_policy" and bool(state.first_update)
             logprobs: Quantities = {"log-probs": _by_sequence(state.old_logprobs, batch)} if of_update else {}
             names = [f"{stage.removeprefix('update_')}/{name}" for name in ("lr", "loss", "grad_norm")]
-            return logprobs | {_words(name): [state.metrics[name]] for name in names if name in state.metrics}
+            return logprobs | {_label(name): [state.metrics[name]] for name in names if name in state.metrics}
         return weight_fingerprints(group, "policy") if stage == "publish" else {}
 
     def window(self, step: int) -> Window:
-        """The tokens that this step generated, as ``RecordedServers`` takes them."""
-        found = {}
+        """The tokens that this step generated, in the format of ``RecordedServers``."""
+        window = {}
         for t in self._states[step].slots:
             for s in t.segments:
                 if s.step == step:
-                    found[str(t.id)] = {
+                    window[str(t.id)] = {
                         "token_ids": s.token_ids.tolist(),
                         "logprobs": [round(float(value), 7) for value in s.rollout_logprobs],
                         "finish_reason": s.finish_reason,
                     }
-        return found
+        return window
 
 
 def weight_fingerprints(group: TrainerGroup, engine: str) -> Quantities:
-    """The norm of each tensor, and its product with a fixed one: together they notice what moves or is swapped."""
-    found: Quantities = {}
+    """Two values per tensor: its norm, and its dot product with a fixed vector, which also detects swapped elements."""
+    fingerprints: Quantities = {}
     for name, tensor in group.export_weights(engine):
         flat = tensor.detach().double().flatten().cpu()
         probe = torch.cos(torch.arange(len(flat), dtype=torch.float64))
-        found[f"weights {name}"] = [float(flat.norm()), float(flat @ probe)]
-    return found
+        fingerprints[f"weights {name}"] = [float(flat.norm()), float(flat @ probe)]
+    return fingerprints
 
 
 def replay(
@@ -117,16 +118,18 @@ def replay(
     num_steps: int,
     wait_for: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
 ) -> Iterator[tuple[int, str, Quantities, Window]]:
-    """(step, stage, what it made, after ``generate`` the window); all trainer stages are collective.
+    """Yields (step, stage, quantities, window after ``generate``). Stages of the trainer are collective.
 
-    ``rollout``: ``RecordedServers``, or a service that samples. ``wait_for`` runs a coroutine where the service's requests do.
+    ``rollout``: ``RecordedServers``, or a service that samples. ``wait_for`` runs a coroutine on the service's event
+    loop.
     """
     with build_rewards(config.reward) as rewards:
         grader = ResponseScorer(config.reward, rewards, inputs.tokenizer.decode, None)
+        # The replayed stages use none of these parts.
         unused: dict[str, Any] = dict.fromkeys(("keeper", "process_rewarder", "watchdog"))
         unused |= dict.fromkeys(("evaluator", "parity"), SimpleNamespace(due=lambda step: False))
         unused["saver"] = SimpleNamespace(finish_background_save=lambda wait: "")
-        recorder: Any = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *words, **facts: None)
+        recorder: Any = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *args, **facts: None)
         parts = LoopComponents(
             group=group,
             pool=inputs.pool,
@@ -150,7 +153,7 @@ def replay(
 
 
 def _by_sequence(values: Tensor, batch: PackedBatch) -> list[float]:
-    """The mean over each sequence's masked tokens, float64."""
+    """The mean over each sequence's masked tokens, in float64."""
     mask, masked = batch.fields["mask"], torch.where(batch.fields["mask"], values, 0.0).double()
     bounds = batch.cu_seqlens.tolist()
     return [
@@ -159,7 +162,7 @@ def _by_sequence(values: Tensor, batch: PackedBatch) -> list[float]:
     ]
 
 
-def _words(metric: str) -> str:
+def _label(metric: str) -> str:
     return metric.replace("/", " ").replace("grad_norm", "gradient norm")
 
 

@@ -1,4 +1,4 @@
-"""Do prompts still become the tokens that a run began with, on all sides? Part of ``megatron-rl doctor --mismatch``."""
+"""Checks that prompts still become the tokens that a run started with. Part of ``megatron-rl doctor --mismatch``."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,45 +17,47 @@ _SHOWN_TOKENS = 6
 
 
 def template_trial(folder: Path, config: Config) -> Trial:
-    """The tokens of the run's first prompts as it recorded them, as policy.path makes them now, and as the saved policy and the
-    servers' folders do. Raises DataError where policy.path or the data cannot be read."""
+    """Compare tokens of the run's first prompts: as recorded, by policy.path now, by the saved policy and by the servers' folders.
+
+    Raises DataError if policy.path or the data cannot be read.
+    """
     tokenizer = Tokenizer(config.policy.path)
     now = _prompts(config, tokenizer)
     recorded = read_first_prompts(folder)
     problems: list[str] = []
-    places: list[str] = []
+    compared: list[str] = []
     if recorded:
-        places.append("the run's record")
-        problems += _differing(recorded, now, tokenizer, "the run began with")
+        compared.append("the run's record")
+        problems += _differing(recorded, now, tokenizer, "the run started with")
     for name, path in _other_folders(folder, config):
         try:
             theirs = _prompts(config, Tokenizer(path))
         except DataError as error:
             problems.append(f"{name}: {error}")
             continue
-        places.append(name)
+        compared.append(name)
         problems += _differing(theirs, now, tokenizer, f"{name} makes")
-    if not places:
+    if not compared:
         return Trial(CHAT_TEMPLATE, "nothing to compare with: the run recorded no prompts and saved no policy")
-    held = f"tokens of {len(now)} prompts compared with those of {', '.join(places)}"
+    held = f"tokens of {len(now)} prompts compared with {', '.join(compared)}"
     return Trial(CHAT_TEMPLATE, held, evidence="; ".join(problems) or "equal", is_at_fault=bool(problems))
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> dict[str, Sequence[int]]:
-    """Token ids by place of the row; too long ones too, so that a template that adds much is seen."""
+    """Token ids by source of the row. Overlong prompts are included, so that a template that adds much is noticed."""
     loaded = load_prompts(config.data.train_files, config.data, tokenizer, max_prompt_tokens=1 << 30)
-    return {_place(prompt): prompt.token_ids for prompt in loaded.prompts}
+    return {_source(prompt): prompt.token_ids for prompt in loaded.prompts}
 
 
-def _place(prompt: Prompt) -> str:
+def _source(prompt: Prompt) -> str:
     return prompt.source or prompt.id
 
 
 def _differing(
     theirs: Mapping[str, Sequence[int]], ours: Mapping[str, Sequence[int]], tokenizer: Tokenizer, whose: str
 ) -> Iterator[str]:
-    """One sentence for all prompts that differ."""
-    off = [place for place, ids in theirs.items() if place in ours and list(ids) != list(ours[place])]
+    """Yields one sentence about all prompts that differ."""
+    off = [source for source, ids in theirs.items() if source in ours and list(ids) != list(ours[source])]
     if off:
         first, other = list(ours[off[0]]), list(theirs[off[0]])
         at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))

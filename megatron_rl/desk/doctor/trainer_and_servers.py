@@ -1,4 +1,4 @@
-"""A recipe's servers beside its trainer, without a run: for commands that look at both."""
+"""Opens a recipe's servers next to its trainer, without a run, for commands that need both."""
 
 import asyncio
 import time
@@ -23,10 +23,10 @@ WaitFor = Callable[[Coroutine[Any, Any, Any]], Any]
 def temporary_servers(
     config: Config, group: TrainerGroup, tokenizer: Tokenizer, *, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[RolloutService, WaitFor]]:
-    """The servers, and what runs a coroutine on their event loop to its end; on the driver alone.
+    """Yields the servers, and a function that runs a coroutine on their event loop until it returns. Driver only.
 
-    No server is started again here: one that is lost ends the work with a UserError, for a second one might not show
-    what the first one did. A wait longer than a run's longest ends with a TimeoutError.
+    Servers are not restarted here: a lost server raises UserError, because its replacement might not reproduce the
+    problem. A wait beyond a run's longest timeout raises TimeoutError.
     """
     with event_loop_thread() as event_loop:
 
@@ -39,6 +39,7 @@ def temporary_servers(
                 except TimeoutError:
                     if future.done() or time.monotonic() > deadline_s:
                         raise
+                    # The other ranks wait for the next command: a heartbeat keeps them from timing out.
                     group.heartbeat()
 
         trainer = TrainerHooks(

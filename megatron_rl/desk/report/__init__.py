@@ -1,1 +1,1 @@
-"""report.html and comparison.html: a run's folder as pages that open anywhere."""
+"""Writes report.html and comparison.html: self-contained pages about the folders of runs."""

@@ -1,8 +1,9 @@
-"""Charts of the report as inline SVG, drawn by matplotlib without pyplot and coloured by the page.
+"""Draws the report's charts as inline SVG with matplotlib, without pyplot; the page colors them.
 
-Colours are drawn as fixed hex values and then replaced by CSS variables of the same name, so that one picture follows
-the reader's light or dark theme. Text stays text (searchable, in the page's font). Figures are plain objects: any
-thread or process may draw. matplotlib's settings are global, so drawing holds a lock for the time they are changed.
+Colors are drawn as fixed hex values and then replaced by CSS variables of the same name, so that one picture
+follows the reader's light or dark theme. Text stays text (searchable, in the page's font). Figures are plain
+objects: any thread or process may draw. matplotlib's settings are global, so drawing takes a lock while they are
+changed.
 """
 
 import io
@@ -66,38 +67,40 @@ STAGE_COLORS = {
     "checkpoint": "red",
 }
 _LONG_TAIL = 8
-"""Times the median from which a histogram's axis is logarithmic."""
+"""Ratio of maximum to median from which a histogram's axis is logarithmic."""
 _MAX_POINTS = 400
-"""A line of more points is reduced to the extremes of equal stretches: spikes survive, the file stays small."""
+"""A line with more points is reduced to the extremes of equal intervals: spikes survive, the file stays small."""
 
 _settings_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Series:
+    """A line of a chart."""
+
     label: str
     color: str
-    """A name of LIGHT."""
+    """A color name of ``LIGHT``."""
     steps: np.ndarray
     """[N] x positions."""
     values: np.ndarray
-    """[N] y positions, NaN where there is none."""
+    """[N] y positions, NaN if a step has none."""
     style: str = "line"
     """line, faint (raw values behind a smoothed line) or points."""
     spread: np.ndarray | None = None
-    """[N] half height of a band around the line, a standard deviation for one."""
+    """[N] half height of a band around the line, such as a standard deviation."""
 
 
 def _reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``max_points`` finite points, in order: the smallest and the largest of each of equal stretches."""
+    """At most ``max_points`` finite points in order: the smallest and the largest of each interval of equal size."""
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
     if len(values) <= max_points:
         return steps, values
     chosen: set[int] = set()
-    for stretch in np.array_split(np.arange(len(values)), max_points // 2):
-        chosen.add(int(stretch[np.argmin(values[stretch])]))
-        chosen.add(int(stretch[np.argmax(values[stretch])]))
+    for interval in np.array_split(np.arange(len(values)), max_points // 2):
+        chosen.add(int(interval[np.argmin(values[interval])]))
+        chosen.add(int(interval[np.argmax(values[interval])]))
     order = np.array(sorted(chosen))
     return steps[order], values[order]
 
@@ -109,7 +112,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _new_axes(figure: Figure) -> Axes:
-    """Axes in the report's manner."""
+    """Axes in the report's style."""
     axes = figure.add_subplot()
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
@@ -128,7 +131,7 @@ def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def _draw_series(axes: Axes, series: Sequence[Series]) -> None:
-    """Draw lines, bands and points. A series of one value is drawn as a point: a line of it would be invisible."""
+    """Draw lines, bands and points. A single value is drawn as a point: its line would be invisible."""
     for one in series:
         color = LIGHT[one.color]
         if one.spread is not None:
@@ -155,16 +158,16 @@ def line_chart(
     references: Sequence[tuple[float, str]] = (),
     x_label: str = "training step",
 ) -> str:
-    """Lines over training steps as SVG text. ``references``: dashed horizontals as (value, words)."""
+    """Lines over training steps as SVG text. ``references``: dashed horizontal lines as (value, label)."""
     figure = _new_figure(430, 230)
     axes = _new_axes(figure)
     _draw_series(axes, series)
     if log:
         axes.set_yscale("log")
-    for value, words in references:
+    for value, label in references:
         axes.axhline(value, color=LIGHT["muted"], linewidth=1.0, dashes=(4, 3))
-        place = axes.get_yaxis_transform()
-        axes.annotate(words, (1.0, value), xycoords=place, xytext=(0, 3), textcoords="offset points", ha="right",
+        transform =  axes.get_yaxis_transform()
+        axes.annotate(label, (1.0, value), xycoords=transform, xytext=(0, 3), textcoords="offset points", ha="right",
                       va="bottom", fontsize=9.5, color=LIGHT["muted"])
     axes.set_ylim(*y_range)
     axes.margins(x=0.02)
@@ -176,7 +179,8 @@ def line_chart(
 
 
 def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_seconds: np.ndarray) -> str:
-    """Seconds of the stages, stacked, and the step's own length as a line. All arrays [N]; NaN counts as 0 s."""
+    """Seconds of the stages, stacked, and the length of the step as a line. All arrays [N]; NaN counts as 0 s."""
+    # More than 200 bars would be too thin to see.
     bins = np.array_split(np.arange(len(steps)), min(len(steps), 200))
     centers = np.array([steps[bin].mean() for bin in bins])
     if len(centers) > 1:
@@ -195,7 +199,7 @@ def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_second
     known = [bin[np.isfinite(step_seconds[bin])] for bin in bins]
     lengths = np.array([step_seconds[bin].mean() if len(bin) else np.nan for bin in known])
     axes.stairs(lengths, edges, baseline=None, color=LIGHT["ink"], linewidth=1.3)
-    # One slow first step (servers warming up) must not flatten all the others.
+    # A slow first step (servers warming up) must not flatten all other steps.
     usual = float(np.percentile(base, 95)) * 1.35
     axes.set_ylim(0, min(max(float(base.max()) * 1.05, 1e-9), max(usual, 1e-9)))
     axes.set_xlim(edges[0], edges[-1])
@@ -209,7 +213,7 @@ def _stage_color(stage: str) -> str:
 
 
 def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tuple[str, str]) -> str:
-    """Spans on their lanes over seconds, the stretches where both stages of ``overlap_of`` run shaded."""
+    """Spans on their lanes over seconds; intervals in which both stages of ``overlap_of`` run are shaded."""
     origin_s = min(span.start_s for span in spans)
     end_s = max(span.end_s for span in spans)
     seconds_per_pixel = (end_s - origin_s) / 900 or 1.0
@@ -229,9 +233,10 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
             length_s = span.end_s - span.start_s
             axes.barh(row, max(length_s, seconds_per_pixel), left=span.start_s - origin_s, height=0.72,
                       color=_stage_color(span.name), edgecolor=LIGHT["paper"], linewidth=0.8)
-            words = f"{span.name} {span.step}"
-            if length_s > 6.2 * len(words) * seconds_per_pixel:
-                axes.text((span.start_s + span.end_s) / 2 - origin_s, row, words, ha="center", va="center",
+            label = f"{span.name} {span.step}"
+            # Draw the label only if it fits, at about 6.2 pixels per character.
+            if length_s > 6.2 * len(label) * seconds_per_pixel:
+                axes.text((span.start_s + span.end_s) / 2 - origin_s, row, label, ha="center", va="center",
                           fontsize=10, color=LIGHT["paper"], clip_on=True)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=11)
@@ -245,12 +250,12 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
 
 
 def histogram_chart(groups: Sequence[tuple[str, np.ndarray]], x_label: str, *, limit: float = 0.0) -> str:
-    """Share of the values in equal bins, a step line per group of (colour name, [N] values). ``limit``: a dashed upright."""
+    """Percentage of values in equal bins, a step line per group of (color name, [N] values). ``limit``: a dashed vertical line."""
     figure = _new_figure(430, 230)
     axes = _new_axes(figure)
     highest = max([limit, *(float(values.max()) for _, values in groups)])
     typical = float(np.median(np.concatenate([values for _, values in groups])))
-    # A long tail would leave all the others one bin.
+    # On a linear axis a long tail would squeeze all other values into one bin.
     log = typical > 0 and highest > _LONG_TAIL * typical
     edges = np.geomspace(1.0, highest, 33) if log else np.linspace(0, highest or 1.0, 33)
     for color, values in groups:
@@ -274,13 +279,13 @@ def histogram_chart(groups: Sequence[tuple[str, np.ndarray]], x_label: str, *, l
 
 
 def bar_chart(rows: Sequence[str], groups: Sequence[tuple[str, Sequence[float]]], x_label: str) -> str:
-    """Lying bars: a bar per row and group of (colour name, a value per row); rows from the top."""
+    """Horizontal bars, one per row and group of (color name, a value per row); rows from top to bottom."""
     figure = _new_figure(900, 46 + len(rows) * (10 + 13 * len(groups)))
     axes = _new_axes(figure)
     height = 0.8 / len(groups)
     for number, (color, values) in enumerate(groups):
-        places = np.arange(len(rows)) - 0.4 + height * (number + 0.5)
-        axes.barh(places, np.nan_to_num(values), height=0.88 * height, color=LIGHT[color], linewidth=0)
+        positions = np.arange(len(rows)) - 0.4 + height * (number + 0.5)
+        axes.barh(positions, np.nan_to_num(values), height=0.88 * height, color=LIGHT[color], linewidth=0)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=10.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -305,7 +310,7 @@ def rank_chart(stages: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
 
 
 def _to_svg(figure: Figure) -> str:
-    """The figure as an <svg> element without ids, fixed size or fonts, its colours as CSS variables."""
+    """The figure as an <svg> element without ids, fixed size or fonts, with CSS variables as colors."""
     FigureCanvasSVG(figure)
     stream = io.StringIO()
     with _settings_lock, matplotlib.rc_context({"svg.fonttype": "none"}):
@@ -313,7 +318,7 @@ def _to_svg(figure: Figure) -> str:
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Every picture would bring the same ids; those that are referred to (clip paths, markers) are hashes and stay.
+    # Ids would repeat in every picture; ids that are referenced (clip paths, markers) are hashes and stay.
     text = re.sub(r' id="[a-z0-9.]+_[0-9]+"', "", text)
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)

@@ -1,4 +1,4 @@
-"""The report's page: self-contained HTML from panels. No script, no font and no picture is loaded from elsewhere."""
+"""Renders the report's page as self-contained HTML. It loads no script, font or picture from elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,50 +10,58 @@ from megatron_rl.desk.report.health_checks import HealthCheck
 
 @dataclass(frozen=True)
 class ReportPanel:
+    """A chart with title, caption and legend, or the reason why it is missing."""
+
     title: str
     says: str
-    """What to look for, in a sentence."""
+    """Caption: a sentence on how to read the chart."""
     svg: str
-    """Empty: ``missing`` says why."""
+    """The chart, or an empty string; ``missing`` then has the reason."""
     legend: tuple[tuple[str, str], ...] = ()
-    """(words, colour name)."""
+    """Pairs of (label, color name)."""
     latest: str = ""
-    """The newest value, next to the title."""
+    """Newest value, shown next to the title."""
     missing: str = ""
     wide: bool = False
 
 
 @dataclass(frozen=True)
 class ReportSection:
+    """A titled group of panels."""
+
     title: str
     panels: tuple[ReportPanel, ...]
 
 
 @dataclass(frozen=True)
 class ReportTable:
+    """A table with title and caption."""
+
     title: str
     says: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    """Empty: ``says`` says why."""
+    """Rows of cells; if empty, ``says`` has the reason."""
     row_colors: tuple[str, ...] = ()
-    """Colour names of a mark before each row's first cell."""
+    """Color names of the mark before each row's first cell."""
     header_colors: tuple[str, ...] = ()
-    """The same of the header's cells; an empty name is no mark."""
+    """Color names of the marks in the header; an empty name draws no mark."""
 
 
 @dataclass(frozen=True)
 class ReportPage:
+    """Contents of a report page, from top to bottom."""
+
     title: str
     subtitle: str
     headline: tuple[tuple[str, str, str], ...]
-    """(label, value, remark)."""
+    """Tiles of (label, value, remark)."""
     checks: tuple[HealthCheck, ...]
     sections: tuple[ReportSection, ...]
     summary: tuple[tuple[str, str], ...]
     config_text: str
     samples: str = ""
-    """A section of its own, as HTML (``sample_panel``)."""
+    """A separate section as HTML (``sample_panel``)."""
     tables: tuple[ReportTable, ...] = ()
 
 
@@ -122,7 +130,7 @@ _MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
 
 
 def render(page: ReportPage) -> str:
-    """The whole document."""
+    """The whole page as HTML."""
     tiles = "".join(
         f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b><span>{escape(remark)}</span></div>\n'
         for label, value, remark in page.headline
@@ -148,7 +156,7 @@ def render(page: ReportPage) -> str:
 
 def _panel(panel: ReportPanel) -> str:
     legend = "".join(
-        f'<span><i style="background: var(--{color})"></i>{escape(words)}</span>' for words, color in panel.legend
+        f'<span><i style="background: var(--{color})"></i>{escape(label)}</span>' for label, color in panel.legend
     )
     if panel.svg:
         body = f'<div class="legend">{legend}</div>\n<div class="picture">{panel.svg}</div>'
@@ -176,7 +184,7 @@ def _table(table: ReportTable) -> str:
 
 
 def _details(page: ReportPage) -> str:
-    """A page of several runs has none."""
+    """Summary and configuration of a run; empty on a page of several runs."""
     if not (page.summary or page.config_text) and page.tables:
         return ""
     return f"<h2>Details</h2>\n{_summary(page.summary)}{_configuration(page.config_text)}"

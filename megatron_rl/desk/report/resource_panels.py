@@ -1,4 +1,4 @@
-"""Panels of the report about lengths and use: how long responses are, what each rank took, memory, idle times."""
+"""The report's panels of resources: response lengths, seconds per rank, memory, idle times."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,13 +12,13 @@ from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact
 from megatron_rl.tracking.timeline import Span
 
 _NUM_RECENT_STEPS = 20
-"""Steps behind the panel of ranks."""
+"""Newest steps that the panel of ranks averages over."""
 _LANE_COLORS = {"rollout": "blue", "trainer": "green"}
 
 
 def length_panel(run: RunRecord) -> ReportPanel:
-    """Of finished responses, at the run's beginning and at its end."""
-    title, says = "Lengths", "Tokens of the responses that finished, in the first and the last fifth of the steps on record; " \
+    """Lengths of finished responses, at the start and at the end of the run."""
+    title, says = "Lengths", "Tokens of the responses that finished in the first and the last fifth of the recorded steps; " \
         "dashed: the budget."
     early, late = early_and_late_lengths(run)
     groups = [group for group in (("first steps", "grey", early), ("last steps", "blue", late)) if len(group[2])]
@@ -29,11 +29,11 @@ def length_panel(run: RunRecord) -> ReportPanel:
         [(color, values) for _, color, values in groups], "tokens", limit=float(limit) if isinstance(limit, int) else 0.0
     )
     newest = groups[-1][2]
-    return ReportPanel(title, says, svg, tuple((words, color) for words, color, _ in groups), f"median {compact(float(np.median(newest)))}")
+    return ReportPanel(title, says, svg, tuple((label, color) for label, color, _ in groups), f"median {compact(float(np.median(newest)))}")
 
 
 def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Of the responses that finished in the first and the last fifth of the steps on record; of one step, all are late."""
+    """Lengths of the responses that finished in the first and the last fifth of the recorded steps; a single step counts as last."""
     steps = sorted({span.step for span in run.spans if span.name == "generate"})
     fifth = max(1, len(steps) // 5)
     first = steps[:fifth] if len(steps) > 1 else []
@@ -41,21 +41,21 @@ def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
 
 
 def finished_lengths(spans: Sequence[Span], steps: set[int]) -> np.ndarray:
-    """[N] tokens of the responses that finished in these steps, as far as the timeline keeps rows of them."""
+    """Lengths [N] in tokens of the responses that finished in these steps, if the timeline has rows for them."""
     lengths: list[int] = []
     for span in spans:
         if span.name != "generate" or span.step not in steps:
             continue
         for work in span.args.get("rounds", ()):
             held, new, ended = (list(map(int, str(work.get(name, "")).split())) for name in ("held", "new", "ended"))
-            if len(held) == len(new) == len(ended):  # else an earlier version wrote it
+            if len(held) == len(new) == len(ended):  # the timeline of an earlier version lacks some columns
                 lengths += [h + n for h, n, e in zip(held, new, ended, strict=True) if e]
     return np.array(lengths, dtype=np.int64)
 
 
 def rank_panel(run: RunRecord) -> ReportPanel:
-    title, says = "Stage times by rank", "Mean seconds that a rank worked on a stage in the newest steps, without its wait for the next " \
-        "command. One rank above the others holds them up. Of more than 64 ranks: the slowest and the quickest."
+    title, says = "Stage times by rank", "Mean seconds of a rank's work on a stage in the newest steps, without its wait for the next " \
+        "command. A rank above the others delays them. With more than 64 ranks: the slowest and the fastest."
     newest = sorted({span.step for span in run.spans})[-_NUM_RECENT_STEPS:]
     seconds: dict[str, dict[int, list[float]]] = {}
     for span in run.spans:
@@ -85,11 +85,11 @@ def _rank_seconds(span: Span) -> Iterator[tuple[int, float]]:
 
 
 def memory_panel(run: RunRecord) -> ReportPanel:
-    """Device memory where there is a device, else that of the processes."""
+    """Device memory if there is a device, otherwise host memory of the processes."""
     device = [name for name in run.columns if name.endswith("_device_gib") and run.finite(name).max(initial=0.0) > 0]
     kind = "device" if device else "host"
     title = "Memory by stage"
-    says = f"Largest {'allocated device' if device else 'resident host'} memory while a stage ran, of the rank that used the most."
+    says = f"Largest {'allocated device' if device else 'resident host'} memory during a stage, on the rank that used the most."
     series, legend, peaks = [], [], {}
     stages = [stage for stage in STAGE_STYLES if len(run.finite(f"memory/{stage}_{kind}_gib"))]
     for stage in stages:
@@ -104,15 +104,15 @@ def memory_panel(run: RunRecord) -> ReportPanel:
 
 
 def idle_panel(run: RunRecord) -> ReportPanel:
-    title, says = "Idle shares", "Part of a step in which nothing ran on the servers, and on the trainer ranks."
+    title, says = "Idle shares", "Fraction of a step in which nothing ran on the servers, and on the trainer ranks."
     series, legend, latest = [], [], []
     for lane, color in _LANE_COLORS.items():
         values = 100.0 * run.values(f"time/{lane}_idle_share")
         if np.isfinite(values).any():
-            words = "servers" if lane == "rollout" else "trainer"
-            series.append(Series(words, color, run.steps, values))
-            legend.append((words, color))
-            latest.append(f"{words} {np.nanmedian(values):.0f} %")
+            label = "servers" if lane == "rollout" else "trainer"
+            series.append(Series(label, color, run.steps, values))
+            legend.append((label, color))
+            latest.append(f"{label} {np.nanmedian(values):.0f} %")
     if not series:
         return ReportPanel(title, says, "", missing="The steps have not logged time/rollout_idle_share.")
     svg = charts.line_chart(series, "% of the step", y_range=(0.0, None))

@@ -1,5 +1,7 @@
-"""``comparison.html``: several runs on one page. The charts of the report with a line per run, what their recipes differ in,
-and their lengths, stage times and memory side by side. Reads the runs' folders and writes nothing there.
+"""Writes ``comparison.html``: several runs on one page.
+
+The page has the report's charts with a line per run, the keys in which the recipes differ, and lengths, stage
+times and memory side by side. The runs' folders are only read.
 """
 
 import math
@@ -34,7 +36,7 @@ _MINUTES_UP_TO_H = 3.0
 def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
     """Write the page of the runs and return its path. Raises DataError, FileNotFoundError and OSError."""
     if len(folders) > _MAX_RUNS:
-        raise DataError(f"expected at most {_MAX_RUNS} runs to compare, got {len(folders)}: more lines cannot be told apart")
+        raise DataError(f"expected at most {_MAX_RUNS} runs to compare, got {len(folders)}: more lines cannot be distinguished")
     runs = dict(zip(_names(folders), map(load_run, folders), strict=True))
     page = ReportPage(
         title=f"{len(runs)} runs",
@@ -50,7 +52,7 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def _names(folders: Sequence[str | Path]) -> list[str]:
-    """As short as tells them apart: the folder's name, with as many parents as that takes."""
+    """The shortest distinct names: the folder's name, with as many parents as needed."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise DataError("expected different runs to compare, got a folder twice")
@@ -62,14 +64,14 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
 
 
 def _checks(runs: Mapping[str, RunRecord]) -> list[HealthCheck]:
-    """What is worth a look in any of the runs."""
-    found = [
+    """Checks that need attention, of all runs."""
+    checks = [
         HealthCheck(f"{name}: {check.title}", check.state, check.detail)
         for name, run in runs.items()
         for check in health_checks(run)
         if check.state == "look"
     ]
-    return found or [HealthCheck("Nothing to look at in any of the runs", "good", "")]
+    return checks or [HealthCheck("All checks passed in all runs", "good", "")]
 
 
 def _run_table(runs: Mapping[str, RunRecord]) -> ReportTable:
@@ -91,9 +93,10 @@ def _run_table(runs: Mapping[str, RunRecord]) -> ReportTable:
         )
         for name, run in runs.items()
     )
+    # Drop columns without data in any run.
     used = [index for index in range(len(header)) if any(row[index] for row in rows)]
     header, rows = tuple(header[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows)
-    says = "Reward: the last steps, smoothed. Times and shares: medians. Memory: the rank and stage that used the most."
+    says = "Reward: smoothed over the last steps. Times and shares: medians. Memory: the rank and stage that used the most."
     return ReportTable("Runs", says, header, rows, COLORS[: len(rows)])
 
 
@@ -108,11 +111,11 @@ def _median(run: RunRecord, metric: str, show: Callable[[float], str]) -> str:
 
 
 def _evaluation(run: RunRecord) -> str:
-    found = np.flatnonzero(np.isfinite(run.values("eval/accuracy")))
-    if not len(found):
+    evaluated = np.flatnonzero(np.isfinite(run.values("eval/accuracy")))
+    if not len(evaluated):
         return ""
-    error = float(run.values("eval/accuracy_stderr")[found[-1]])
-    return accuracy_text(float(run.values("eval/accuracy")[found[-1]]), error if math.isfinite(error) else None)
+    error = float(run.values("eval/accuracy_stderr")[evaluated[-1]])
+    return accuracy_text(float(run.values("eval/accuracy")[evaluated[-1]]), error if math.isfinite(error) else None)
 
 
 def _peak(run: RunRecord) -> str:
@@ -124,7 +127,7 @@ def _peak(run: RunRecord) -> str:
 
 
 def _recipe_table(runs: Mapping[str, RunRecord]) -> ReportTable:
-    """Keys in which the recipes differ; a key that a recipe lacks is of another version."""
+    """Keys in which the recipes differ; a recipe that lacks a key is from another version."""
     recipes = {
         name: {key: _as_in_yaml(value) for key, value in flat_params(run.config).items()} for name, run in runs.items()
     }
@@ -134,12 +137,12 @@ def _recipe_table(runs: Mapping[str, RunRecord]) -> ReportTable:
         values = [recipe.get(key, _MISSING) for recipe in recipes.values()]
         if len(set(values)) > 1 and key not in _NOT_COMPARED:
             rows.append((key, *values))
-    rows.sort(key=lambda row: _MISSING in row)  # what only another version has comes last
+    rows.sort(key=lambda row: _MISSING in row)  # keys of other versions come last
     if all(not recipe for recipe in recipes.values()):
         says = "No run has a config.yaml."
     else:
-        says = "" if rows else "The recipes are the same, but for the folder."
-    return ReportTable("What the recipes differ in", says, ("key", *runs), tuple(rows), header_colors=("", *COLORS[: len(runs)]))
+        says = "" if rows else "The recipes are the same except for the folder."
+    return ReportTable("Differences between the recipes", says, ("key", *runs), tuple(rows), header_colors=("", *COLORS[: len(runs)]))
 
 
 def _as_in_yaml(value: Any) -> str:
@@ -148,7 +151,7 @@ def _as_in_yaml(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Chart:
-    """One metric of all runs."""
+    """A chart of one metric over all runs."""
 
     title: str
     metric: str
@@ -161,17 +164,17 @@ class _Chart:
 
 
 def _overlays(runs: Mapping[str, RunRecord]) -> list[ReportSection]:
-    """The report's charts, one for each of their lines."""
+    """The report's charts, one per line of each panel."""
     sections = [ReportSection("Over training time", _panels(runs, _OVER_TIME, over_time=True))]
     for title, specs in SECTIONS:
-        found = []
+        wanted = []
         for spec in specs:
             lines = [line for line in spec.lines if line.style != "faint" and _is_logged(runs, line.metric)]
             for line in lines:
                 name = spec.title if len(lines) == 1 else f"{spec.title}: {line.label}"
                 is_points = line.style == "points"
-                found.append(_Chart(name, line.metric, spec.unit, spec.percent, spec.log, line.smoothed, is_points, spec.floor))
-        sections.append(ReportSection(title, _panels(runs, found)))
+                wanted.append(_Chart(name, line.metric, spec.unit, spec.percent, spec.log, line.smoothed, is_points, spec.floor))
+        sections.append(ReportSection(title, _panels(runs, wanted)))
     return [*sections, ReportSection("Idle", _panels(runs, _IDLE))]
 
 
@@ -207,8 +210,8 @@ def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> R
             continue
         if chart.smoothed:
             values = smooth(values, smoothing_span(len(run.steps)))
-        places = (run.hours() * units_per_h if over_time else run.steps)[present]
-        series.append(Series(name, color, places, np.maximum(values, chart.floor), "points" if chart.points else "line"))
+        positions = (run.hours() * units_per_h if over_time else run.steps)[present]
+        series.append(Series(name, color, positions, np.maximum(values, chart.floor), "points" if chart.points else "line"))
         legend.append((name, color))
     if not series:
         return ReportPanel(chart.title, "", "", missing="Every value is 0.")
@@ -218,25 +221,25 @@ def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> R
 
 
 def _side_by_side(runs: Mapping[str, RunRecord]) -> ReportSection:
-    """Lengths, stage times and memory of each run."""
+    """Panels of lengths, stage times and memory of each run."""
     panels = []
     late = [(name, color, early_and_late_lengths(run)[1]) for (name, run), color in zip(runs.items(), COLORS, strict=False)]
     lengths = [one for one in late if len(one[2])]
     if lengths:
         svg = charts.histogram_chart([(color, values) for _, color, values in lengths], "tokens")
         legend = tuple((f"{name}, median {compact(float(np.median(values)))}", color) for name, color, values in lengths)
-        panels.append(ReportPanel("Lengths", "Of the responses that finished in the last fifth of the steps on record.", svg, legend))
+        panels.append(ReportPanel("Lengths", "Tokens of the responses that finished in the last fifth of the recorded steps.", svg, legend))
     for title, says, pattern, unit in (
         ("Stage times", "Median seconds of a stage; stages overlap.", "time/{}_s", "seconds"),
-        ("Device memory", "Largest of the run, of the rank that used the most.", "memory/{}_device_gib", "GiB"),
-        ("Host memory", "Largest of the run, of the rank that used the most.", "memory/{}_host_gib", "GiB"),
+        ("Device memory", "Maximum over the run, on the rank that used the most.", "memory/{}_device_gib", "GiB"),
+        ("Host memory", "Maximum over the run, on the rank that used the most.", "memory/{}_host_gib", "GiB"),
     ):
         pick = np.median if title == "Stage times" else np.max
         stages = [stage for stage in STAGE_STYLES if any(run.finite(pattern.format(stage)).any() for run in runs.values())]
         groups = []
         for run, color in zip(runs.values(), COLORS, strict=False):
-            found = [run.finite(pattern.format(stage)) for stage in stages]
-            groups.append((color, [float(pick(values)) if len(values) else math.nan for values in found]))
+            by_stage = [run.finite(pattern.format(stage)) for stage in stages]
+            groups.append((color, [float(pick(values)) if len(values) else math.nan for values in by_stage]))
         if stages:
             chart = charts.bar_chart(stages, groups, unit)
             panels.append(ReportPanel(title, says, chart, tuple(zip(runs, COLORS, strict=False)), wide=True))

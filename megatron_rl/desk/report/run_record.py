@@ -1,4 +1,4 @@
-"""What a run left in its folder, read for the report. Any file may be missing, and a run that is still going reads well."""
+"""Reads a run's folder for the report. Any file may be missing, and the run may still be running."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from megatron_rl.tracking.timeline import Span, read_timeline
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the run's folder holds."""
+    """Contents of a run's folder."""
 
     name: str
     steps: np.ndarray
@@ -23,30 +23,30 @@ class RunRecord:
     columns: Mapping[str, np.ndarray]
     """Metric name to [N] values, NaN where a step lacks the metric."""
     times_s: np.ndarray
-    """[N] Unix times of the lines."""
+    """[N] Unix times of the lines in metrics.jsonl."""
     spans: Sequence[Span]
     config: Mapping[str, Any]
     config_text: str
     summary: Mapping[str, Any]
 
     def values(self, name: str) -> np.ndarray:
-        """[N] float64; all NaN if no step has the metric."""
+        """A metric's values [N] float64; all NaN if no step has it."""
         return self.columns.get(name, np.full(len(self.steps), np.nan))
 
     def finite(self, name: str) -> np.ndarray:
-        """[M] the finite values in order."""
+        """A metric's finite values [M], in order."""
         values = self.values(name)
         return values[np.isfinite(values)]
 
     def setting(self, dotted: str) -> Any:
-        """A configuration value, None if the file does not have it."""
+        """A configuration value, or None if the file lacks the key."""
         node: Any = self.config
         for key in dotted.split("."):
             node = node.get(key) if isinstance(node, Mapping) else None
         return node
 
     def hours(self) -> np.ndarray:
-        """[N] training time in hours at the end of each step: pauses between a crash and its resume do not count."""
+        """Training hours [N] at the end of each step; pauses between a crash and its resume do not count."""
         step_s = self.values("step/time_s")
         if np.isfinite(step_s).any():
             return np.cumsum(np.nan_to_num(step_s)) / 3600
@@ -57,7 +57,7 @@ def load_run(output_dir: str | Path) -> RunRecord:
     """Read the run's folder. Raises FileNotFoundError if there is no such folder; damaged files count as missing."""
     folder = Path(output_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: expected the output folder of a run (run.output_dir), found none")
+        raise FileNotFoundError(f"{folder}: expected the output folder of a run (run.output_dir), but it does not exist")
     config_text = read_text(folder / "config.yaml")
     return record_of(
         folder.resolve().name,
@@ -76,11 +76,11 @@ def record_of(
     config_text: str = "",
     summary: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """Of lines in any order; what is not given counts as missing."""
+    """The record of ``lines`` in any order; omitted arguments count as missing files."""
     by_step: dict[int, MetricsRow] = {}
     for row in lines:
         earlier = by_step[row.step].metrics if row.step in by_step else {}
-        # A step that was logged in two lines has the metrics of both.
+        # A step logged in two lines has the metrics of both.
         by_step[row.step] = MetricsRow(row.step, row.time_s, {**earlier, **row.metrics})
     rows = [by_step[step] for step in sorted(by_step)]
     columns: dict[str, np.ndarray] = {}
@@ -100,7 +100,7 @@ def record_of(
 
 
 def extended(run: RunRecord, lines: Sequence[MetricsRow]) -> RunRecord:
-    """``run`` and then ``lines``, which are of later steps; a fraction of the work of reading all of them again."""
+    """``run`` with ``lines`` of later steps appended; much cheaper than rebuilding the record."""
     new = record_of(run.name, lines)
     return replace(
         run,
@@ -113,7 +113,7 @@ def extended(run: RunRecord, lines: Sequence[MetricsRow]) -> RunRecord:
 
 
 def read_text(path: Path) -> str:
-    """Empty if there is no such file."""
+    """The text of a file, or an empty string if it does not exist."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -121,7 +121,7 @@ def read_text(path: Path) -> str:
 
 
 def read_summary(folder: Path) -> Mapping[str, Any]:
-    """What summary.json says; empty before the end of the run."""
+    """The contents of summary.json; empty before the end of the run."""
     return _mapping(json.loads, read_text(folder / "summary.json"), ValueError)
 
 

@@ -1,9 +1,9 @@
-"""``report.html``: what a run did, in one file that opens anywhere.
+"""Writes ``report.html``: the course of a run in one self-contained file.
 
-Reads ``metrics.jsonl``, ``timeline.json``, ``config.yaml`` and ``summary.json`` from the run's folder; each may be
-missing, and a panel without data says why. Also right for a run that is still going. Safe to call from a thread or
-another process: figures are plain objects, the files appear in one move. Takes one to two seconds, most of it to
-import matplotlib and to draw.
+Reads ``metrics.jsonl``, ``timeline.json``, ``config.yaml`` and ``summary.json`` from the run's folder. Each may be
+missing: a panel without data shows the reason. The run may still be running. Safe to call from a thread or another
+process: figures are plain objects, and the file appears atomically. Takes one to two seconds, mostly to import
+matplotlib and to draw.
 """
 
 import time
@@ -25,7 +25,7 @@ from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
 
 
 def write_report(output_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Write ``report.html`` into the run's folder, or another ``path``, and return it. Raises FileNotFoundError and OSError."""
+    """Write ``report.html`` into the run's folder, or to ``path``. Returns its path. Raises FileNotFoundError and OSError."""
     run = load_run(output_dir)
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     preset = run.setting("preset")
@@ -71,11 +71,11 @@ def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
         tiles.append(("Tokens generated", compact(tokens.sum()), remark))
     hidden = _hidden_share(run.spans)
     if hidden is not None:
-        tiles.append(("Critic update hidden", f"{hidden:.0%}", "behind generation"))
+        tiles.append(("Critic update hidden", f"{hidden:.0%}", "by generation"))
     return tuple(tiles)
 
 
 def _hidden_share(spans: Sequence[Span]) -> float | None:
-    """Part of the critic updates' time during which generation ran, 0 to 1; None without critic updates."""
+    """Fraction of critic update time during which generation ran, 0 to 1; None without critic updates."""
     total_s = overlap_seconds(spans, OVERLAP[1], OVERLAP[1])
     return overlap_seconds(spans, *OVERLAP) / total_s if total_s > 0 else None

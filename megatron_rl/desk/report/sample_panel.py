@@ -1,7 +1,7 @@
-"""The report's samples: some stored responses inside the page, to filter and to look at token by token, without a network.
+"""The report's samples: stored responses inside the page, to filter and to inspect token by token, without a network.
 
-A page holds a bounded part of what is stored: some steps from the first to the newest, some responses of each, of long ones
-the beginning and the end.
+A page has a bounded part of the stored responses: some steps from the first to the newest, some responses per
+step, and the start and end of long ones.
 """
 
 import json
@@ -19,17 +19,17 @@ from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, read_samples
 
 _MAX_STEPS, _MAX_PER_STEP = 8, 16
 _MAX_TOKENS_PER_STEP = 12_000
-"""So that a page stays at a few MB."""
+"""Limit that keeps a page at a few MB."""
 _HEAD, _TAIL = 500, 1000
-"""Tokens of a long response that are shown."""
+"""Tokens shown from the start and from the end of a long response."""
 _MAX_PROMPT_CHARACTERS = 6000
 _MISSING = (
-    "This run has stored no responses yet: they are written with each policy update, unless tracking.samples_per_step is 0."
+    "This run has stored no responses yet: each policy update writes some, unless tracking.samples_per_step is 0."
 )
 
 
 def samples_html(run: str | Path) -> str:
-    """The section of the page; a sentence where nothing is stored."""
+    """The samples section as HTML; one sentence if nothing is stored."""
     files = sample_files(run)
     try:
         rows = _chosen_rows(files) if files else []
@@ -39,7 +39,7 @@ def samples_html(run: str | Path) -> str:
         return _section(f'<p class="missing">{escape(_MISSING)}</p>')
     kinds = {name: {"bool_": "bool", "string": "text"}.get(kind, "number") for name, kind in ROW_COLUMNS.items()}
     metrics = sorted({name for row in rows for name in row["metrics"]} - set(kinds))
-    # No "<" inside: a response may spell the end of the script.
+    # Escape every "<": a response may contain "</script>".
     data = json.dumps({"rows": rows, "kinds": kinds, "metrics": metrics}, separators=(",", ":")).replace("<", "\\u003c")
     says = (
         f"{len(rows)} of the stored responses, from {len({row['step'] for row in rows})} of {len(files)} stored steps. All of them: "
@@ -48,7 +48,7 @@ def samples_html(run: str | Path) -> str:
     here = package_files("megatron_rl.desk.report")
     style, script = (here.joinpath(f"samples.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     return _section(
-        f"<style>{style}</style>\n{_TOOLS}<noscript><p class=\"missing\">Looking at samples needs JavaScript.</p></noscript>\n"
+        f"<style>{style}</style>\n{_TOOLS}<noscript><p class=\"missing\">Samples need JavaScript.</p></noscript>\n"
         f'<script type="application/json" id="samples-data">{data}</script>\n<script>{script}</script>',
         says,
     )
@@ -64,7 +64,7 @@ _TOOLS = """<div class="samples" id="samples">
 <option value="reward:desc">highest reward</option><option value="length:desc">longest</option><option value="length:asc">shortest</option>
 <option value="advantage:asc">lowest advantage</option><option value="advantage:desc">highest advantage</option>
 <option value="mismatch:desc">highest mismatch</option></select></label>
-<label><span>Colour</span><select data-is="by"><option value="advantage">advantage</option><option value="version">weight version</option>
+<label><span>Color</span><select data-is="by"><option value="advantage">advantage</option><option value="version">weight version</option>
 <option value="mismatch">mismatch</option></select></label>
 <span class="count" data-is="count"></span><div class="problem" data-is="problem" role="status"></div>
 </div>
@@ -79,17 +79,18 @@ def _section(body: str, says: str = "") -> str:
 
 def _chosen_rows(files: Mapping[int, Path]) -> list[dict[str, Any]]:
     steps = list(files)
-    places = np.unique(np.linspace(0, len(steps) - 1, min(_MAX_STEPS, len(steps))).round().astype(int))
+    indices = np.unique(np.linspace(0, len(steps) - 1, min(_MAX_STEPS, len(steps))).round().astype(int))
     chosen = []
-    for place in places.tolist():
-        table = read_samples([files[steps[place]]]).slice(0, _MAX_PER_STEP)
+    for index in indices.tolist():
+        table = read_samples([files[steps[index]]]).slice(0, _MAX_PER_STEP)
         so_far = np.cumsum([min(length, _HEAD + _TAIL) for length in table["length"].to_pylist()])
+        # Keep at least one response per step, even if it exceeds the limit.
         chosen += [_embedded(row) for row in table.slice(0, max(1, int((so_far <= _MAX_TOKENS_PER_STEP).sum()))).to_pylist()]
     return chosen
 
 
 def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as the page's script reads it: numbers of its tokens as text, and of its tokens those that are shown."""
+    """A row in the format of the page's script: token values as text, and only the tokens that are shown."""
     length = row["length"]
     left_out = max(0, length - _HEAD - _TAIL)
     head = _HEAD if left_out else length
@@ -105,7 +106,7 @@ def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
         "metrics": dict(row[METRICS]),
         "head": head,
         "left_out": left_out,
-        # A character outside the basic plane is two units to JavaScript.
+        # A character outside the basic plane counts as two units in JavaScript.
         "ends": ",".join(map(str, _utf16_sizes(text, sizes)[kept].tolist())),
         "adv": _digits(advantages_of(row)[kept]),
         "lp": _digits(np.array(row["rollout_logprobs"], np.float64)[kept]),
@@ -117,7 +118,7 @@ def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _utf16_sizes(text: str, sizes: np.ndarray) -> np.ndarray:
-    """[tokens] units of UTF-16 that each token spells, from its characters."""
+    """Number of UTF-16 units of each token [tokens]."""
     if text.isascii():
         return sizes
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

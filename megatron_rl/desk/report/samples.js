@@ -56,7 +56,7 @@
       if (token.value === "None") return { kind: "none", get: () => null };
       if (token.kind !== "word") throw Error(`expected a value before ${token.value}`);
       if (metrics.includes(token.value)) return { kind: "number", column: true, get: (row) => row.metrics[token.value] ?? null };
-      if (!(token.value in kinds)) throw Error(`there is no column ${token.value}; columns are ${[...Object.keys(kinds), ...metrics].sort().join(", ")}`);
+      if (!(token.value in kinds)) throw Error(`column ${token.value} does not exist; columns are ${[...Object.keys(kinds), ...metrics].sort().join(", ")}`);
       return { kind: kinds[token.value], column: true, get: (row) => row[token.value] ?? null };
     };
     const listed = () => {
@@ -82,7 +82,7 @@
           expect("in");
           if (is("(") || is("[")) { const values = listed(); parts.push((row) => (start.get(row) === null ? null : values.includes(start.get(row)) !== Boolean(no))); break; }
           const right = value();
-          if (!start.constant || !right.column || right.kind !== "text") throw Error("in asks for 'words' in a column of texts, or for a column in a list");
+          if (!start.constant || !right.column || right.kind !== "text") throw Error("in needs 'words' in a column of texts, or a column in a list");
           parts.push((row) => (right.get(row) === null ? null : right.get(row).includes(start.get(row)) !== Boolean(no)));
           break;
         }
@@ -118,7 +118,7 @@
     button.type = "button";
     const head = made("span", "", `${row.step}/${row.id}`);
     if (row.type) head.append(made("span", "numbers", ` ${row.type}`));
-    const reward = row.reward === null ? (row.error ? "not scored" : row.finished ? "" : "goes on") : `reward ${number(row.reward)}`;
+    const reward = row.reward === null ? (row.error ? "not scored" : row.finished ? "" : "unfinished") : `reward ${number(row.reward)}`;
     button.append(head, made("span", "", reward));
     button.append(made("span", "numbers", `${row.length} tokens${row.advantage === null ? "" : `, advantage ${number(row.advantage)}`}`), made("span"));
     const end = made("span", "end");
@@ -160,7 +160,7 @@
   }
 
   function facts(row) {
-    const ends = { stop: "ended by itself", length: "cut at its budget", room: "cut before a message", open: "goes on" };
+    const ends = { stop: "ended naturally", length: "truncated at its budget", room: "truncated before a message", open: "unfinished" };
     const reward = [row.reward === null ? (row.finished ? "not scored" : "not finished") : number(row.reward), row.detail, row.error];
     const stretches = row.ver.map(([tokens, version, step]) => (version === null ? `${tokens} of a message` : `${tokens} in step ${step} by weights ${version}`));
     return [

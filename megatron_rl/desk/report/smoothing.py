@@ -1,4 +1,4 @@
-"""The exponential mean by which charts and health checks see through the noise of single steps."""
+"""The exponential mean with which charts and health checks filter the noise of single steps."""
 
 import math
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def smoothing_span(num_steps: int) -> int:
-    """Steps behind a smoothed line: a twentieth of the run, at least 5."""
+    """Steps that a smoothed line averages over: a twentieth of the run, at least 5."""
     return max(5, num_steps // 20)
 
 
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """Exponential mean over about ``span`` values, free of the bias towards the first one. [N] -> [N]; NaN is skipped."""
+    """Exponential mean over about ``span`` values, bias-corrected for the start. [N] -> [N]; NaN is skipped."""
     keep = 1.0 - 2.0 / (span + 1.0)
     total = weight = 0.0
     smoothed = np.full(len(values), np.nan)

@@ -1,4 +1,4 @@
-"""The report's panels: which metrics a panel draws, and how it is drawn from a run. A panel without data says why."""
+"""The report's panels: the metrics of each panel, and how it is drawn. A panel without data shows the reason."""
 
 import math
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class _Curve:
     color: str
     style: str = "line"
     smoothed: bool = False
-    """Draw the raw values faintly and their exponential mean over them."""
+    """True to draw the raw values faintly, with their exponential mean on top."""
     spread: str = ""
-    """Metric that is the half height of a band around the line."""
+    """Metric used as the half height of a band around the line."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class _PanelSpec:
     missing: str
     percent: bool = False
     log: bool = False
-    """Draws sizes, without signs; zeros have no place on the axis."""
+    """True for a logarithmic axis of absolute values; zeros are not drawn."""
     floor: float = -math.inf
-    """Values below are cut off."""
+    """Smallest value drawn; smaller ones are clipped to it."""
     zero_line: str = ""
-    """Words at a dashed line at 0."""
+    """Label of a dashed line at 0."""
     limit: float = 0.0
     """Value of a dashed line; 0 draws none."""
 
@@ -56,13 +56,13 @@ _LEARNING = (
         "Reward", "Mean reward of the responses that finished in a step.", "reward",
         (
             _Curve("reward/mean", "reward", "blue", smoothed=True),
-            _Curve("dynamic_sampling/reward_mean", "with the groups that were sorted out", "teal", smoothed=True),
+            _Curve("dynamic_sampling/reward_mean", "discarded groups included", "teal", smoothed=True),
         ),
         "No step has scored a response yet.",
     ),
     _PanelSpec(
         "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation "
-        "prompts, in a band of one standard error.",
+        "prompts, with a band of one standard error.",
         "% correct",
         (
             _Curve("reward/accuracy", "training", "blue", smoothed=True),
@@ -80,7 +80,7 @@ _LEARNING = (
         "No response has finished yet.",
     ),
     _PanelSpec(
-        "Finished share", "Part of the slots whose response finished within the step; the others are carried on.",
+        "Finished share", "Fraction of slots whose response finished within the step; the rest continue in the next step.",
         "% of slots",
         (_Curve("rollout/finished_share", "finished", "teal", smoothed=True),),
         "The steps have not logged rollout/finished_share.", percent=True,
@@ -97,23 +97,23 @@ _LOSSES = (
         "The steps have not logged advantages.", zero_line="0",
     ),
     _PanelSpec(
-        "Explained variance", "How much of the returns the critic foresees: 1 is all, 0 is no better than their mean. "
-        "Below -1 is cut off.", "explained variance",
+        "Explained variance", "Fraction of the returns' variance that the critic predicts: 0 is as good as their mean. "
+        "Values below -1 are clipped.", "explained variance",
         (_Curve("critic/explained_variance", "critic", "violet", smoothed=True),),
         "No critic update yet: it takes finished responses (and a critic).", floor=-1.0, zero_line="no better than the mean",
     ),
     _PanelSpec(
-        "Policy KL", "How far an update moves the policy from the one that generated.", "KL (nats per token)",
+        "Policy KL", "KL divergence of the updated policy from the policy that generated.", "KL (nats per token)",
         (_Curve("policy/kl", "policy KL", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
     _PanelSpec(
-        "Entropy", "A fall to 0 means that the policy no longer explores.", "entropy (nats per token)",
+        "Entropy", "At 0 the policy no longer explores.", "entropy (nats per token)",
         (_Curve("policy/entropy", "entropy", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
     _PanelSpec(
-        "Clip fraction", "Share of tokens whose ratio left the clip range.", "% of tokens",
+        "Clip fraction", "Fraction of tokens whose ratio left the clip range.", "% of tokens",
         (
             _Curve("policy/clip_fraction", "clipped", "green"),
             _Curve("policy/clip_fraction_low", "at the lower bound", "yellow"),
@@ -121,7 +121,7 @@ _LOSSES = (
         "No policy update yet (critic warm-up?).", percent=True,
     ),
     _PanelSpec(
-        "Gradient norm", "Before clipping.", "L2 norm",
+        "Gradient norm", "Norm of the gradient before clipping.", "L2 norm",
         (
             _Curve("policy/grad_norm", "policy", "green"),
             _Curve("critic/grad_norm", "critic", "violet"),
@@ -131,11 +131,11 @@ _LOSSES = (
 )
 _METHODS = (
     _PanelSpec(
-        "Reference KL", "Distance of the policy that generated from the reference.", "KL (nats per token)",
+        "Reference KL", "KL divergence of the generating policy from the reference.", "KL (nats per token)",
         (_Curve("kl/reference_per_token", "KL", "green"),), "",
     ),
     _PanelSpec(
-        "Groups by outcome", "Dynamic sampling trains on mixed groups only.", "% of groups",
+        "Groups by outcome", "Dynamic sampling trains only on mixed groups.", "% of groups",
         (
             _Curve("dynamic_sampling/useful_share", "mixed", "blue"),
             _Curve("dynamic_sampling/all_right_share", "all right", "green"),
@@ -144,7 +144,7 @@ _METHODS = (
         "", percent=True,
     ),
     _PanelSpec(
-        "Dialogues", "First and final answers that are right, verdicts that are true.", "% of dialogues",
+        "Dialogues", "Fraction of correct first answers, final answers and verdicts.", "% of dialogues",
         (
             _Curve("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
             _Curve("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
@@ -153,7 +153,7 @@ _METHODS = (
         "", percent=True,
     ),
     _PanelSpec(
-        "Critic along the response", "Return minus value in the quarters of a response: a slope is initialisation bias.",
+        "Critic along the response", "Return minus value in the quarters of a response: a slope shows initialization bias.",
         "return - value",
         (
             _Curve("critic/advantage_q1", "first quarter", "blue", smoothed=True),
@@ -162,7 +162,7 @@ _METHODS = (
         "", zero_line="unbiased",
     ),
     _PanelSpec(
-        "Judge", "How often both orders of a pair agree, and how far they are apart.", "share",
+        "Judge", "How often both orders of a pair agree, and the gap between them.", "share",
         (
             _Curve("reward/swap_consistency", "swap consistency", "green", smoothed=True),
             _Curve("reward/position_gap", "position gap", "red", smoothed=True),
@@ -170,11 +170,11 @@ _METHODS = (
         "",
     ),
 )
-"""Shown where the run logged them."""
+"""Panels shown only if the run logged their metrics."""
 _ENGINE = (
     _PanelSpec(
-        "Engine and trainer", "Difference between SGLang's and Megatron's log-probs of the same tokens, as sizes. "
-        "It should stay flat.", "nats",
+        "Servers and trainer", "Absolute difference between SGLang's and Megatron's log-probs of the same tokens. "
+        "The curves should stay flat.", "nats",
         (
             _Curve("mismatch/max_abs_log_ratio", "largest", "red"),
             _Curve("mismatch/kl", "KL", "blue"),
@@ -183,24 +183,24 @@ _ENGINE = (
         "The steps have not logged mismatch/*.", log=True, limit=MAX_MISMATCH,
     ),
     _PanelSpec(
-        "Throughput", "Generated tokens over the time of the whole step.", "tokens per second",
+        "Throughput", "Generated tokens per second of the whole step.", "tokens per second",
         (_Curve("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
         "The steps have not logged step/tokens_per_s.",
     ),
 )
 
 
-SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods", _METHODS), ("Engine", _ENGINE))
-"""For a page of several runs: panels by section."""
+SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods", _METHODS), ("Servers", _ENGINE))
+"""Panels by section, for a page of several runs."""
 
 
 def report_sections(run: RunRecord) -> tuple[ReportSection, ...]:
-    """All panels of a run, in the page's order; the panels of methods that the run did not use are left out."""
+    """All panels of a run in the page's order, without the panels of methods that the run does not use."""
     return (
         ReportSection("Learning", (*(_panel(run, spec) for spec in _LEARNING), length_panel(run))),
         ReportSection("Policy and critic", tuple(_panel(run, spec) for spec in _LOSSES)),
         *_methods(run),
-        ReportSection("Engine and use", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
+        ReportSection("Servers and resources", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
         ReportSection("Time", (_stage_panel(run), rank_panel(run), _timeline_panel(run))),
     )
 
@@ -211,7 +211,7 @@ def _methods(run: RunRecord) -> list[ReportSection]:
 
 
 def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
-    """Of evaluations with several sets, or with several responses per prompt."""
+    """Panels of evaluations with several sets, or with several responses per prompt."""
     sets = tuple(
         _Curve(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
         for name, color in zip(evaluation_sets(run.columns), cycle(_COLORS), strict=False)
@@ -219,8 +219,8 @@ def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
     best = sorted((name for name in run.columns if name.startswith("eval/pass@")), key=lambda name: int(name[10:]))
     ks = tuple(_Curve(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
     return [
-        _PanelSpec("Evaluation by set", "Each set in a band of one standard error.", "% correct", sets, "", percent=True),
-        _PanelSpec("Best of k", "Expected best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
+        _PanelSpec("Evaluation by set", "Accuracy of each set, with a band of one standard error.", "% correct", sets, "", percent=True),
+        _PanelSpec("Best of k", "Expected accuracy of the best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
     ]
 
 
@@ -231,12 +231,13 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
     for line in spec.lines:
         values = run.values(line.metric) * scale
         logged = np.isfinite(values)
-        if spec.log:  # log-prob differences have a sign, and many steps have none at all
+        if spec.log:  # log-prob differences are signed, and in many steps exactly 0
             values = np.where(values == 0, np.nan, np.abs(values))
         if not logged.any() or not np.isfinite(values).any():
             continue
         series += _series(run, line, np.maximum(values, spec.floor), scale)
         legend.append((line.label, line.color))
+        # The title shows the newest value of the first line that has data.
         if not newest:
             step = int(run.steps[logged][-1])
             last = run.values(line.metric)[logged][-1] * scale
@@ -244,12 +245,12 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
     if not series:
         all_zero = spec.log and any(len(run.finite(line.metric)) for line in spec.lines)
         missing = "Every value is 0." if all_zero else spec.missing
-        return ReportPanel(spec.title, spec.says, "", missing=missing if len(run.steps) else "No step is done yet.")
+        return ReportPanel(spec.title, spec.says, "", missing=missing if len(run.steps) else "No step has finished yet.")
     references = [(0.0, spec.zero_line)] if spec.zero_line else []
     if spec.limit:
         references.append((spec.limit, f"limit of k3 {spec.limit:g}"))
     svg = charts.line_chart(series, spec.unit, log=spec.log, references=references)
-    # One line that says what the title says needs no legend, unless it has a raw and a smoothed form.
+    # A single line named like the title needs no legend, unless it is drawn raw and smoothed.
     if len(legend) == 1:
         legend = [(f"{legend[0][0]}, smoothed over {smoothing_span(len(run.steps))} steps", legend[0][1])]
         legend = legend if spec.lines[0].smoothed else []
@@ -269,8 +270,8 @@ def _series(run: RunRecord, line: _Curve, values: np.ndarray, scale: float) -> l
 
 
 def _stage_panel(run: RunRecord) -> ReportPanel:
-    title, says = "Stage times", "Stages stacked, the step itself as a dark line: what rises above the line ran at the " \
-        "same time as something else. Very slow steps are cut off."
+    title, says = "Stage times", "Stages stacked, the step itself as a dark line: stages above the line ran at the " \
+        "same time as others. Very slow steps are clipped."
     stages = {
         stage: run.values(f"time/{stage}_s")
         for stage in [*STAGE_STYLES, *sorted(_other_stages(run))]
@@ -292,13 +293,13 @@ def _other_stages(run: RunRecord) -> set[str]:
 
 
 def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) -> list[Span]:
-    """Spans of the newest ``num_steps`` steps in a row that show overlap, or of the newest ones if none does.
+    """Spans of the newest ``num_steps`` consecutive steps with overlap, or of the newest ones if none overlaps.
 
-    The very newest step may be in progress and is left out if there are others enough.
+    The last step may be in progress and is omitted if enough others exist.
     """
     steps = sorted({span.step for span in spans})
     candidates = steps[:-1] if len(steps) > num_steps else steps
-    # Only the last 50: an old stretch that overlaps says nothing about how the run goes now.
+    # Search only the last 50 steps: an older overlap does not show how the run behaves now.
     for end in range(len(candidates), max(num_steps, len(candidates) - 50) - 1, -1):
         chosen = set(candidates[end - num_steps : end])
         window = [span for span in spans if span.step in chosen]
@@ -309,7 +310,7 @@ def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) 
 
 
 def _after_the_pause(window: list[Span]) -> list[Span]:
-    """Without what ran before a run was stopped and went on, if that lies between: the pause would fill the picture."""
+    """The spans after a stop and resume, if the window contains one: the pause would fill the chart."""
     if not window:
         return window
     in_order = sorted(window, key=lambda span: span.start_s)
@@ -323,17 +324,17 @@ def _after_the_pause(window: list[Span]) -> list[Span]:
 
 
 def _timeline_panel(run: RunRecord) -> ReportPanel:
-    title = "A few steps close up"
+    title = "A few steps in detail"
     says = "Each lane is a resource, each bar a stage and its step. Shaded: the critic updates while the next window " \
         "is generated. The whole trace opens in ui.perfetto.dev: timeline.json."
     window = _after_the_pause(_choose_window([span for span in run.spans if span.lane in LANES]))
     if not window:
-        return ReportPanel(title, says, "", missing="timeline.json is not there or holds no spans.", wide=True)
+        return ReportPanel(title, says, "", missing="timeline.json is missing or has no spans.", wide=True)
     present = {span.lane for span in window}
     lanes = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
     overlap_s = overlap_seconds(window, *OVERLAP)
     critic_s = overlap_seconds(window, OVERLAP[1], OVERLAP[1])
-    latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update here"
+    latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update in these steps"
     stages = sorted({span.name for span in window}, key=lambda name: ([*STAGE_STYLES, name].index(name), name))
     legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
     return ReportPanel(title, says, charts.timeline_chart(window, lanes, OVERLAP), legend, latest, wide=True)

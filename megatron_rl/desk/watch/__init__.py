@@ -1,1 +1,1 @@
-"""A run and its stored responses on the terminal, read from its folder."""
+"""Shows a run and its stored responses on the terminal, read from the run's folder."""

@@ -1,4 +1,4 @@
-"""Stored responses that somebody looks for: filtered, sorted, and as many as are wanted."""
+"""Searches stored responses: filter, sort, limit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,24 +10,26 @@ from megatron_rl.errors import UserError
 from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, num_rows, read_samples
 
 _TEXTS = ("prompt", "response", "question")
-"""They are most of what is read, so they are read for the rows that are shown, unless the filter asks for them."""
+"""Columns of long text. Unless the filter names them, they are read only for the rows that are shown."""
 _BROKEN_TIE = ("step", "group", "sample", "id")
 
 
 @dataclass(frozen=True)
 class SampleQueryResult:
+    """Result of a search in stored responses."""
+
     rows: list[dict[str, Any]]
-    """``ROW_COLUMNS`` by name; what further numbers rewards gave are columns, too."""
+    """Rows as dicts of ``ROW_COLUMNS``; additional reward metrics are columns also."""
     num_matches: int
     num_stored: int
-    """In the steps that were looked at."""
+    """Stored rows in the searched steps."""
     steps: Sequence[int]
 
 
 def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "", sort: str = "", limit: int = 20) -> SampleQueryResult:
-    """The first ``limit`` rows of ``steps`` that the filter ``where`` keeps, in the order of ``sort`` (a column, or ``column:desc``).
+    """The first ``limit`` rows of ``steps`` that the filter ``where`` keeps, sorted by ``sort`` (a column, or ``column:desc``).
 
-    Without ``sort``: newest step first. UserError for a filter or a column that does not exist.
+    Default order: newest step first. Raises UserError for an invalid filter or an unknown column.
     """
     import pyarrow.compute as compute
 
@@ -35,11 +37,12 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
     columns = [name for name in ROW_COLUMNS if name not in _TEXTS or name in wanted or name == sort.partition(":")[0]]
     sizes = {step: num_rows(files[step]) for step in steps}
     num_stored = sum(sizes.values())
-    looked_at = steps if where or sort else _newest(sizes, limit)
-    table, kinds = _with_metrics(read_samples([files[step] for step in looked_at], [*columns, METRICS]))
+    # Without filter and order the newest rows are the result, so only their files are read.
+    steps_read = steps if where or sort else _newest(sizes, limit)
+    table, kinds = _with_metrics(read_samples([files[step] for step in steps_read], [*columns, METRICS]))
     for name in set(_TEXTS) - set(columns):
         kinds.pop(name)
-    num_left_aside = num_stored - table.num_rows
+    num_unread = num_stored - table.num_rows
     if where:
         table = table.filter(row_mask(where, table, kinds))
     column, _, order = sort.partition(":")
@@ -51,11 +54,11 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
     rows = table.take(order_of_rows).drop_columns([name for name in _TEXTS if name in columns]).to_pylist()
     texts = _texts(files, rows) if rows else {}
     rows = [row | texts[row["step"], row["id"]] for row in rows if (row["step"], row["id"]) in texts]
-    return SampleQueryResult(rows, table.num_rows + num_left_aside, num_stored, list(steps))
+    return SampleQueryResult(rows, table.num_rows + num_unread, num_stored, list(steps))
 
 
 def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
-    """The newest steps that have ``limit`` rows: of a long run, few of its files."""
+    """The newest steps that together have ``limit`` rows, so that few files of a long run are read."""
     newest: list[int] = []
     for step in sorted(sizes, reverse=True):
         if sum(sizes[one] for one in newest) >= limit:
@@ -65,18 +68,18 @@ def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
 
 
 def whole_rows(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """These rows with all their columns, per-token ones too, in their order."""
+    """Complete rows in the given order, with all columns, including per-token ones."""
     return [_one(files[row["step"]], row["id"]) for row in rows]
 
 
 def _texts(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, str]]:
-    found = {}
+    texts = {}
     for step in sorted({row["step"] for row in rows}):
         ids = {row["id"] for row in rows if row["step"] == step}
         for text in read_samples([files[step]], ["id", *_TEXTS]).to_pylist():
             if text["id"] in ids:
-                found[step, text.pop("id")] = text
-    return found
+                texts[step, text.pop("id")] = text
+    return texts
 
 
 def _one(path: Path, id: int) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def _one(path: Path, id: int) -> dict[str, Any]:
 
 
 def _with_metrics(table: Any) -> tuple[Any, dict[str, str]]:
-    """With a column for each further number of the rewards that no other column is called after; kinds of all columns."""
+    """Returns (table with a column per additional reward metric, kinds of all columns). Existing column names win."""
     import pyarrow
 
     kinds = dict(ROW_COLUMNS)

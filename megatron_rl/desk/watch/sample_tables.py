@@ -1,6 +1,6 @@
-"""Stored responses on a terminal: a table of many, or one in full with its tokens coloured. Without a terminal: plain text.
+"""Prints stored responses: a table of many, or a single one with colored tokens. Plain text without a terminal.
 
-What a model wrote is never trusted: control characters are shown as symbols and reach no terminal.
+Model output is never trusted: control characters are printed as symbols.
 """
 
 import math
@@ -25,7 +25,7 @@ _BLOCK = {code: symbol for code, symbol in _SYMBOLS.items() if code != ord("\n")
 
 
 def print_rows(found: SampleQueryResult, run: str) -> None:
-    """A table of responses and, under it, how many there are and how to see more."""
+    """Print a table of responses, and below it their number and how to see more."""
     console = _console()
     width, plain = console.width, not console.is_terminal
     table = Table(box=None, header_style="bold", pad_edge=False, expand=not plain)
@@ -41,7 +41,7 @@ def print_rows(found: SampleQueryResult, run: str) -> None:
         columns = [column for column in columns if column[0] != "type"]
     for _, title, justify in columns:
         table.add_column(title, justify=justify, no_wrap=True)
-    # rich gives a column without a ratio what it needs; the texts share the rest.
+    # rich gives a column without a ratio the width that it needs; the texts share the rest.
     if width >= _MEDIUM:
         table.add_column("prompt", no_wrap=True, ratio=2, overflow="ellipsis")
     table.add_column("response (its end)", no_wrap=True, ratio=3, overflow="ellipsis")
@@ -58,7 +58,7 @@ def print_rows(found: SampleQueryResult, run: str) -> None:
 
 
 def print_response(row: Mapping[str, Any], *, color_by: str, tokens: bool) -> None:
-    """One response with all that is stored of it."""
+    """Print a single response with all that is stored about it."""
     console = _console()
     _heading(console, f"step {row['step']} · response {row['id']} · group {row['group']}, sample {row['sample']}")
     facts = Table.grid(padding=(0, 2))
@@ -73,15 +73,15 @@ def print_response(row: Mapping[str, Any], *, color_by: str, tokens: bool) -> No
     is_colored = console.is_terminal and color_by != "none"
     _heading(console, f"response, by {color_by}" if is_colored else "response")
     if colors.legend and console.is_terminal:
-        console.print(Text("  ").join(Text(f" {words} ", style=_style(color)) for words, color in colors.legend))
+        console.print(Text("  ").join(Text(f" {label} ", style=_style(color)) for label, color in colors.legend))
     console.print(_colored(row, colors.of_tokens), soft_wrap=not console.is_terminal)
     if tokens:
         _heading(console, "tokens")
         console.print(_token_table(row))
 
 
-def _heading(console: Console, words: str) -> None:
-    console.print(Rule(words, align="left", style="dim") if console.is_terminal else f"== {words} ==", markup=False)
+def _heading(console: Console, title: str) -> None:
+    console.print(Rule(title, align="left", style="dim") if console.is_terminal else f"== {title} ==", markup=False)
 
 
 def _console() -> Console:
@@ -108,7 +108,7 @@ def _number(value: float | None) -> str:
 
 
 def _tail(text: str, width: int) -> Text:
-    """The end of a text in one line: there the answer is."""
+    """The end of a text on one line, because the answer is at the end."""
     line = text.translate(_ONE_LINE)
     return Text(line if len(line) <= width else "…" + line[1 - width :], no_wrap=True)
 
@@ -126,7 +126,7 @@ def _footer(found: SampleQueryResult, run: str) -> str:
 def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     reward = "not scored" if row["reward"] is None else _number(row["reward"])
     reward = reward if row["finished"] or row["reward"] is not None else "not finished"
-    ends = {"stop": "ended by itself", "length": "cut at its budget", "room": "cut before a message", "open": "goes on"}
+    ends = {"stop": "ended naturally", "length": "truncated at its budget", "room": "truncated before a message", "open": "unfinished"}
     facts = [
         ("prompt", _joined(row["prompt_id"], row["type"], f"{row['prompt_tokens']} tokens")),
         ("answer", row["answer"]),
@@ -135,9 +135,9 @@ def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((f"  turn {turn['turn'] + 1}", _joined(_number(turn["reward"]), turn["detail"], turn["error"])) for turn in row["turns"]),
         ("tokens", f"{row['length']}, {ends[row['end']]}; {row['new_tokens']} sampled and {row['trained_tokens']} trained in this step"),
         ("advantage", f"{_number(row['advantage'])} (mean of the trained tokens)"),
-        ("mismatch", f"{_number(row['mismatch'])} (mean of |trainer's - server's log-prob|)"),
-        ("sampled", "; ".join(_stretch(segment) for segment in row["segments"])),
-        ("", "a greedy response: a baseline, which trains nothing" if row["greedy"] else ""),
+        ("mismatch", f"{_number(row['mismatch'])} (mean of |trainer's log-prob - server's|)"),
+        ("sampled", "; ".join(_describe_segment(segment) for segment in row["segments"])),
+        ("", "a greedy response: a baseline that is not trained" if row["greedy"] else ""),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -146,7 +146,7 @@ def _joined(*parts: str) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _stretch(segment: Mapping[str, Any]) -> str:
+def _describe_segment(segment: Mapping[str, Any]) -> str:
     if segment["finish_reason"] == "message":
         return f"{segment['num_tokens']} of a message"
     role = "" if segment["role"] == "policy" else f" ({segment['role']})"

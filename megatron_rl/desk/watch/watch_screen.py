@@ -1,6 +1,6 @@
-"""What `megatron-rl watch` draws of a run: one screen, in one to three columns, as wide as the terminal.
+"""Draws the screen of `megatron-rl watch`: one run in one to three columns, fitted to the terminal.
 
-A number that the run has not logged is left out. Sparklines show the whole run, from its first step to its newest.
+Metrics that the run has not logged are omitted. Sparklines show the whole run, from its first step to its newest.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ _SECTIONS: tuple[tuple[str, tuple[_MetricCell, ...]], ...] = (
 
 
 class ClippedToHeight:
-    """As much as the terminal is high; the last line says what is missing."""
+    """Clips its content to the terminal's height; the last line reports the number of missing lines."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
@@ -118,7 +118,8 @@ class ClippedToHeight:
         lines = console.render_lines(self._content, options.update(height=None), pad=False)
         if len(lines) > console.height:
             num_missing = len(lines) - console.height + 1
-            lines = [*lines[: console.height - 1], [Segment(f"{num_missing} more lines: a higher window, or --once", Style(dim=True))]]
+            hint = Segment(f"{num_missing} more lines (enlarge the terminal or use --once)", Style(dim=True))
+            lines = [*lines[: console.height - 1], [hint]]
         for index, line in enumerate(lines):
             yield from line
             if index < len(lines) - 1:
@@ -126,12 +127,12 @@ class ClippedToHeight:
 
 
 def screen(view: RunView, width: int) -> RenderableType:
-    """All there is to show; as high as it gets."""
-    parts: list[RenderableType] = [*_head(view, width), Text(), *_troubles(view)]
+    """All available information about the run, at any height."""
+    parts: list[RenderableType] = [*_head(view, width), Text(), *_alerts(view)]
     if len(view.run.steps):
         parts += [_numbers(view.run, width), Text(), *stage_rows(_newest(view.run), width), *_good(view.run)]
     elif view.status.state in ("starting", "running", "unknown"):
-        parts.append(Text("No step is done yet.", style="dim"))
+        parts.append(Text("No step has finished yet.", style="dim"))
     if view.log:
         parts += [Text(view.log[0], style="dim"), *[Text(line, overflow="ellipsis", no_wrap=True) for line in view.log[1:]]]
     return Group(*parts)
@@ -142,8 +143,8 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
     style = _STATE_STYLES.get(status.state, "white")
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append("● ", style=style).append(view.run.name, style="bold").append(f"  {status.state}", style=style)
-    where = [str(view.run.setting("preset") or ""), str(view.run.setting("schedule.mode") or ""), status.place]
-    title.append("".join(f"  {word}" for word in dict.fromkeys(filter(None, where))), style="dim")
+    details = [str(view.run.setting("preset") or ""), str(view.run.setting("schedule.mode") or ""), status.place]
+    title.append("".join(f"  {word}" for word in dict.fromkeys(filter(None, details))), style="dim")
     times = []
     if len(view.run.steps):
         times.append(duration(view.run.hours()[-1] * 3600))
@@ -152,17 +153,17 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
     remaining_s = view.remaining_s()
     if remaining_s is not None:
         times.append(f"{duration(remaining_s)} to go")
-    words = f"step {view.step}" + (f"/{total}" if total else "")
-    cells = max(0, min(40, width - len(words) - len("  ".join(times)) - 6)) if total else 0
+    progress = f"step {view.step}" + (f"/{total}" if total else "")
+    cells = max(0, min(40, width - len(progress) - len("  ".join(times)) - 6)) if total else 0
     filled = round(cells * view.share_done())
-    line = Text(f"{words}  ", no_wrap=True, overflow="ellipsis")
+    line = Text(f"{progress}  ", no_wrap=True, overflow="ellipsis")
     line.append("━" * filled, style=style).append("━" * (cells - filled), style="bright_black")
     line.append("  " + "  ".join(times))
     rows: list[RenderableType] = [title, line]
     if status.words:
         rows.append(Text(status.words, style=style))
     if status.state in ("starting", "running"):
-        # Of several spans of one stage (two windows in flight) the one that has lasted longest says enough.
+        # Of several spans of one stage (two windows in flight), the longest is shown.
         running = "  ".join(f"{name} {duration(seconds)}" for name, seconds in status.stages)
         if not running:
             running = "loads models and starts servers" if status.state == "starting" else "between two stages"
@@ -171,7 +172,7 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
 
 
 def _numbers(run: RunRecord, width: int) -> RenderableType:
-    """The sections side by side, as many as there is room for."""
+    """The sections side by side, in as many columns as fit."""
     sections = [(title, _present(run, numbers)) for title, numbers in (*_SECTIONS, ("memory", _memory(run)))]
     sections = [(title, numbers) for title, numbers in sections if numbers]
     count = 3 if width >= _THREE_COLUMNS_FROM else 2 if width >= _TWO_COLUMNS_FROM else 1
@@ -180,7 +181,7 @@ def _numbers(run: RunRecord, width: int) -> RenderableType:
     columns: list[list[RenderableType]] = [[] for _ in range(count)]
     heights = [0] * count
     for title, numbers in sections:
-        # Each section goes where there is least so far: the order is kept down and across.
+        # Each section goes to the shortest column so far, which keeps the order down and across.
         column = heights.index(min(heights))
         columns[column] += [Text(), *_section(run, title, numbers, cells)] if columns[column] else _section(run, title, numbers, cells)
         heights[column] += len(numbers) + 2
@@ -196,8 +197,8 @@ def _present(run: RunRecord, numbers: Sequence[_MetricCell]) -> list[_MetricCell
 
 
 def _memory(run: RunRecord) -> tuple[_MetricCell, ...]:
-    """The machine, and of device and host memory the stage that used the most."""
-    found = [_MetricCell("memory/host_used_share", "host used", _percent)]
+    """The node's memory, and the stage with the highest peak of device and of host memory."""
+    cells = [_MetricCell("memory/host_used_share", "host used", _percent)]
     for kind in ("device", "host"):
         peaks = {
             name: float(run.finite(name)[-20:].max())
@@ -205,8 +206,8 @@ def _memory(run: RunRecord) -> tuple[_MetricCell, ...]:
             if name.startswith("memory/") and name.endswith(f"_{kind}_gib") and len(run.finite(name))
         }
         if peaks and max(peaks.values()) > 0:
-            found.append(_MetricCell(max(peaks, key=lambda name: peaks[name]), f"{kind} peak", _gib))
-    return tuple(found)
+            cells.append(_MetricCell(max(peaks, key=lambda name: peaks[name]), f"{kind} peak", _gib))
+    return tuple(cells)
 
 
 def _section(run: RunRecord, title: str, numbers: Sequence[_MetricCell], cells: int) -> list[RenderableType]:
@@ -230,19 +231,19 @@ def _section(run: RunRecord, title: str, numbers: Sequence[_MetricCell], cells: 
 
 
 def _condensed(values: np.ndarray, cells: int) -> list[float]:
-    """Means of at most ``cells`` equal stretches."""
-    return [float(stretch.mean()) for stretch in np.array_split(values, min(cells, len(values)))]
+    """Means of at most ``cells`` intervals of equal size."""
+    return [float(interval.mean()) for interval in np.array_split(values, min(cells, len(values)))]
 
 
 def _newest(run: RunRecord) -> dict[str, float]:
-    """The metrics of the last step that ran its stages."""
+    """Metrics of the last step that ran its stages."""
     rows = np.flatnonzero(np.isfinite(run.values("step/time_s")))
     row = rows[-1] if len(rows) else len(run.steps) - 1
     return {name: float(values[row]) for name, values in run.columns.items() if np.isfinite(values[row])}
 
 
-def _troubles(view: RunView) -> list[RenderableType]:
-    """What wants to be seen first: checks that failed and the newest warnings."""
+def _alerts(view: RunView) -> list[RenderableType]:
+    """Urgent items: checks that need attention and the newest warnings."""
     rows = [
         Text.assemble(("! ", "red"), check.title, (f"  {check.detail}", "dim"))
         for check in health_checks(view.run)
@@ -256,7 +257,7 @@ def _troubles(view: RunView) -> list[RenderableType]:
 
 
 def _good(run: RunRecord) -> list[RenderableType]:
-    """The last evaluation, and the checks that nothing has to be done about, in a few words."""
+    """The last evaluation, and the titles of passed checks."""
     rows: list[RenderableType] = []
     evaluated = np.flatnonzero(np.isfinite(run.values("eval/accuracy")))
     if len(evaluated):
@@ -265,7 +266,7 @@ def _good(run: RunRecord) -> list[RenderableType]:
         rows.append(labelled_row("eval", Text(f"{evaluation_text(numbers)} at step {run.steps[row]}")))
     good = [check.title for check in health_checks(run) if check.state == "good"]
     if good:
-        rows.append(labelled_row("good", Text(", ".join([good[0], *(_lower(title) for title in good[1:])]))))
+        rows.append(labelled_row("ok", Text(", ".join([good[0], *(_lower(title) for title in good[1:])]))))
     return rows
 
 

@@ -1,1 +1,1 @@
-"""Hugging Face model folders: configurations, name tables, weights in and out."""
+"""Hugging Face model folders: checks configurations, and loads, exports and converts weights."""

@@ -1,7 +1,7 @@
-"""``megatron-rl convert``: a model between a Hugging Face folder and Megatron's distributed checkpoint (torch_dist).
+"""``megatron-rl convert``: converts between a Hugging Face folder and Megatron's distributed checkpoint (torch_dist).
 
-Invariants: tensors are read, rearranged and written one parameter at a time, so that memory holds a parameter and, on
-the way to Hugging Face, the file being filled; the bits and dtypes of every tensor survive a round trip; nothing is
+Invariants: tensors are read, rearranged and written one parameter at a time, so memory contains one parameter and, in
+the direction of Hugging Face, the file being filled; a round trip keeps the bits and dtypes of every tensor; nothing is
 written before every tensor has been found with its shape; the output folder appears once it is complete. One process,
 no GPU. A distributed checkpoint does not depend on a parallel layout: any layout loads it.
 """
@@ -36,20 +36,20 @@ from megatron_rl.system.files.atomic_files import atomic_folder
 
 _WHOLE = Shard(0, 1)
 _MTP_FOLDER = "mtp"
-"""Inside a distributed checkpoint: layers that go along without being part of Megatron's model."""
+"""Subfolder of a distributed checkpoint with the multi-token-prediction layers, which are not part of Megatron's model."""
 _TRANSPOSED_MARK = "experts_as_transformers_saves_them"
-"""An empty file inside a distributed checkpoint: its stacked experts go back the way they came (``CheckpointSource``)."""
+"""Empty file that marks stacked experts as transposed in the source, so that ``--to hf`` restores this (``CheckpointSource``)."""
 _NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
-"""What training checkpoints hold next to the model, by the beginnings of its keys."""
+"""Prefixes of keys in training checkpoints that are not weights."""
 
 
 @dataclass(frozen=True)
 class Conversion:
     num_tensors: int
-    """Hugging Face tensors that went over."""
+    """Number of converted Hugging Face tensors."""
     num_bytes: int
     left_out: list[str]
-    """Tensors of the input that the output does not hold."""
+    """Tensors of the input that are not in the output."""
 
 
 def convert(
@@ -64,18 +64,25 @@ def convert(
 ) -> Conversion:
     """Convert ``input_folder`` into ``output_folder``, which must not exist; ``to`` is "megatron" or "hf".
 
-    ``config_folder`` holds config.json and the tokenizer; by default the input does. ``parallel`` is a layout that the
-    model is meant for (default: one rank): it is checked, and changes nothing in the files. ``mtp``: what becomes of multi-token-prediction
-    layers; where the input has some, it must be said. Kept, they are in ``_MTP_FOLDER`` of the distributed checkpoint,
-    as safetensors. Errors: OSError, ModelError, WeightsError.
+    Args:
+        input_folder, output_folder: source and target.
+        to: "megatron" or "hf".
+        config_folder: folder with config.json and the tokenizer; by default the input folder.
+        parallel: a layout in which the model will run (default: one rank). It is checked and does not change the files.
+        mtp: keep or drop multi-token-prediction layers; required if the input has some. Kept layers are stored as
+            safetensors in ``_MTP_FOLDER`` of the distributed checkpoint.
+        max_shard_bytes: largest size of a safetensors file.
+
+    Raises:
+        OSError, ModelError, WeightsError: input or output cannot be read or written, or do not match config.json.
     """
     source, target = Path(input_folder), Path(output_folder)
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists; give an output folder that does not, or remove it")
     if config_folder is None and source.is_dir() and not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} holds no config.json; name a folder that does with --config-from")
+        raise FileNotFoundError(f"{source} has no config.json; name a folder that has one with --config-from")
     if to == "megatron" and (source / "metadata.json").is_file():
-        raise WeightsError(f"{source} is a distributed checkpoint of Megatron already; --to hf converts it back")
+        raise WeightsError(f"{source} is already a distributed checkpoint of Megatron; --to hf converts it back")
     config_folder = Path(config_folder or source)
     config = load_hf_config(config_folder)
     check_layout(config, parallel or ParallelConfig())
@@ -135,16 +142,19 @@ def _to_megatron(
 
 
 def _kept(config: PretrainedConfig, folder: Path, mtp: Mtp | None) -> list[str]:
-    """The tensors of multi-token-prediction layers in ``folder`` (of safetensors, if it is there) that go over."""
+    """Names of the multi-token-prediction tensors in ``folder`` (if it has safetensors) to be converted.
+
+    Raises WeightsError if ``mtp`` is None and there are such tensors, or if it is ``keep`` and there are none.
+    """
     has_weights = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     names = mtp_names(config, CheckpointSource(folder)) if has_weights else []
     if names and mtp is None:
         raise WeightsError(
-            f"{folder} holds {len(names)} tensors of multi-token-prediction layers, {names[0]} first; say what becomes "
-            "of them: --mtp keep carries them along, --mtp drop leaves them out"
+            f"{folder} has {len(names)} tensors of multi-token-prediction layers, {names[0]} first; choose how they are "
+            "handled: --mtp keep copies them, --mtp drop omits them"
         )
     if mtp is Mtp.keep and not names:
-        raise WeightsError(f"{folder} holds no tensors of multi-token-prediction layers to keep; leave --mtp keep out")
+        raise WeightsError(f"{folder} has no tensors of multi-token-prediction layers to keep; omit --mtp keep")
     return names if mtp is Mtp.keep else []
 
 
@@ -169,7 +179,7 @@ def _to_hf(
         for piece in parameter.pieces():
             checkpoint.check(piece, parameter.entry)
     check_no_unknown_tensors(config, source, unknown)
-    # A checkpoint of a run holds trained layers alone: the others are in the folder that it started from.
+    # A run's checkpoint has trained layers only: the multi-token-prediction layers are in the folder that it started from.
     mtp_folder = source / _MTP_FOLDER if (source / _MTP_FOLDER).is_dir() else config_folder
     kept = _kept(config, mtp_folder, mtp)
     num_tensors = len(kept)

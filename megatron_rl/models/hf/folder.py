@@ -1,4 +1,4 @@
-"""Model folders as Hugging Face has them: safetensors, config.json, tokenizer."""
+"""Writes Hugging Face model folders: safetensors, config.json, tokenizer."""
 
 import json
 import os
@@ -27,11 +27,11 @@ _COPIED_FILES = (
     "generation_config.json",
     "*processor_config.json",
 )
-"""What goes with the weights into a saved folder: tokenizer, generation settings and image processor."""
+"""Patterns of the files copied into a saved folder: tokenizer, generation settings and image processor."""
 
 
 def copy_files(source: Path, target: Path, *further: str) -> None:
-    """What goes with the weights, and files of the names ``further``, from folder to folder. Raises OSError."""
+    """Copy tokenizer, generation settings, image processor, and files matching ``further``. Raises OSError."""
     for pattern in (*further, *_COPIED_FILES):
         for file in source.glob(pattern):
             if file.is_file():
@@ -39,10 +39,10 @@ def copy_files(source: Path, target: Path, *further: str) -> None:
 
 
 def uncopied_files(source: Path) -> list[str]:
-    """Names of files in ``source`` that neither ``copy_files`` nor a conversion of weights takes along."""
-    taken = ("config.json", "*.safetensors", INDEX_FILE, "*.distcp", "common.pt", "metadata.json", ".*", *_COPIED_FILES)
+    """Names of files in ``source`` that neither ``copy_files`` nor a conversion of weights transfers."""
+    known = ("config.json", "*.safetensors", INDEX_FILE, "*.distcp", "common.pt", "metadata.json", ".*", *_COPIED_FILES)
     files = sorted(file.name for file in source.iterdir() if file.is_file())
-    return [name for name in files if not any(fnmatch(name, pattern) for pattern in taken)]
+    return [name for name in files if not any(fnmatch(name, pattern) for pattern in known)]
 
 
 class FolderWriter:
@@ -51,9 +51,13 @@ class FolderWriter:
     def __init__(
         self, source: Path, folder: Path, *, target: Path, max_shard_bytes: int, keeps_mtp: bool = False
     ) -> None:
-        """``source`` has config.json and the tokenizer; ``target`` is what errors call the folder.
-
-        ``keeps_mtp``: multi-token-prediction layers are among the tensors.
+        """
+        Args:
+            source: folder with config.json and the tokenizer.
+            folder: the (temporary) folder to write.
+            target: the folder's name in error messages.
+            max_shard_bytes: largest size of a file, unless a single tensor is larger.
+            keeps_mtp: True if multi-token-prediction layers are among the tensors.
         """
         self.source, self.folder, self.target, self.max_shard_bytes = source, folder, target, max_shard_bytes
         self.keeps_mtp = keeps_mtp
@@ -64,22 +68,22 @@ class FolderWriter:
         self.dtype: torch.dtype | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a copy of ``tensor``, sooner or later. Raises OSError."""
+        """Queue a copy of ``tensor``; writes a file once enough tensors are pending. Raises OSError."""
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.pending_bytes + size > self.max_shard_bytes:
             self._flush()
-        # A copy where the tensor is the live parameter, or a view that safetensors would refuse.
+        # A copy, because the tensor may be the live parameter, or a view that safetensors would refuse.
         self.pending[name] = tensor.detach().cpu().clone()
         self.pending_bytes += size
         self.total_bytes += size
         self.dtype = self.dtype or tensor.dtype
 
     def adopt(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
-        """Take over a file of ``folder`` that a rank has written. Raises OSError."""
+        """Add a file of ``folder`` that another rank has written. Raises OSError if the file is missing or too small."""
         size = sum(header.num_bytes for header in tensors)
         if not path.exists() or path.stat().st_size < size:
             raise OSError(
-                "a rank on another machine has written a part of it that cannot be seen here; give a folder on a file "
+                "a file written by a rank on another node is missing or incomplete on this node; use a folder on a file "
                 "system that all ranks share"
             )
         os.rename(path, self._shard_path(len(self.shards)))
@@ -88,13 +92,13 @@ class FolderWriter:
         self.dtype = self.dtype or tensors[0].dtype
 
     def finish(self) -> None:
-        """Write what is pending, config.json and the tokenizer."""
+        """Write the pending tensors, config.json and the tokenizer."""
         self.finish_weights()
         self._write_config()
         copy_files(self.source, self.folder)
 
     def finish_weights(self) -> None:
-        """Write what is pending, without config.json and tokenizer: a folder of weights alone."""
+        """Write the pending tensors and the index, without config.json and tokenizer."""
         self._flush()
         if len(self.shards) == 1:
             os.rename(self._shard_path(0), self.folder / SINGLE_FILE)
@@ -113,7 +117,7 @@ class FolderWriter:
         try:
             save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
         except SafetensorError as error:
-            # Of an error while writing it keeps the text alone; tensors that cannot be serialised do not come here.
+            # SafetensorError carries only the text of an OSError. Unserializable tensors, its other cause, cannot occur here.
             raise OSError(f"{self.target} could not be written: {error}") from error
         self.shards.append(list(self.pending))
         self.pending, self.pending_bytes = {}, 0

@@ -1,10 +1,11 @@
-"""Whole tensors from the ranks that hold shards of them.
+"""Assembles full tensors from the ranks that own their shards.
 
-The tensor-parallel ranks of the stage that owns a tensor send their shards to the first of them, which sends the whole tensor
-where it is wanted (``GatherTarget``). Of the ranks that hold copies (data- and context-parallel ones) only the first take
-part. Experts have their own split: by expert over the expert-parallel ranks, each within those over the
-expert-tensor-parallel ranks. What one rank sends of tensors that follow one another, a layer's experts above all, goes as one
-message.
+The tensor-parallel ranks of the stage that owns a tensor send their shards to their first rank, which sends the full
+tensor to its ``GatherTarget``. Among replicas (data- and context-parallel ranks) only the first ranks take part. Experts
+have their own split: by expert over the expert-parallel ranks, and each expert over the expert-tensor-parallel ranks.
+Consecutive tensors with the same sender, mainly a layer's experts, are sent as one message.
+
+Ranks wait for each other at each message; with ``Destination.stage``, only ranks of the same stage do.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,24 +27,24 @@ from megatron_rl.models.hf.tensor_sources import WeightsError
 from megatron_rl.parallel.topology import local_device
 
 MESSAGE_BYTES = 256 * 2**20
-"""Most that goes as one message, but for a larger tensor: enough that its start costs nothing next to it, and no more, for sender
-and receiver hold it beside the bucket that it goes to."""
+"""Largest message, unless a single tensor is larger: large enough to hide the latency of a message, and not larger,
+because sender and receiver store the message in addition to the bucket that it is copied to."""
 
 
 class GatherTarget(Enum):
-    """Where ``gather`` puts a model's tensors together."""
+    """Ranks that receive the full tensors of ``gather``."""
 
     driver = "driver"
-    """All of them on rank 0."""
+    """All tensors on rank 0."""
     stage = "stage"
-    """Those of a pipeline stage on the stage's first rank; stages do not wait for each other."""
+    """A pipeline stage's tensors on the stage's first rank; stages do not wait for each other."""
     everywhere = "everywhere"
-    """All of them on every rank."""
+    """All tensors on every rank."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The ranks that put a tensor together: ``group`` of them, of which global rank ``first`` sends it on."""
+    """The ranks (``group``) that assemble a tensor; global rank ``first`` gets the full tensor and sends it."""
 
     first: int
     group: dist.ProcessGroup
@@ -52,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter of the whole model, and who has it."""
+    """A full (unsharded) parameter and the ranks that own its shards."""
 
     entry: Entry
     stage: int
@@ -65,8 +66,9 @@ class ShardedParameter:
 
 
 def sharded_parameters(parameters: dict[str, Tensor], hf_config: PretrainedConfig, role: Role) -> list[ShardedParameter]:
-    """Every parameter of the whole model, in the order of the files; collective over the stages, and the same from one call to the
-    next.
+    """All parameters of the whole model, in the order of the files; collective over the stages.
+
+    The result is the same at every call for the same model, so callers may cache it.
     """
     by_stage, sizes = dtypes_by_stage(parameters), dims(hf_config)
     held = []
@@ -77,7 +79,7 @@ def sharded_parameters(parameters: dict[str, Tensor], hf_config: PretrainedConfi
 
 
 def owner_of(entry: Entry, stage: int, sizes: Dims) -> Owner:
-    """Who puts ``entry`` together on pipeline stage ``stage``."""
+    """The ranks that assemble ``entry`` on pipeline stage ``stage``."""
     rank, expert = dist.get_rank(), expert_of(entry.megatron)
     group = parallel_state.get_tensor_model_parallel_group()
     first = first_rank_of(stage)
@@ -91,29 +93,32 @@ def owner_of(entry: Entry, stage: int, sizes: Dims) -> Owner:
 def gather(
     held: Iterable[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, to: GatherTarget
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
-    """Each entry, in order, with what its transform gives of it: tensors on the ranks that ``to`` names, Nones elsewhere."""
+    """Yield each entry, in order, with its full tensors on the ranks of ``to``, and with Nones on other ranks."""
     own_stage = parallel_state.get_pipeline_model_parallel_rank()
     if to is GatherTarget.stage:
-        # The stages go at their own pace: none waits for another's tensors.
-        held = (one for one in held if one.stage == own_stage)
+        # Skipping the other stages' entries lets each stage run at its own pace.
+        held = (parameter for parameter in held if parameter.stage == own_stage)
     for message in messages(held, to):
         target = first_rank_of(message[0].stage) if to is GatherTarget.stage else 0
         yield from collect(message, parameters, sizes, None if to is GatherTarget.everywhere else target)
 
 
 def messages(held: Iterable[ShardedParameter], to: GatherTarget) -> Iterator[list[ShardedParameter]]:
-    """Runs of entries that one rank sends on in one message, of one dtype; an entry that is where it is wanted is alone."""
+    """Group consecutive entries with the same sender and dtype into messages.
+
+    An entry whose sender is also its destination needs no sending and forms a separate message.
+    """
     run: list[ShardedParameter] = []
     num_bytes = 0
-    for one in held:
-        target = first_rank_of(one.stage) if to is GatherTarget.stage else 0
-        travels = to is GatherTarget.everywhere or one.owner.first != target
-        is_next = run and (one.stage, one.owner.first, one.dtype) == (run[0].stage, run[0].owner.first, run[0].dtype)
-        if run and not (travels and is_next and num_bytes + one.num_bytes <= MESSAGE_BYTES):
+    for item in held:
+        target = first_rank_of(item.stage) if to is GatherTarget.stage else 0
+        is_sent = to is GatherTarget.everywhere or item.owner.first != target
+        is_next = run and (item.stage, item.owner.first, item.dtype) == (run[0].stage, run[0].owner.first, run[0].dtype)
+        if run and not (is_sent and is_next and num_bytes + item.num_bytes <= MESSAGE_BYTES):
             yield run
             run, num_bytes = [], 0
-        run.append(one)
-        num_bytes += one.num_bytes
+        run.append(item)
+        num_bytes += item.num_bytes
     if run:
         yield run
 
@@ -121,9 +126,9 @@ def messages(held: Iterable[ShardedParameter], to: GatherTarget) -> Iterator[lis
 def collect(
     message: Sequence[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, target: int | None
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
-    """Each entry of one message with its whole tensors on rank ``target`` (None: on all ranks), Nones elsewhere."""
+    """Yield each entry of one message with its full tensors on rank ``target`` (None: all ranks), and Nones elsewhere."""
     rank, owner = dist.get_rank(), message[0].owner
-    own = [_put_together(one, parameters.get(one.entry.megatron), sizes) for one in message] if owner.is_here else []
+    own = [_assemble(item, parameters.get(item.entry.megatron), sizes) for item in message] if owner.is_here else []
     has_all, is_wanted = rank == owner.first, target in (None, rank)
     flat = None
     if target is None or (owner.first != target and (has_all or is_wanted)):
@@ -131,24 +136,24 @@ def collect(
         if target is None:
             dist.broadcast(flat, src=owner.first)
         else:
-            _pass_on(flat, source=owner.first, target=target)
+            _send(flat, source=owner.first, target=target)
     start = 0
-    for index, one in enumerate(message):
-        tensors: list[Tensor | None] = [None] * len(one.entry.hf)
+    for index, item in enumerate(message):
+        tensors: list[Tensor | None] = [None] * len(item.entry.hf)
         if is_wanted and has_all:
             tensors = list(own[index] or tensors)
         elif is_wanted and flat is not None:
-            for i, shape in enumerate(one.entry.shapes):
+            for i, shape in enumerate(item.entry.shapes):
                 tensors[i] = flat[start : start + prod(shape)].view(shape)
                 start += prod(shape)
-        yield one.entry, tensors
+        yield item.entry, tensors
 
 
-def _pass_on(flat: Tensor, *, source: int, target: int) -> None:
-    """From one rank to another, both of which call it."""
+def _send(flat: Tensor, *, source: int, target: int) -> None:
+    """Send ``flat`` from rank ``source`` to rank ``target``; both ranks call this function."""
     is_source = dist.get_rank() == source
-    # In a batch it goes through the communicator of all ranks (topology.initialize); alone, NCCL makes one for each pair, and a
-    # rank with experts of 31 others would have 31 more.
+    # Batched, because a batch uses the communicator of all ranks (topology.initialize); for a single message NCCL creates one
+    # communicator per pair of ranks, which would be 31 more on a rank that receives experts of 31 others.
     message = dist.P2POp(dist.isend, flat, target) if is_source else dist.P2POp(dist.irecv, flat, source)
     for work in dist.batch_isend_irecv([message]):
         work.wait()
@@ -160,15 +165,15 @@ def _flat(own: Sequence[list[Tensor] | None]) -> Tensor:
 
 
 def _empty(message: Sequence[ShardedParameter]) -> Tensor:
-    size = sum(prod(shape) for one in message for shape in one.entry.shapes)
+    size = sum(prod(shape) for item in message for shape in item.entry.shapes)
     return torch.empty(size, dtype=message[0].dtype, device=local_device())
 
 
-def _put_together(held: ShardedParameter, parameter: Tensor | None, sizes: Dims) -> list[Tensor] | None:
-    """The whole tensors of an entry on rank ``owner.first``, None on the others of its group; collective over the group."""
+def _assemble(held: ShardedParameter, parameter: Tensor | None, sizes: Dims) -> list[Tensor] | None:
+    """Full tensors of an entry on rank ``owner.first``, None on the group's other ranks; collective over the group."""
     rank, owner, entry = dist.get_rank(), held.owner, held.entry
     if parameter is None:
-        raise WeightsError(f"rank {rank} does not hold Megatron's parameter {entry.megatron}, though it should")
+        raise WeightsError(f"rank {rank} does not have Megatron's parameter {entry.megatron}, although it should")
     shards = [parameter.detach()]
     if entry.transform.is_split and owner.group.size() > 1:
         shards = [torch.empty_like(parameter) for _ in range(owner.group.size())] if rank == owner.first else []

@@ -1,4 +1,4 @@
-"""From a model's config.json and a parallel layout to Megatron's configuration, refusing layouts that do not fit."""
+"""Translates a model's config.json and a parallel layout to Megatron's configuration; refuses layouts that do not fit."""
 
 import importlib.util
 from typing import Any
@@ -36,8 +36,8 @@ def megatron_config(
     """Keyword arguments of Megatron's TransformerConfig and of GPTModel (without layer spec and stage flags).
 
     ``overrides`` replace fields of TransformerConfig. Gradients are sums over tokens
-    (``calculate_per_token_loss``): the training loop hands the schedule a loss sum and a token count. Raises ValueError
-    where the model does not fit the parallel layout.
+    (``calculate_per_token_loss``): the training loop passes the schedule a loss sum and a token count. Raises ValueError
+    if the model does not fit the parallel layout.
     """
     check_layout(hf_config, parallel)
     sizes, rope, text = dims(hf_config), rope_parameters(hf_config), text_config(hf_config)
@@ -49,7 +49,7 @@ def megatron_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
-        # Weights come from a checkpoint or from RandomSource, so Megatron leaves memory as it finds it.
+        # Megatron must not initialize parameters, because weights come from a checkpoint or from RandomSource.
         "use_cpu_initialization": True,
         "perform_initialization": False,
         **_recompute(recompute, hf_config, with_grouped_experts=bool(overrides.get("moe_grouped_gemm"))),
@@ -70,7 +70,7 @@ def megatron_config(
 
 
 def _architecture(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """What all families share."""
+    """Fields that all families share."""
     sizes, text = dims(hf_config), text_config(hf_config)
     return dict(
         num_layers=text.num_hidden_layers,
@@ -100,15 +100,15 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
         pipeline_model_parallel_layout=megatron_stages(parallel),
-        # Packs differ in length (parallel/pipeline_shapes.py), and Megatron asks for this dispatcher with it, for dense models too.
+        # Packs differ in length (parallel/pipeline_shapes.py); Megatron then requires this dispatcher, even for dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # With gloo, freeing a sent output early corrupts what is still on its way.
+        # Off with gloo, because freeing a sent output early corrupts data in transit.
         deallocate_pipeline_outputs=torch.cuda.is_available(),
-        # Batched messages cannot be told apart where two stages are each other's neighbours on both sides.
+        # Not batched if interleaved: with two stages, messages to the next and to the previous stage could be confused.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        # A wait for the GPU after every message, for versions of PyTorch before 2.
+        # Off: a synchronization after every message that only PyTorch 1 needed.
         batch_p2p_sync=False,
     )
 
@@ -121,9 +121,9 @@ def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # Of packs, Megatron's fused branch drops the factor on cosine and sine without a word.
+        # Only without a factor on cosine and sine, which Megatron's fused kernel silently ignores for packs.
         apply_rope_fusion=with_te and inverse_frequencies(hf_config)[1] == 1.0,
-        # Of Megatron's own linear layers, by a kernel of Apex; Transformer Engine's have theirs (training/ddp.py).
+        # For Megatron's own linear layers, with a kernel of Apex; Transformer Engine has its own (training/ddp.py).
         gradient_accumulation_fusion=on_gpu
         and not with_te
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
@@ -131,9 +131,9 @@ def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _recompute(recompute: Recompute, hf_config: PretrainedConfig, *, with_grouped_experts: bool) -> dict[str, Any]:
-    """What the backward pass computes again.
+    """Fields that select the activations recomputed in backward.
 
-    Not the core of attention: flash attention keeps no scores, so that would cost time and save nothing.
+    Core attention is not recomputed: flash attention stores no scores, so recomputing would cost time and save nothing.
     """
     if recompute is Recompute.none:
         return {}
@@ -141,27 +141,27 @@ def _recompute(recompute: Recompute, hf_config: PretrainedConfig, *, with_groupe
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     modules = ["mlp"]
     modules += ["mla_up_proj"] if family_of(hf_config).is_latent else []
-    # Without Transformer Engine, Megatron 0.16.1 finds a name missing when it recomputes a norm.
+    # Megatron 0.16.1 fails with an undefined name if it recomputes a norm without Transformer Engine.
     modules += ["layernorm"] if has_transformer_engine() else []
     modules += ["moe_act"] if with_grouped_experts else []
     return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
 def _check_rope_fusion(hf_config: PretrainedConfig, is_fused: bool) -> None:
-    """Raises ModelError where ``policy.megatron`` or ``critic.megatron`` ask for what would be computed wrong."""
+    """Raise ModelError if a recipe fuses rotary embeddings although the fused kernel would compute this model wrongly."""
     factor = inverse_frequencies(hf_config)[1]
     if is_fused and factor != 1.0:
         raise ModelError(
             f"megatron.apply_rope_fusion=true: the model's rotary embedding has an attention factor of {factor:.6g} (yarn), "
-            "which Megatron's fused kernel leaves out for packed sequences; leave the field out"
+            "which Megatron's fused kernel ignores for packed sequences; remove the field"
         )
 
 
 def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Latent attention's own fields.
+    """Additional fields of latent attention.
 
-    "yarn" makes it ask its embedding for a factor; models/rope.py installs the embedding itself. The two numbers are
-    those of the softmax scale.
+    "yarn" makes attention read a factor from its embedding, which models/rope.py installs. The last two fields enter the
+    softmax scale.
     """
     if not family_of(hf_config).is_latent:
         return {}
@@ -175,12 +175,12 @@ def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def transformer_class(hf_config: PretrainedConfig) -> type[TransformerConfig]:
-    """Which of Megatron's configurations takes the keyword arguments of ``megatron_config``."""
+    """Megatron's configuration class for the keyword arguments of ``megatron_config``."""
     return MLATransformerConfig if family_of(hf_config).is_latent else TransformerConfig
 
 
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
+    """Raise ModelError, with the keys, if the model cannot be split according to ``parallel``."""
     text, tp = text_config(hf_config), parallel.tensor_parallel_size
     sizes = dims(hf_config)
     for name, size in split_sizes(hf_config).items():
@@ -196,7 +196,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
         if first < needed:
             raise ModelError(
                 f"the model's first {needed} layers take image features (deepstack_visual_indexes), but the first "
-                f"pipeline stage holds {first}; give it more with parallel.pipeline_layers, or lower "
+                f"pipeline stage has {first}; give it more with parallel.pipeline_layers, or lower "
                 "parallel.pipeline_parallel_size or parallel.virtual_pipeline_size"
             )
     if family_of(hf_config).is_latent and tp > 1 and not parallel.sequence_parallel:
@@ -204,5 +204,5 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
 
 
 def needs_sequence_parallelism(hf_config: PretrainedConfig) -> bool:
-    """Whether Megatron splits this model over tensor-parallel ranks with sequence parallelism only."""
+    """Return whether Megatron splits this model over tensor-parallel ranks only with sequence parallelism."""
     return bool(dims(hf_config)["experts"]) or family_of(hf_config).is_latent

@@ -1,4 +1,4 @@
-"""Whether the models of a recipe can be built and filled: what loading them would refuse, before anything is started."""
+"""Checks before any process starts that the models of a recipe can be built and loaded."""
 
 from megatron_rl.config.checks.data_settings import folders_read
 from megatron_rl.config.derived import needs_critic
@@ -9,28 +9,29 @@ from megatron_rl.errors import ConfigError, UserError
 
 
 def check_models(config: Config, command: str) -> None:
-    """ConfigError naming the key for a folder whose model the trainer does not compute, or whose weights do not fit.
+    """Raise ConfigError, with the key, for a folder whose model is not supported or whose weights do not fit.
 
-    Reads config.json and the headers of the weights. The libraries that know more than the schema are imported only here.
+    Reads config.json and the headers of the weights.
     """
+    # Imported here, because these modules import torch and Megatron, which checking only the schema does not need.
     from megatron_rl.models.hf.megatron_config import check_layout
     from megatron_rl.models.hf.model_config import load_hf_config
     from megatron_rl.models.hf.mtp import check_mtp_present
     from megatron_rl.models.hf.weights import checked_source
 
-    valued = {"critic.path", "reward.process.path"}
+    value_models = {"critic.path", "reward.process.path"}
     if command == "reward-train" and config.reward_train.kind is not RewardModelKind.pairwise:
-        valued.add("policy.path")
+        value_models.add("policy.path")
     for key, folder in folders_read(config, command).items():
         has_weights = key != "policy.path" or config.policy.init is Init.checkpoint
         try:
             hf_config = load_hf_config(folder)
-            check_layout(hf_config, critic_layout(config) if key in valued - {"policy.path"} else config.parallel)
+            check_layout(hf_config, critic_layout(config) if key in value_models - {"policy.path"} else config.parallel)
             if key == "policy.path" and command in RL_COMMANDS and needs_critic(config) and not config.critic.path:
                 check_layout(hf_config, critic_layout(config))
             if key == "policy.path" and config.policy.mtp is Mtp.keep:
                 check_mtp_present(hf_config, folder, remedy="set policy.mtp=drop")
             if has_weights:
-                checked_source(hf_config, folder, "critic" if key in valued else "policy")
+                checked_source(hf_config, folder, "critic" if key in value_models else "policy")
         except (UserError, OSError) as error:
             raise ConfigError(f"{key}: {error}") from error

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, refused where Megatron would silently compute something else."""
+"""Loads a Hugging Face config.json, and refuses models that Megatron would silently compute differently."""
 
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,32 @@ from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on the length of the sequence at hand."""
+"""Rotary types whose frequencies do not depend on the sequence length."""
 
 
 def load_hf_config(path: str | Path) -> PretrainedConfig:
     """Read and check ``path``/config.json.
 
-    Errors: FileNotFoundError where folder or file is missing, ModelError for malformed JSON, a model family that is not
-    supported, or a feature of it that is not.
+    Raises:
+        FileNotFoundError: folder or file is missing.
+        ModelError: malformed JSON, or a model family or feature that is not supported.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"model folder {folder} does not exist; a path is a local folder, not a hub repository")
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; a Hugging Face model folder is expected")
+        raise FileNotFoundError(f"{folder} has no config.json; a Hugging Face model folder is expected")
     model_type = read_model_json(folder).get("model_type")
     if not is_supported(model_type):
         raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
-    # Configurations of some families import torchvision, for models that this project never builds.
+    # Declared first, because some families' configurations import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # its constructors check what they like, in their own ways
+    except Exception as error:  # the constructors of transformers raise various exceptions
         reason = " ".join(str(error).split())
-        raise ModelError(f"{file} is not a configuration that transformers takes: {reason}") from error
+        raise ModelError(f"{file} is not a configuration that transformers accepts: {reason}") from error
     _check_features(config, file)
     return config
 
@@ -63,13 +64,13 @@ def _check_fields(config: PretrainedConfig, file: Path) -> None:
     if any(kind != "full_attention" for kind in getattr(text_config(config), "layer_types", None) or ()):
         expected["layer_types"] = ["full_attention"] * text_config(config).num_hidden_layers
     for name, value in expected.items():
-        found = getattr(text_config(config), name, value)
-        # null, false and 0 say the same.
-        if found != value and (found or value):
-            raise ModelError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
+        actual = getattr(text_config(config), name, value)
+        # null, false and 0 are equivalent.
+        if actual != value and (actual or value):
+            raise ModelError(f"{file}: {name} = {actual!r} is not supported for {config.model_type}, only {value!r}")
     if getattr(config, "quantization_config", None):
         raise ModelError(
-            f"{file}: quantization_config: quantised weights are not read; give a copy in bfloat16 or float32, "
+            f"{file}: quantization_config: quantized weights are not supported; use a copy in bfloat16 or float32, "
             "without quantization_config"
         )
 
@@ -92,7 +93,7 @@ def _check_attention(config: PretrainedConfig, file: Path) -> None:
     if family.is_latent and sizes["heads"] != sizes["groups"]:
         raise ModelError(
             f"{file}: num_key_value_heads {sizes['groups']} is not num_attention_heads {sizes['heads']}; with latent "
-            "attention every head has a key of its own"
+            "attention every head has its own key"
         )
 
 
@@ -120,7 +121,8 @@ def _check_rope(config: PretrainedConfig, file: Path) -> None:
     if 2 * len(frequencies) != rotated or not frequencies.isfinite().all():
         raise ModelError(
             f"{file}: rope_parameters {rope} give {len(frequencies)} frequencies, finite or not, for {rotated} rotary "
-            "dimensions of a head; expected a finite one for every two (see factor, head_dim, qk_rope_head_dim)"
+            "dimensions of a head; expected one finite frequency per two dimensions (see factor, head_dim, "
+            "qk_rope_head_dim)"
         )
 
 
@@ -157,7 +159,7 @@ def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
         raise ModelError(f"{file}: num_experts_per_tok {chosen} is not in [1, {experts}], the number of experts")
     if chosen == 1 and getattr(text, "norm_topk_prob", True):
         raise ModelError(
-            f"{file}: num_experts_per_tok 1 with normalised probabilities gives every expert the weight 1, which "
+            f"{file}: num_experts_per_tok 1 with normalized probabilities gives every expert the weight 1, which "
             "Megatron Core does not compute; expected at least 2, or norm_topk_prob false"
         )
     groups, chosen_groups = router_groups(config)

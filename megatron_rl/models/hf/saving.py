@@ -1,8 +1,8 @@
-"""A Hugging Face folder that all ranks write together: each its own files, rank 0 the index, config.json and the tokenizer.
+"""Saves a Hugging Face folder from all ranks: each rank writes its own files, rank 0 index, config.json and tokenizer.
 
-Who waits for whom: the ranks for the folder that rank 0 makes, then only for the peers with which they put tensors
-together; rank 0 for the slowest rank, and all for rank 0, which gives the folder its name. What one rank cannot write is
-raised on all of them, after each has walked its tensors to their end.
+All ranks wait until rank 0 has created the folder, then only for the peers with which they assemble tensors. Rank 0 waits
+for the slowest rank, and all ranks wait until rank 0 has renamed the folder. A write error of one rank is raised on all
+ranks, after each rank has exhausted its tensors.
 """
 
 import time
@@ -20,7 +20,7 @@ from megatron_rl.parallel.topology import control_plane
 from megatron_rl.system.files.atomic_files import atomic_folder
 
 _SLOWEST_BYTES_PER_S = 50e6
-"""Of a rank's storage: how long the others wait for it."""
+"""Slowest expected storage of a rank, which sets the timeout of the other ranks."""
 _REPORT_S = 10.0
 
 
@@ -30,14 +30,14 @@ class SharedSave:
 
     target: Path
     files: Sequence[Sequence[Sequence[TensorSpec]]]
-    """By rank: its files, and the tensors of each in their order."""
+    """For each rank, its files; for each file, the specs of its tensors in order."""
     finish: Callable[[Path], None]
-    """On rank 0: gives the files in the folder their names and writes the rest of it. Raises OSError."""
+    """Called on rank 0 to rename the files in the folder and to write the remaining files. Raises OSError."""
     progress: Callable[[str], None]
-    """Told on rank 0 now and then."""
+    """Called on rank 0 with a message every few seconds."""
 
     def run(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """``tensors``: this rank's own, as planned. Raises OSError on every rank."""
+        """Save ``tensors``, this rank's share of the plan; collective. Raises OSError on every rank."""
         rank = dist.get_rank()
         failure = self._lead(tensors) if rank == 0 else ""
         if rank != 0 and (folder := collectives.broadcast_object(None, what=self._what)):
@@ -48,44 +48,46 @@ class SharedSave:
 
     @property
     def _what(self) -> str:
-        return f"its part of the saved model {self.target}"
+        return f"this rank's part of the saved model {self.target}"
 
     @property
     def _timeout_s(self) -> float:
-        most = max(sum(header.num_bytes for file in files for header in file) for files in self.files)
-        return control_plane().timeout_s + most / _SLOWEST_BYTES_PER_S
+        largest = max(sum(header.num_bytes for file in files for header in file) for files in self.files)
+        return control_plane().timeout_s + largest / _SLOWEST_BYTES_PER_S
 
     def _lead(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        is_told = False
+        """Save on rank 0; returns the error message of any rank, or an empty string."""
+        is_announced = False
         try:
             with atomic_folder(self.target) as folder:
                 collectives.broadcast_object(str(folder), what=self._what)
-                is_told = True
+                is_announced = True
                 failures = self._write_own(folder, tensors)
                 if any(failures):
-                    raise OSError("; ".join(f"rank {rank}: {said}" for rank, said in enumerate(failures) if said))
+                    raise OSError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(failures) if error))
                 self.finish(folder)
         except OSError as error:
-            if not is_told:
+            # The other ranks wait for the folder's name: an empty name reports that there is none.
+            if not is_announced:
                 collectives.broadcast_object("", what=self._what)
             return str(error)
         return ""
 
     def _write_own(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """What went wrong, by rank, on rank 0."""
+        """Write this rank's files; returns the error messages of all ranks (empty strings for none) on rank 0."""
         rank, failure = dist.get_rank(), ""
         writer = RankWriter(folder, rank, self.files[rank])
-        said_at = time.monotonic()
+        reported_at = time.monotonic()
         for name, tensor in tensors:
-            # After a failure the tensors are still taken: the peers of this rank would wait for it otherwise.
+            # After a failure the remaining tensors are still iterated, because assembling them is collective.
             if failure:
                 continue
             try:
                 writer.add(name, tensor)
             except OSError as error:
                 failure = str(error)
-            if rank == 0 and time.monotonic() - said_at > _REPORT_S:
-                said_at = time.monotonic()
+            if rank == 0 and time.monotonic() - reported_at > _REPORT_S:
+                reported_at = time.monotonic()
                 total = sum(header.num_bytes for files in self.files for file in files for header in file)
                 self.progress(
                     f"saving {self.target}: rank 0 has written {writer.num_bytes / 1e9:.1f} of its "

@@ -1,6 +1,6 @@
-"""A model's safetensors files, planned before anything is written: which rank writes which tensor, in which file and where.
+"""Writes a model's safetensors files by a plan that assigns every tensor to a rank, a file and an offset beforehand.
 
-So ranks write at the same time without a word between them, and none holds more than two tensors in host memory.
+Because of the plan, ranks write in parallel without communication. Each rank has at most two tensors in host memory.
 """
 
 import json
@@ -16,34 +16,37 @@ from torch import Tensor
 from megatron_rl.families.parameters import TensorSpec
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""As safetensors calls the dtypes of weights."""
+"""Maps dtypes of weights to their names in safetensors."""
 
 
 def least_loaded(loads: Sequence[int], ranks: Sequence[int], least_bytes: int) -> int:
-    """Which of ``ranks`` writes next; ``loads``: bytes by rank so far. A rank that has begun gets ``least_bytes`` first."""
+    """The rank among ``ranks`` that writes the next tensor; ``loads``: bytes per rank so far.
+
+    Loads are compared in units of ``least_bytes``, so that small models are written by few ranks.
+    """
     return min(ranks, key=lambda rank: (loads[rank] // least_bytes, rank))
 
 
 def cut(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Tensors in their order as files of at most ``max_shard_bytes``; a larger one is a file of its own."""
+    """Split the tensors, in order, into files of at most ``max_shard_bytes``; a larger tensor gets a separate file."""
     files: list[list[TensorSpec]] = []
-    room = 0
+    free_bytes = 0
     for header in tensors:
-        if not files or header.num_bytes > room:
+        if not files or header.num_bytes > free_bytes:
             files.append([])
-            room = max_shard_bytes
+            free_bytes = max_shard_bytes
         files[-1].append(header)
-        room -= header.num_bytes
+        free_bytes -= header.num_bytes
     return files
 
 
 def part_path(folder: Path, rank: int, index: int) -> Path:
-    """Where a rank writes its file ``index``, until all are there and get their names."""
+    """Temporary path of a rank's file ``index``; rank 0 renames the files when all are complete."""
     return folder / f"rank-{rank}-{index}.safetensors"
 
 
 class RankWriter:
-    """One rank's files. Tensors come in the order of the plan and are written by a thread while the next one is gathered."""
+    """Writes one rank's files. Tensors are added in the plan's order; a thread writes each while the next is gathered."""
 
     def __init__(self, folder: Path, rank: int, files: Sequence[Sequence[TensorSpec]]) -> None:
         self._next = deque((part_path(folder, rank, index), file) for index, file in enumerate(files))
@@ -52,16 +55,16 @@ class RankWriter:
         self._last: Future[None] | None = None
         self.total_bytes = sum(header.num_bytes for file in files for header in file)
         self.num_bytes = 0
-        """Given so far."""
+        """Bytes of the tensors added so far."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Raises OSError, of this tensor or of the one before."""
+        """Queue a tensor for writing. Waits for the previous tensor and raises its OSError."""
         self._wait()
         self.num_bytes += tensor.nbytes
         self._last = self._thread.submit(self._write, name, tensor.detach().cpu().contiguous())
 
     def close(self) -> None:
-        """Wait until all is written. Raises OSError."""
+        """Wait until all tensors are written, and close the file. Raises OSError."""
         try:
             self._wait()
         finally:
@@ -85,14 +88,14 @@ class RankWriter:
 
 
 class _File:
-    """A safetensors file (its format: huggingface.co/docs/safetensors) whose tensors may come in any order."""
+    """A safetensors file (format: huggingface.co/docs/safetensors) whose tensors may be written in any order."""
 
     def __init__(self, path: Path, headers: Sequence[TensorSpec]) -> None:
         self.missing = {header.name: header for header in headers}
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
-        # The largest items first, so that each tensor begins at a multiple of its item.
+        # The largest items first, so that each tensor starts at a multiple of its item size.
         for header in sorted(headers, key=lambda header: -header.dtype.itemsize):
             self._starts[header.name], end = end, end + header.num_bytes
             entries[header.name] = {
@@ -110,7 +113,7 @@ class _File:
         header = self.missing.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (header.shape, header.dtype):
             raise ValueError(
-                f"{name} was planned as {header.dtype} {header.shape} and came as {tensor.dtype} {tuple(tensor.shape)}"
+                f"{name} was planned as {header.dtype} {header.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
             )
         self.file.seek(self._data_start + self._starts[name])
         self.file.write(tensor.view(-1).view(torch.uint8).numpy().data)

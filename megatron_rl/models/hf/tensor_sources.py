@@ -1,4 +1,4 @@
-"""Where weights come from: a folder of safetensors, or a random generator that knows tensors by their names."""
+"""Sources of weights: a folder of safetensors, or a random generator seeded by tensor names."""
 
 import hashlib
 import json
@@ -17,23 +17,25 @@ from megatron_rl.families.transforms import Sliceable
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _FLOATING = ("F64", "F32", "F16", "BF16")
-"""Data types of weights, as safetensors names them; others are quantised, or no weights."""
+"""Dtypes of weights, as safetensors names them; tensors of other dtypes are quantized or not weights."""
 _MAX_MAPPED_ELEMENTS = 64 * 1024**2
-"""Files are mapped into memory, and what has been read stays there until they are closed: they are, after so much."""
+"""Elements read before files are closed: files are mapped, and read pages stay in memory while a file is open."""
 
 
 class WeightsError(UserError, ValueError):
-    """A checkpoint does not hold what the model needs."""
+    """A checkpoint whose tensors do not fit the model."""
 
 
 class TensorSource(Protocol):
+    """Source of full Hugging Face tensors by name."""
+
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
-        """The full Hugging Face tensor ``name`` of ``shape``, or its ``part`` [shape[1:]], to be sliced."""
+        """The tensor ``name`` of ``shape``, or its slice ``part`` [shape[1:]], to be read in slices."""
         ...
 
 
 class _Part:
-    """Part ``index`` of a tensor that is read by slices; transposed where the file has it so."""
+    """Slice ``index`` along the first dimension of a tensor that is read in slices, transposed if the file is."""
 
     def __init__(self, tensor: Any, index: int, *, is_transposed: bool) -> None:
         self.tensor, self.index, self.is_transposed = tensor, index, is_transposed
@@ -53,7 +55,7 @@ class _Part:
 class RandomSource:
     """Fresh weights: normal with ``std``, norms 1, biases 0.
 
-    A tensor depends on ``seed`` and its name alone, so that every layout of ranks starts from the same model.
+    A tensor depends on ``seed`` and its name alone, so that every parallel layout starts from the same model.
     """
 
     def __init__(self, seed: int, std: float) -> None:
@@ -70,13 +72,16 @@ class RandomSource:
 
 
 class CheckpointSource:
-    """A Hugging Face folder of safetensors, one file or several with an index; files are read slice by slice.
+    """A Hugging Face folder of safetensors, one file or several with an index; files are read in slices.
 
-    ``stacked``: tensors that hold all experts of a layer, by name, with their shapes as on the hub. transformers 5 saves
-    each expert in them transposed; which way it is here is learnt once, from all of them, for one alone may be square.
-    ``files`` says which file holds a tensor: all tensors of all files that the index names, whether it names them or
-    not. Errors: FileNotFoundError without any safetensors, ``WeightsError`` for a broken or missing file, an index that
-    files contradict, a tensor that is missing or there twice, of another shape, or quantised.
+    ``stacked`` maps tensors with all experts of a layer to their shapes on the hub. transformers 5 saves each expert in
+    them transposed; the layout of this folder is detected once, from all of them, because a single one may be square.
+    ``files`` maps every tensor of all files in the index to its file, including tensors that the index omits.
+
+    Raises:
+        FileNotFoundError: no safetensors.
+        WeightsError: a broken or missing file, an index that contradicts the files, or a tensor that is missing,
+            duplicate, quantized or of the wrong shape.
     """
 
     def __init__(self, folder: str | Path, stacked: Mapping[str, tuple[int, ...]] | None = None) -> None:
@@ -86,7 +91,7 @@ class CheckpointSource:
         has_index, has_single = (self.folder / INDEX_FILE).is_file(), (self.folder / SINGLE_FILE).is_file()
         if has_index and has_single:
             raise WeightsError(
-                f"{self.folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which readers choose between differently; "
+                f"{self.folder} has both {SINGLE_FILE} and {INDEX_FILE}, and readers differ in which one they load; "
                 "remove the one that is not the model"
             )
         if has_index:
@@ -97,24 +102,24 @@ class CheckpointSource:
             pickles = any(self.folder.glob("*.bin"))
             remedy = "save it with safetensors: pickled weights (*.bin) are not read" if pickles else ""
             raise FileNotFoundError(
-                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
                 + (remedy or "for fresh weights set policy.init=random")
             )
         self.are_experts_transposed = self._transposed(stacked or {})
 
     def _transposed(self, stacked: Mapping[str, tuple[int, ...]]) -> bool:
-        ways: dict[bool, str] = {}
+        examples: dict[bool, str] = {}
         for name, shape in stacked.items():
             if name in self.files and shape[1] != shape[2]:
-                found = tuple(self._file(self.files[name]).get_slice(name).get_shape())
-                if found in (shape, _with_transposed_parts(shape)):
-                    ways[found != shape] = name
-        if len(ways) == 2:
+                actual = tuple(self._file(self.files[name]).get_slice(name).get_shape())
+                if actual in (shape, _with_transposed_parts(shape)):
+                    examples[actual != shape] = name
+        if len(examples) == 2:
             raise WeightsError(
-                f"{self.folder}: each expert of {ways[True]} is stored as transformers saves it, of {ways[False]} as on the hub "
-                "(transposed); bring all files from one place"
+                f"{self.folder}: each expert of {examples[True]} is stored as transformers saves it, of {examples[False]} as on "
+                "the hub (transposed); take all files from one source"
             )
-        return True in ways
+        return True in examples
 
     def _from_index(self, index: Path) -> dict[str, str]:
         try:
@@ -125,10 +130,10 @@ class CheckpointSource:
             raise WeightsError(f"{index}: weight_map is not an object of tensor names and file names")
         files: dict[str, str] = {}
         for file in sorted(set(listed.values())):
-            # The name of "a/.." is "..", which is a folder.
+            # The last condition: Path("a/..").name is "..", which is a folder.
             if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
                 raise WeightsError(f"{index}: {file!r} is not the name of a file in its folder")
-            for name in self._file(file).keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            for name in self._file(file).keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                 if name in files:
                     raise WeightsError(
                         f"{self.folder}: {name} is in {files[name]} and in {file}; only one of them can be the model's: "
@@ -138,7 +143,7 @@ class CheckpointSource:
         for name, file in listed.items():
             if files.get(name) != file:
                 raise WeightsError(
-                    f"{self.folder / file} holds no tensor {name}, but {INDEX_FILE} says so"
+                    f"{self.folder / file} has no tensor {name}, although {INDEX_FILE} lists it there"
                     + (f"; it is in {files[name]}" if name in files else "")
                     + "; fetch index and files again"
                 )
@@ -148,42 +153,42 @@ class CheckpointSource:
         return name in self.files
 
     def is_empty(self, name: str) -> bool:
-        """Whether the tensor has no elements."""
+        """Return whether the tensor has no elements."""
         return 0 in self._file(self.files[name]).get_slice(name).get_shape()
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
         if name not in self.files:
-            raise WeightsError(f"{self.folder} holds no tensor {name}, which its config.json asks for")
+            raise WeightsError(f"{self.folder} has no tensor {name}, which config.json requires")
         file = self.files[name]
         try:
             tensor = self._file(file).get_slice(name)
         except SafetensorError as error:
-            raise WeightsError(f"{self.folder / file} holds no readable tensor {name}: {error}") from error
+            raise WeightsError(f"{self.folder / file} has no readable tensor {name}: {error}") from error
         if tensor.get_dtype() not in _FLOATING:
             raise WeightsError(
-                f"{self.folder / file}: {name} is {tensor.get_dtype()}: quantised weights are not read; give a copy in "
+                f"{self.folder / file}: {name} is {tensor.get_dtype()}: quantized weights are not supported; use a copy in "
                 "bfloat16 or float32"
             )
         is_transposed = part is not None and self.are_experts_transposed
         expected = _with_transposed_parts(shape) if is_transposed else shape
         if tuple(tensor.get_shape()) != expected:
             raise WeightsError(
-                f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json asks for {expected}; "
+                f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json requires {expected}; "
                 "check its vocab_size, hidden_size and head counts against the checkpoint"
             )
         self._num_mapped_elements += math.prod(shape if part is None else shape[1:])
         if self._num_mapped_elements > _MAX_MAPPED_ELEMENTS:
-            # A slice that is still in use keeps its own file open.
+            # Safe while slices are in use, because a slice keeps its own file open.
             self._open_files.clear()
             self._num_mapped_elements = 0
         return tensor if part is None else _Part(tensor, part, is_transposed=is_transposed)
 
     def read_whole(self, name: str) -> Tensor:
-        """The tensor ``name`` whatever its shape; for tensors that no table describes."""
+        """The tensor ``name`` with any shape; for tensors that no table describes."""
         try:
             return self._file(self.files[name]).get_tensor(name)
         except SafetensorError as error:
-            raise WeightsError(f"{self.folder / self.files[name]} holds no readable tensor {name}: {error}") from error
+            raise WeightsError(f"{self.folder / self.files[name]} has no readable tensor {name}: {error}") from error
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open_files:
@@ -191,9 +196,9 @@ class CheckpointSource:
             try:
                 self._open_files[name] = safe_open(path, "pt")
             except FileNotFoundError as error:
-                raise WeightsError(f"{path} is missing, but {INDEX_FILE} names it") from error
+                raise WeightsError(f"{path} is missing, but {INDEX_FILE} lists it") from error
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
+                raise WeightsError(f"{path} is not a complete safetensors file: {error}; fetch it again") from error
         return self._open_files[name]
 
 

@@ -1,6 +1,7 @@
-"""Megatron's distributed checkpoints (torch_dist), written and read one parameter at a time, in one process.
+"""Writes and reads Megatron's distributed checkpoints (torch_dist) one parameter at a time, in one process.
 
-Their ``.metadata`` is a pickle: it is loaded once ``check_metadata`` has seen that it imports the classes of metadata alone.
+A checkpoint's ``.metadata`` is a pickle. It is loaded only after ``check_metadata`` has verified that the pickle imports
+nothing but the classes of metadata.
 """
 
 import io
@@ -51,7 +52,7 @@ _METADATA_NAMES = {
     "torch.serialization._get_layout",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "collections.OrderedDict",
-    # The writer's folder, by torch and by ``convert``; Python 3.13 has its own module for it.
+    # The writer's folder, stored by torch and by ``convert``; Python 3.13 moved the class to another module.
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
     *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.memory_format)),
@@ -67,61 +68,61 @@ _METADATA_NAMES = {
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
     ),
 }  # fmt: skip
-"""What the metadata of tensors and plain objects is made of, in the releases of torch since 2.0."""
+"""Names that metadata of tensors and plain objects may import, in the releases of torch since 2.0."""
 _METADATA_ENUMS = {f"{_METADATA_MODULE}._MEM_FORMAT_ENCODING", "torch.distributed.checkpoint.planner.WriteItemType"}
 
 
 def check_metadata(folder: Path) -> None:
-    """BadPickle unless ``.metadata`` is a pickle of a checkpoint's metadata and of nothing else."""
+    """Raise BadPickle unless ``.metadata`` is a pickle of a checkpoint's metadata and nothing else."""
     check_pickle(folder / ".metadata", _METADATA_NAMES, _METADATA_ENUMS)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of Megatron's parameters: the tensors it is made of, and the pieces of the checkpoint that it becomes."""
+    """A Megatron parameter: its Hugging Face tensors, and its pieces (sharded tensors) in the checkpoint."""
 
     entry: Entry
-    place: ShardedBase
+    sharded: ShardedBase
     """A ShardedTensor, or the factory of several; without data."""
 
     def pieces(self, value: Tensor | None = None) -> list[ShardedTensor]:
-        """Its pieces, with their parts of ``value`` where it is given."""
-        place = self.place
+        """The parameter's pieces in the checkpoint, with the data of ``value`` if given."""
+        sharded = self.sharded
         if value is not None:
-            place = replace(place, data=value, **({} if _is_factory(place) else {"dtype": value.dtype}))
-        return [place] if not _is_factory(place) else list(nested_values({"": place.build()}))
+            sharded = replace(sharded, data=value, **({} if _is_factory(sharded) else {"dtype": value.dtype}))
+        return [sharded] if not _is_factory(sharded) else list(nested_values({"": sharded.build()}))
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """The parameter from the data of its pieces."""
-        return self.place.merge_fn(parts) if _is_factory(self.place) else parts[0]
+        """The parameter assembled from the data of its pieces."""
+        return self.sharded.merge_fn(parts) if _is_factory(self.sharded) else parts[0]
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What the distributed checkpoint of a model holds."""
+    """Contents of a model's distributed checkpoint."""
 
     parameters: list[Parameter]
-    """In the order of Hugging Face files."""
+    """All parameters, in the order of Hugging Face files."""
     objects: list[ShardedObject]
-    """States of layers that have none here, but that Megatron expects to find."""
+    """Extra states of layers: empty in this model, but Megatron's loader requires them."""
 
 
 def contents_of(config: PretrainedConfig, role: Role) -> CheckpointContents:
-    """Learnt from a model that has no memory of its own."""
+    """The contents of the model's checkpoint, read from a model on the meta device."""
     build = policy.build_policy if role == "policy" else critic.build_critic
     with torch.device("meta"):
         (chunk,) = build(config, ParallelConfig(), dtype=torch.float32, seed=None)
         state = chunk.sharded_state_dict(metadata={"singleton_local_shards": False})
     objects = [value for value in state.values() if isinstance(value, ShardedObject)]
-    places = {canonical_name(name): value for name, value in state.items() if not isinstance(value, ShardedObject)}
-    parameters = [Parameter(entry, places.pop(entry.megatron)) for entry in entries(config, role)]
-    if places:
-        raise WeightsError(f"Megatron's parameter {next(iter(places))} has no rule for model_type {config.model_type}")
+    sharded = {canonical_name(name): value for name, value in state.items() if not isinstance(value, ShardedObject)}
+    parameters = [Parameter(entry, sharded.pop(entry.megatron)) for entry in entries(config, role)]
+    if sharded:
+        raise WeightsError(f"Megatron's parameter {next(iter(sharded))} has no rule for model_type {config.model_type}")
     return CheckpointContents(parameters, objects)
 
 
-def _is_factory(place: ShardedBase) -> bool:
-    return isinstance(place, ShardedTensorFactory)
+def _is_factory(sharded: ShardedBase) -> bool:
+    return isinstance(sharded, ShardedTensorFactory)
 
 
 def write_checkpoint(
@@ -132,9 +133,10 @@ def write_checkpoint(
     dtypes: Mapping[str, torch.dtype],
     target: Path,
 ) -> None:
-    """Megatron's files, into ``folder``; OSError, speaking of ``target``, where they cannot be written.
+    """Write Megatron's files into ``folder``. Raises OSError, with ``target`` as the folder's name.
 
-    ``load`` makes a parameter when its turn has come; ``dtypes`` are those of the Hugging Face tensors, by name.
+    ``load`` returns an entry's parameter and is called when the parameter is written. ``dtypes`` maps the names of
+    Hugging Face tensors to dtypes.
     """
     planner = _StreamingPlanner(contents, dtypes, load)
     try:
@@ -144,9 +146,9 @@ def write_checkpoint(
     except (CheckpointException, OSError, RuntimeError) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
-            # It carries each rank's own failure, and here there is one rank.
+            # The exception has one failure per rank, and there is one rank.
             ((cause, _),) = error.failures.values()
-        # torch.save tells of a disk that fills up by the bytes that it missed.
+        # torch.save reports a full disk as a RuntimeError of its zip writer (inline_container) about missing bytes.
         if isinstance(cause, OSError) or "inline_container" in str(cause):
             reason = str(cause).splitlines()[0]
             raise OSError(f"{target} could not be written, is there space left? {reason}") from error
@@ -154,7 +156,7 @@ def write_checkpoint(
 
 
 class _StreamingPlanner(SavePlanner):
-    """Plans all pieces by their shapes, and makes each one's data when the writer comes to it."""
+    """Plans all pieces by their shapes, and loads the data of a parameter when its first piece is written."""
 
     def __init__(self, contents: CheckpointContents, dtypes: Mapping[str, torch.dtype], load: Callable[[Entry], Tensor]) -> None:
         self._load = load
@@ -170,12 +172,12 @@ class _StreamingPlanner(SavePlanner):
                     if dtypes[name] != dtype:
                         raise WeightsError(
                             f"{name} is {dtypes[name]} but {first} is {dtype}: Megatron keeps both in one tensor, "
-                            f"{piece.key}; bring them to one dtype"
+                            f"{piece.key}; convert them to one dtype"
                         )
-            for place, piece in enumerate(parameter.pieces()):
+            for index, piece in enumerate(parameter.pieces()):
                 item = _write_item(piece, dtype_of_key[piece.key][0])
                 self._items.append(item)
-                self._piece_of[item.index] = (parameter, place)
+                self._piece_of[item.index] = (parameter, index)
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         pass
@@ -194,11 +196,11 @@ class _StreamingPlanner(SavePlanner):
             stream = io.BytesIO()
             torch.save([self._objects[write_item.index].data], stream)
             return stream
-        parameter, place = self._piece_of[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        parameter, index = self._piece_of[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         if self._loaded[0] is not parameter:
             self._loaded = (None, [])
             self._loaded = (parameter, parameter.pieces(self._load(parameter.entry)))
-        piece = self._loaded[1][place]
+        piece = self._loaded[1][index]
         return piece.data.reshape(_sizes(piece))
 
 
@@ -216,14 +218,16 @@ def _write_item(piece: ShardedTensor, dtype: torch.dtype) -> WriteItem:
 
 
 def _sizes(piece: ShardedTensor) -> torch.Size:
-    """The piece's shape inside the global tensor, which may stack layers or experts along axes of its own."""
+    """The piece's shape in the global tensor, which may stack layers or experts along additional axes."""
     return torch.Size((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
 
 
 class MegatronCheckpoint:
-    """A distributed checkpoint, read piece by piece, whichever layout of ranks wrote it.
+    """A distributed checkpoint of any parallel layout, read piece by piece.
 
-    Errors: FileNotFoundError where there is none, WeightsError for a broken one.
+    Raises:
+        FileNotFoundError: the folder is not a distributed checkpoint.
+        WeightsError: the checkpoint is broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -231,8 +235,8 @@ class MegatronCheckpoint:
         config = maybe_load_config(str(folder))
         if config is None:
             raise FileNotFoundError(
-                f"{folder} is not a distributed checkpoint of Megatron: it holds no metadata.json; a Hugging Face folder "
-                "becomes one with --to megatron"
+                f"{folder} is not a distributed checkpoint of Megatron: it has no metadata.json; convert a Hugging Face folder "
+                "with --to megatron"
             )
         if config.sharded_backend != "torch_dist":
             raise WeightsError(f"{folder} is in the format {config.sharded_backend!r}; only torch_dist is read")
@@ -241,7 +245,7 @@ class MegatronCheckpoint:
             check_metadata(folder)
             metadata = self._reader.read_metadata()
         except UnsafePickle as error:
-            raise WeightsError(f"{error}; fetch it again, from someone you trust") from error
+            raise WeightsError(f"{error}; fetch it again, from a source you trust") from error
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError, TypeError) as error:
             raise WeightsError(f"{folder / '.metadata'} cannot be read: {error!r}; fetch it again") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -256,18 +260,19 @@ class MegatronCheckpoint:
         return head is not None and head.size[0] == 1
 
     def check(self, piece: ShardedTensor, entry: Entry) -> None:
-        """Refuse a tensor that is missing or of another shape; a vocabulary may be padded at its end."""
+        """Raise WeightsError if the tensor is missing or of the wrong shape; a vocabulary may be padded at its end."""
         if piece.key not in self.tensors:
-            raise WeightsError(f"{self.folder} holds no tensor {piece.key}, of which {next(iter(entry.hf))} is made")
-        found, wanted = tuple(self.tensors[piece.key].size), tuple(piece.global_shape)
-        may_be_longer = piece.allow_shape_mismatch and len(found) == len(wanted)
-        if found != wanted and not (may_be_longer and found[0] >= wanted[0] and found[1:] == wanted[1:]):
+            raise WeightsError(f"{self.folder} has no tensor {piece.key}, from which {next(iter(entry.hf))} is made")
+        actual, expected = tuple(self.tensors[piece.key].size), tuple(piece.global_shape)
+        may_be_longer = piece.allow_shape_mismatch and len(actual) == len(expected)
+        if actual != expected and not (may_be_longer and actual[0] >= expected[0] and actual[1:] == expected[1:]):
             raise WeightsError(
-                f"{self.folder}: {piece.key} has shape {found}, config.json asks for {wanted}; is it another model's?"
+                f"{self.folder}: {piece.key} has shape {actual}, config.json requires {expected}; does the checkpoint belong "
+                "to another model?"
             )
 
     def merged(self, parameter: Parameter) -> Tensor:
-        """The whole parameter."""
+        """The full parameter, read from its pieces. Raises WeightsError."""
         return parameter.merge([self.read(piece) for piece in parameter.pieces()])
 
     def read(self, piece: ShardedTensor) -> Tensor:
@@ -276,7 +281,7 @@ class MegatronCheckpoint:
         chunk = ChunkStorageMetadata(offsets=torch.Size(piece.global_offset), sizes=sizes)
         items = create_read_items_for_chunk_list(piece.key, tensor, [chunk])
         if sum(item.lengths.numel() for item in items) != target.numel():
-            raise WeightsError(f"{self.folder}: parts of {piece.key} are in none of the files")
+            raise WeightsError(f"{self.folder}: parts of {piece.key} are missing from all files")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except (OSError, EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
@@ -289,7 +294,7 @@ class MegatronCheckpoint:
 
 
 class _Into(DefaultLoadPlanner):
-    """Lets the reader copy its pieces into one tensor."""
+    """Load plan that copies the read chunks into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Weights between Hugging Face folders and Megatron models, under any layout of ranks.
+"""Loads, exports and saves weights between Hugging Face folders and Megatron models, in any parallel layout.
 
-Loading needs no communication: each rank reads from the files the slices that it holds. Exporting walks the tensors in
-the order of the files and puts each together from the ranks that hold it (``gather.py``).
+Loading needs no communication: each rank reads its own slices from the files. Exporting iterates over the tensors in the
+order of the files and assembles each from the ranks that own its shards (``gather.py``).
 """
 
 import re
@@ -29,26 +29,29 @@ from megatron_rl.models.hf.tensor_sources import CheckpointSource, TensorSource,
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 _LEAST_BYTES = 64 * 1024**2
-"""A rank writes as much before the next one writes too: small models stay in few files."""
+"""Bytes that one rank writes before another rank gets a tensor, so that small models are saved in few files."""
 _FREQUENCIES = re.compile(r"\brotary_emb\.inv_freq$")
-"""Old files hold them; transformers and this trainer compute them from config.json, whatever they say."""
+"""Tensors of old files that are ignored: transformers and this trainer compute frequencies from config.json."""
 _LM_HEAD, _SCORE_HEAD = "lm_head.weight", "score.weight"
 _ROWS_PER_COMPARISON = 4096
 
 
 def expected_names(hf_config: PretrainedConfig, role: Role) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the full model by its Hugging Face name, in the order of ``export_weights``, with its shape."""
+    """Maps the Hugging Face names of the full model's tensors to their shapes, in the order of ``export_weights``."""
     return {name: shape for entry in entries(hf_config, role) for name, shape in entry.hf.items()}
 
 
 def load_weights(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, path: str | Path, *, role: Role = "policy"
 ) -> list[str]:
-    """Fill this rank's parameters from the safetensors in ``path``; returns the tensors it left as they were.
+    """Fill this rank's parameters from the safetensors in ``path``; returns the names of tensors that were not loaded.
 
-    That is the value head when a critic starts from a policy's checkpoint, else nothing. Wrapped chunks may be passed;
-    an optimizer that keeps its own copy of the weights has to be told. Errors: FileNotFoundError, or ``WeightsError``
-    for broken files, missing or unknown tensors and other shapes than config.json says.
+    Only the value head is not loaded, if a critic starts from a policy's checkpoint. Chunks may be wrapped. The caller
+    must update an optimizer that keeps its own copy of the weights.
+
+    Raises:
+        FileNotFoundError: no safetensors.
+        WeightsError: broken files, missing or unknown tensors, or shapes that differ from config.json.
     """
     source, fresh = checked_source(hf_config, path, role)
     fill(chunks, hf_config, source, role=role, skip=fresh)
@@ -56,13 +59,13 @@ def load_weights(
 
 
 def checked_source(hf_config: PretrainedConfig, path: str | Path, role: Role) -> tuple[CheckpointSource, list[str]]:
-    """(the safetensors of ``path``, the tensors that they may lack), after every tensor has been found with its shape.
+    """The safetensors of ``path``, checked for every tensor and shape, and the names of tensors that they may lack.
 
-    Reads headers, and of numbers an output head that config.json ties. Errors as of ``load_weights``.
+    Reads headers only, except for an output head that config.json ties. Errors as in ``load_weights``.
     """
     source = CheckpointSource(path, stacked_shapes(hf_config))
     fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
-    if role == "policy" and VALUE_HEAD in source:  # said before the language head that a critic lacks
+    if role == "policy" and VALUE_HEAD in source:  # checked first: a critic's folder would fail for its missing head
         check_no_unknown_tensors(hf_config, source.folder, [VALUE_HEAD])
     for entry in entries(hf_config, role):
         if not any(name in fresh for name in entry.hf):
@@ -72,15 +75,15 @@ def checked_source(hf_config: PretrainedConfig, path: str | Path, role: Role) ->
 
 
 def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) -> list[str]:
-    """Tensors of ``source`` that a model of this role leaves unread, all without effect or named in ``unread_tensors_note``.
+    """Tensors of ``source`` that a model of this role does not read: they have no effect, or ``unread_tensors_note`` reports them.
 
-    WeightsError for a tensor that a model of this kind has no place for, and for a head that differs from what it is tied to.
+    Raises WeightsError for an unknown tensor, and for a head that differs from the embedding that it is tied to.
     """
     expected = expected_names(hf_config, role)
     names = [name for name in source.files if name not in expected]
     known = {_LM_HEAD, _SCORE_HEAD}
     unknown = [name for name in names if not _FREQUENCIES.search(name) and not is_mtp(hf_config, name)]
-    # A tensor without elements says nothing: transformers saves such for n_shared_experts 0.
+    # Empty tensors are ignored: transformers saves some if n_shared_experts is 0.
     check_no_unknown_tensors(
         hf_config, source.folder, [name for name in unknown if name not in known and not source.is_empty(name)]
     )
@@ -90,7 +93,7 @@ def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) ->
 
 
 def unread_tensors_note(hf_config: PretrainedConfig, path: str | Path, role: Role) -> str:
-    """What of ``path`` a model of this role leaves unread although it was trained; empty where that is nothing."""
+    """Note on trained tensors of ``path`` that a model of this role does not read; empty if there are none."""
     source = CheckpointSource(path)
     if _SCORE_HEAD not in source or (role == "critic" and VALUE_HEAD in source):
         return ""
@@ -99,7 +102,7 @@ def unread_tensors_note(hf_config: PretrainedConfig, path: str | Path, role: Rol
 
 
 def _check_tied_head(hf_config: PretrainedConfig, source: CheckpointSource) -> None:
-    """A copy of the embedding may stand in the file; another head would be dropped (transformers keeps it)."""
+    """Raise WeightsError if the head differs from the tied embedding; it would be dropped, unlike in transformers."""
     embedding = next(
         entry for entry in entries(hf_config, "policy") if entry.megatron == "embedding.word_embeddings.weight"
     )
@@ -109,17 +112,17 @@ def _check_tied_head(hf_config: PretrainedConfig, source: CheckpointSource) -> N
         rows = slice(start, start + _ROWS_PER_COMPARISON)
         if not torch.equal(head[rows].double(), tied[rows].double()):
             raise WeightsError(
-                f"{source.folder}: {_LM_HEAD} differs from {name}, but config.json says tie_word_embeddings=true, so it would "
-                f"not be used; set tie_word_embeddings=false to use it, or take {_LM_HEAD} out of the file"
+                f"{source.folder}: {_LM_HEAD} differs from {name}, but config.json has tie_word_embeddings=true, so {_LM_HEAD} "
+                "would not be used; set tie_word_embeddings=false to use it, or remove it from the file"
             )
 
 
 def check_no_unknown_tensors(hf_config: PretrainedConfig, folder: str | Path, unknown: Sequence[str]) -> None:
-    """WeightsError if there are any: tensors of ``folder`` that the model has no place for."""
+    """Raise WeightsError if there are ``unknown`` tensors in ``folder``, tensors that the model does not have."""
     if unknown:
         raise WeightsError(
-            f"{folder} holds {len(unknown)} tensors that a {hf_config.model_type} of "
-            f"{text_config(hf_config).num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}; check "
+            f"{folder} has {len(unknown)} tensors that a {hf_config.model_type} of "
+            f"{text_config(hf_config).num_hidden_layers} layers does not have: {', '.join(unknown[:5])}; check "
             "config.json and the path"
         )
 
@@ -135,7 +138,7 @@ def fill(
     """Copy this rank's slices of ``source`` into the parameters of ``chunks``, except the tensors named in ``skip``."""
     by_name = {entry.megatron: entry for entry in entries(hf_config, role)}
     if role == "policy" and hf_config.tie_word_embeddings:
-        # The last stage holds a copy of the embedding as its head.
+        # The last stage has a copy of the embedding as its head.
         by_name["output_layer.weight"] = by_name["embedding.word_embeddings.weight"]
     sizes = dims(hf_config)
     shard = Shard(
@@ -167,11 +170,11 @@ def export_weights(
     to: GatherTarget = GatherTarget.driver,
     held: Sequence[ShardedParameter] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """(Hugging Face name, full tensor) of the whole model, or of this rank's stage, in the order of the files.
+    """Yield (Hugging Face name, full tensor) of the whole model, or of this rank's stage, in the order of the files.
 
-    The ranks that ``to`` names get the tensor, in the parameters' dtype and on its device; the others get None. Every
-    rank must exhaust the iterator, at about the same pace: ranks wait for each other at each message (with ``stage``,
-    those of one stage), up to the groups' time-out. ``held``: what ``sharded_parameters`` gave for the same model before.
+    The ranks of ``to`` get the tensor, in the parameter's dtype and on its device; the others get None. Every rank must
+    exhaust the iterator, at about the same pace: all ranks (with ``stage``, all ranks of a stage) wait for each other at
+    each message, up to the groups' timeout. ``held``: cached result of ``sharded_parameters`` for the same model.
     """
     parameters = dict(named_parameters(chunks))
     held = sharded_parameters(parameters, hf_config, role) if held is None else held
@@ -179,18 +182,18 @@ def export_weights(
 
 
 def own_tensors(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Those of ``export_weights`` or ``assemble`` that this rank has."""
+    """The tensors of ``export_weights`` or ``assemble`` that are not None on this rank."""
     return ((name, tensor) for name, tensor in tensors if tensor is not None)
 
 
 def read_entry(source: TensorSource, entry: Entry) -> list[Sliceable]:
-    """What the entry's transform takes."""
+    """The inputs of the entry's transform."""
     part = entry.part[0] if entry.part is not None else None
     return [source.read(name, shape, part) for name, shape in entry.hf.items()]
 
 
 def assemble(parts: Iterable[tuple[Entry, Sequence[Tensor | None]]]) -> Iterator[tuple[str, Tensor | None]]:
-    """Whole tensors by name, in order, from what the entries' transforms gave; a None stays one."""
+    """Yield full tensors by name, in order, from the exported tensors of the entries; None stays None."""
     whole: dict[str, Tensor] = {}
     for entry, tensors in parts:
         index, count = entry.part or (0, 1)
@@ -217,18 +220,17 @@ def save_hf(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write the model as a Hugging Face folder; all ranks call it, and each writes files of its own (``saving.py``).
+    """Write the model as a Hugging Face folder; collective, and each rank writes its own files (``saving.py``).
 
-    A tensor is put together and written by one of the ranks that hold it or a shard of it, so none leaves its stage.
-    config.json and the tokenizer come from ``source_folder``,
-    and with ``keep_mtp`` the tensors of its multi-token-prediction layers. The folder is written next to
-    ``target_folder``, which all ranks must see, under another name and renamed when whole, so that no file of the target
-    is ever half written; a target that exists is moved aside for the moment of the renaming, then deleted. An OSError
-    while writing is raised on every rank.
+    A tensor is assembled and written by one of the ranks that own a shard of it, so no tensor leaves its stage.
+    config.json and the tokenizer are copied from ``source_folder``; with ``keep_mtp``, so are the tensors of the
+    multi-token-prediction layers. ``target_folder`` must be on a file system shared by all ranks. The folder is written
+    next to it under a temporary name and renamed when complete, so that no file of the target is ever incomplete; an
+    existing target is moved aside during the renaming, then deleted. An OSError while writing is raised on every rank.
     """
     parameters, target = dict(named_parameters(chunks)), Path(target_folder)
     held = sharded_parameters(parameters, hf_config, role)
-    plan = _plan_of_writers(held, dims(hf_config), min(_LEAST_BYTES, max_shard_bytes))
+    plan = _plan_writers(held, dims(hf_config), min(_LEAST_BYTES, max_shard_bytes))
     headers: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
     for planned in plan:
         entry = planned.held.entry
@@ -255,26 +257,26 @@ def save_hf(
 class _PlannedTensor(NamedTuple):
     held: ShardedParameter
     writer: int
-    """The rank that writes its tensors."""
+    """The rank that writes the parameter's tensors."""
 
 
-def _plan_of_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: int) -> list[_PlannedTensor]:
-    """The same on every rank."""
+def _plan_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: int) -> list[_PlannedTensor]:
+    """Assign a writer to each parameter; every rank computes the same plan."""
     loads = [0] * dist.get_world_size()
     plan = []
-    for one in held:
-        # The parts of one tensor must come together.
-        ranks = holders(one.entry, one.stage, sizes) if one.entry.part is None else [first_rank_of(one.stage)]
+    for item in held:
+        # Slices of one tensor must be on the same rank, hence the stage's first.
+        ranks = holders(item.entry, item.stage, sizes) if item.entry.part is None else [first_rank_of(item.stage)]
         writer = least_loaded(loads, ranks, least_bytes)
-        loads[writer] += one.num_bytes
-        plan.append(_PlannedTensor(one, writer))
+        loads[writer] += item.num_bytes
+        plan.append(_PlannedTensor(item, writer))
     return plan
 
 
 def _to_write(
     plan: Sequence[_PlannedTensor], parameters: dict[str, Tensor], sizes: Dims
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The tensors that this rank is to write, as planned, and Nones; collective over the ranks that put them together."""
+    """Yield the stage's tensors: full if this rank writes them, else None; collective over the ranks that assemble them."""
 
     def collected() -> Iterator[tuple[Entry, list[Tensor | None]]]:
         rank, stage = dist.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
@@ -282,7 +284,7 @@ def _to_write(
             if held.stage != stage:
                 continue
             if held.entry.part is None:
-                # Its own group puts it together for the writer, whichever copy of the model that is.
+                # The writer may be in any replica: the writer's own group assembles the tensor.
                 size = held.owner.group.size()
                 owner = replace(held.owner, first=writer, is_here=rank // size == writer // size)
                 held = replace(held, owner=owner)
@@ -297,5 +299,5 @@ def _add_mtp(writer: FolderWriter, hf_config: PretrainedConfig, folder: str | Pa
         for name, tensor in mtp_tensors(hf_config, folder):
             writer.add(name, tensor)
     except WeightsError as error:
-        # Rank 0 is alone here: the others learn of an OSError.
+        # As an OSError, because only rank 0 is here, and ``SharedSave`` reports OSErrors to the other ranks.
         raise OSError(str(error)) from error

@@ -1,1 +1,1 @@
-"""Vision-language models: images become tokens of the language model's pack."""
+"""Vision-language models: encode images into tokens of the language model's pack."""

@@ -1,12 +1,12 @@
-"""Images of a micro-batch are shared among the ranks that hold the encoder, by what they cost.
+"""Distributes the images of a micro-batch over the ranks with the encoder, balanced by cost.
 
-The group: all ranks of the first pipeline stage. Without sequence parallelism, tensor-parallel peers need the same
-gradients and nothing sums them, so each of them does the same work in a group of its own.
+The group is all ranks of the first pipeline stage. Without sequence parallelism, tensor-parallel peers need equal
+gradients, which no collective sums; each peer then does the same work in its own group.
 
-Invariants: every image is encoded once in the group; each rank gets the features of its own batch, in their order; the
-gradients of encoder, adapter and text are those without sharing, because parameters are the same everywhere and
-Megatron sums their gradients over the group. All ranks of the group meet in the same collectives in every micro-batch,
-also those without an image.
+Invariants: every image is encoded once in the group; each rank gets the features of its own batch, in order; the
+gradients of encoder, adapter and text do not depend on the distribution, because parameters are replicated and Megatron
+sums their gradients over the group. All ranks of the group, also ranks without images, take part in the same collectives
+in every micro-batch.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from megatron_rl.models.vision.encoder import encode
 
 
 def assign_images(costs: Sequence[float], num_ranks: int, homes: Sequence[range] | None = None) -> list[int]:
-    """The rank that encodes each image: the heaviest first, each to the least loaded rank.
+    """Assign a rank to each image: the most expensive image first, each to the least loaded rank.
 
-    Where several have as little, one of the image's ``homes``, the ranks whose batch it is in, then the lowest. No rank
-    has more than the mean cost of a rank and the cost of one image.
+    Ties go to a rank in the image's range of ``homes`` (the ranks whose batch contains the image), then to the lowest
+    rank. No rank gets more than the mean cost per rank plus the cost of one image.
     """
     loads, ranks = [0.0] * num_ranks, [0] * len(costs)
     for image in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -39,7 +39,7 @@ def assign_images(costs: Sequence[float], num_ranks: int, homes: Sequence[range]
 
 
 def image_flops(config: PretrainedConfig, grid: Sequence[int]) -> float:
-    """Multiply-adds, times two, of an image's way through the encoder; grid in patches (time, height, width)."""
+    """Floating-point operations of encoding one image (two per multiply-add); grid in patches (time, height, width)."""
     hidden, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
     frame = grid[1] * grid[2]
     patches = grid[0] * frame
@@ -66,7 +66,7 @@ def encode_balanced(
     group, num_peers = _group(config)
     grids, has, counts = _gather_grids(images, group, parameter.device)
     batch_of_image = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
-    # Tensor- and context-parallel peers follow one another and have the same batch: one of them speaks for it.
+    # Tensor- and context-parallel peers are consecutive and have the same batch: the first peer's list counts.
     batches = range(0, group.size(), num_peers)
     images_of = [[i for i, rank in enumerate(batch_of_image) if rank == first] for first in batches]
     listed = [image for own in images_of for image in own]
@@ -74,7 +74,7 @@ def encode_balanced(
     costs = [image_flops(vision_config, grids[image].tolist()) for image in listed]
     ranks = assign_images(costs, group.size(), homes)
     firsts = cu_seqlens_of(torch.tensor(counts)).tolist()
-    # Of the ranks that have an image's batch, those that cut it.
+    # For each image, the ranks among its homes that have its patches.
     cutters = [
         [rank for rank in home if has[firsts[rank] + image - firsts[home.start]]]
         for image, home in zip(listed, homes, strict=True)
@@ -89,22 +89,22 @@ def encode_balanced(
     )
     size_of_patch = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
     patches = _exchange_patches(images, plan, group, parameter.new_zeros(0, size_of_patch))
-    mine = [i for i, rank in enumerate(ranks) if rank == plan.me]
+    assigned = [i for i, rank in enumerate(ranks) if rank == plan.me]
     width = 1 + num_deepstack(vision_config)
-    # The encoder has no collectives, so a rank without images leaves it out; it still meets the others in the exchanges.
-    if mine:
-        features = encode(encoder, patches, grids[[listed[i] for i in mine]].to(parameter.device))
+    # The encoder has no collectives, so a rank without images skips it; the exchanges are collective for all ranks.
+    if assigned:
+        features = encode(encoder, patches, grids[[listed[i] for i in assigned]].to(parameter.device))
     else:
         features = parameter.new_zeros((0, width, vision_config.out_hidden_size))
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
     if trains and not features.requires_grad:
-        # Backward meets the others too.
+        # The backward pass of the exchange is collective also, so the features of a rank without images need a gradient.
         features.requires_grad_()
     return _exchange_features(features, plan, group, vision_config.spatial_merge_size**2)
 
 
 def _group(config: TransformerConfig) -> tuple[dist.ProcessGroup, int]:
-    """(the ranks that share, how many neighbours in it have the same batch)."""
+    """The group that shares images, and the number of consecutive ranks in it with the same batch."""
     num_peers = config.context_parallel_size
     if config.sequence_parallel:
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -115,7 +115,7 @@ def _group(config: TransformerConfig) -> tuple[dist.ProcessGroup, int]:
 def _gather_grids(
     images: Images, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], list[int]]:
-    """(grids [sum of counts, 3] of all ranks, on the CPU; whether the rank cuts each of them; counts by rank)."""
+    """Grids [sum of counts, 3] of all ranks' images on the CPU, a flag per image (the rank has its patches), counts by rank."""
     has = torch.tensor([source is not None for source in images.sources], dtype=torch.int64)
     own = torch.cat([images.grids, has[:, None]], dim=1)
     if group.size() == 1:
@@ -130,12 +130,12 @@ def _gather_grids(
     gathered = torch.zeros((group.size() * longest, 4), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(gathered, padded, group=group)
     real = counts.tolist()
-    found = torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real, strict=True)])
-    return found[:, :3], found[:, 3].tolist(), real
+    rows = torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real, strict=True)])
+    return rows[:, :3], rows[:, 3].tolist(), real
 
 
 class _Plan:
-    """Who encodes which of the group's images, batch by batch in their order."""
+    """Assignment of the group's images to encoding ranks; images are numbered batch by batch."""
 
     def __init__(
         self,
@@ -150,28 +150,33 @@ class _Plan:
         self.homes, self.cutters, self.ranks, self.sizes = homes, cutters, ranks, sizes
         self.me, self.num_ranks = me, num_ranks
         self.own = [i for i, home in enumerate(homes) if me in home]
-        """Images of this rank's batch."""
+        """Indices of the images in this rank's batch."""
 
     def source(self, image: int) -> int:
-        """The rank that hands the image's patches to who encodes it: itself, where it cuts them."""
+        """The rank that sends the image's patches to its encoding rank; the encoding rank itself if it has the patches."""
         cutters, rank = self.cutters[image], self.ranks[image]
         return rank if rank in cutters else cutters[image % len(cutters)]
 
-    def handed_over(self, source: int, target: int) -> list[int]:
+    def sent_patches(self, source: int, target: int) -> list[int]:
+        """Images whose patches ``source`` sends to ``target``."""
         return [i for i, rank in enumerate(self.ranks) if rank == target and self.source(i) == source]
 
     def encoded_for(self, source: int, target: int) -> list[int]:
+        """Images that ``source`` encodes and whose features ``target`` needs."""
         return [i for i, rank in enumerate(self.ranks) if rank == source and target in self.homes[i]]
 
 
 def _exchange_patches(images: Images, plan: _Plan, group: dist.ProcessGroup, nothing: Tensor) -> Tensor:
-    """The patches that this rank encodes, in the order of the images; ``nothing``: none, where and as the encoder takes them."""
-    place = {image: number for number, image in enumerate(plan.own)}
-    sent = [plan.handed_over(plan.me, rank) for rank in range(plan.num_ranks)]
-    patches = torch.cat([nothing, *(images.patches(place[i]).to(nothing) for one_rank in sent for i in one_rank)])
+    """The patches that this rank encodes, in the order of the images.
+
+    ``nothing``: an empty tensor of patches, with the encoder's dtype and device.
+    """
+    local_index = {image: index for index, image in enumerate(plan.own)}
+    sent = [plan.sent_patches(plan.me, rank) for rank in range(plan.num_ranks)]
+    patches = torch.cat([nothing, *(images.patches(local_index[i]).to(nothing) for one_rank in sent for i in one_rank)])
     if plan.num_ranks == 1:
         return patches
-    received = [plan.handed_over(rank, plan.me) for rank in range(plan.num_ranks)]
+    received = [plan.sent_patches(rank, plan.me) for rank in range(plan.num_ranks)]
     arrived = _all_to_all(patches, _totals(sent, plan.sizes), _totals(received, plan.sizes), group)
     return arrived.index_select(0, _sorted_rows(received, plan.sizes).to(nothing.device))
 
@@ -180,9 +185,9 @@ def _exchange_features(features: Tensor, plan: _Plan, group: dist.ProcessGroup, 
     if plan.num_ranks == 1:
         return features
     sizes = [size // patches_per_token for size in plan.sizes]
-    mine = [i for i, rank in enumerate(plan.ranks) if rank == plan.me]
-    bounds = cu_seqlens_of(torch.tensor([sizes[i] for i in mine], dtype=torch.int64)).tolist()
-    starts = dict(zip(mine, bounds[:-1], strict=True))
+    assigned = [i for i, rank in enumerate(plan.ranks) if rank == plan.me]
+    bounds = cu_seqlens_of(torch.tensor([sizes[i] for i in assigned], dtype=torch.int64)).tolist()
+    starts = dict(zip(assigned, bounds[:-1], strict=True))
     sent = [plan.encoded_for(plan.me, rank) for rank in range(plan.num_ranks)]
     received = [plan.encoded_for(rank, plan.me) for rank in range(plan.num_ranks)]
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -198,7 +203,7 @@ def _totals(images: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
 
 
 def _sorted_rows(images: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
-    """Rows of what came rank by rank, in the order of the images."""
+    """Indices that sort rows received rank by rank into the order of the images."""
     rows: dict[int, Tensor] = {}
     start = 0
     for image in (i for one_rank in images for i in one_rank):
@@ -214,7 +219,7 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks that need them; gradients go back the same way."""
+    """All-to-all of rows; backward returns the gradients to the sending ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
-"""The vision encoder of a vision-language model: the module of transformers, as it is.
+"""Prepares and runs the vision encoder of a vision-language model, the unchanged module of transformers.
 
-It turns patches into features of the language model's width, one for each image token: the last layer's, and for a
-model with deepstack those of some layers before it. Images do not see each other. The merger that brings features to
-that width is called the adapter; the rest is the encoder proper.
+The encoder turns patches into features of the language model's width, one per image token: features of its last layer,
+and in models with DeepStack also features of earlier layers. Images do not attend to each other. The merger that
+projects features to that width is called the adapter; the remaining layers are the encoder proper.
 """
 
 import functools
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def prepare_encoder(
     encoder: "PreTrainedModel", *, dtype: torch.dtype, recompute: Recompute, sequence_parallel: bool
 ) -> "PreTrainedModel":
-    """Cast and mark the encoder for training on this rank's device."""
+    """Cast the encoder to ``dtype``, move it to this rank's device, and configure it for training."""
     frequencies = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
     encoder.to(dtype)
     for name, buffer in frequencies.items():
-        # Rotary frequencies keep their precision, as transformers has them.
+        # Rotary frequencies keep their precision, as in transformers.
         parent, _, own = name.rpartition(".")
         setattr(encoder.get_submodule(parent), own, buffer)
     if torch.cuda.is_available():
@@ -43,7 +43,11 @@ def prepare_encoder(
 
 
 def _recompute_blocks(encoder: "PreTrainedModel") -> None:
-    """As ``gradient_checkpointing_enable``, which also makes the input need a gradient: frozen blocks would run backward."""
+    """Enable recomputation of the encoder's blocks.
+
+    ``gradient_checkpointing_enable`` is not used, because it makes the input require a gradient: backward would then run
+    through frozen blocks.
+    """
     for block in encoder.blocks:
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
@@ -56,7 +60,7 @@ def encode(encoder: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
 
 
 def freeze(chunks: Sequence[nn.Module], *, train_encoder: bool, train_adapter: bool) -> None:
-    """Take gradients from the parts that do not train; before the chunks are wrapped."""
+    """Disable gradients of encoder or adapter if they do not train. Called before the chunks are wrapped."""
     for name, parameter in _vision_parameters(chunks):
         is_adapter = name.startswith(ADAPTER)
         parameter.requires_grad_(train_adapter if is_adapter else train_encoder)

@@ -1,8 +1,8 @@
-"""A GPT model that sees: the encoder's features take the image tokens' places in the pack.
+"""A GPT model that takes images: the encoder's features replace the embeddings of image tokens in the pack.
 
-The encoder is a submodule of the first pipeline stage's chunk. Features reach the first layer with the embeddings; with
-deepstack, more of them are added to what the first layers put out. They travel through Megatron's block as its
-``context`` (rows of it: ``context_mask``), because a recomputed layer passes gradients to its arguments alone.
+The encoder is a submodule of the first pipeline stage's chunk. With DeepStack, additional features are added to the
+outputs of the first layers. These features are passed through Megatron's block as its ``context`` (their rows:
+``context_mask``), because a recomputed layer passes gradients to its arguments only.
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ from megatron_rl.models.vision.positions import image_rows, mrope_angles, mrope_
 
 @dataclass(frozen=True)
 class VisualInput:
-    """What one pass needs of a batch's images."""
+    """Inputs of one pass for a batch's images."""
 
     images: Images | None
     rows: Tensor
     """[R] int64: rows of this rank's hidden states that are image tokens."""
     features: Tensor
-    """[R] int64: the feature that each of them gets, counted through all images of the batch."""
+    """[R] int64: index of each row's feature among the features of all images of the batch."""
 
 
 class DeepstackLayer(TransformerLayer):
-    """A layer that adds the first of the features in ``context`` [n, R, H] to its output and hands on the rest."""
+    """A layer that adds the first of the features in ``context`` [n, R, H] to its output and returns the remaining ones."""
 
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
@@ -50,43 +50,43 @@ class DeepstackLayer(TransformerLayer):
 
 
 class VisionGPTModel(PackedGPTModel):
-    """Its position ids are [3, P]: in time, height and width, of the whole pack with its padding."""
+    """A vision-language GPT model. Position ids are [3, P] (time, height, width) for the whole pack with padding."""
 
     hf_config: PretrainedConfig
     rope_axes: Tensor
 
     def see(self, hf_config: PretrainedConfig) -> None:
-        """Learn what the tokens and positions of this model mean; once, after it is built."""
+        """Set the model's image tokens and positions from its configuration. Called once, after the model is built."""
         self.hf_config = hf_config
         rope = hf_config.text_config.rope_parameters
         vision = family_of(hf_config).vision
-        # Real numbers also where a model is built on the meta device.
+        # On the CPU explicitly, because the caller may be building a model on the meta device.
         with torch.device("cpu"):
             self.rope_axes = rope_axes(
                 rope["mrope_section"], interleaved=vision is not None and vision.interleaves_positions
             )
 
     def visual_inputs(self, batch: PackedBatch, device: torch.device) -> tuple[Tensor, VisualInput]:
-        """positions [3, P] of the pack with its padding, and the images.
+        """Positions [3, P] of the pack with padding, and the image inputs of this rank.
 
-        Raises ModelError for a batch whose tokens and images do not belong together.
+        Raises ModelError for a batch whose image tokens and images do not match, or that has video tokens.
         """
         config, lengths = self.hf_config, batch.lengths.tolist()
         merge_size = config.vision_config.spatial_merge_size
         if bool((batch.tokens == config.video_token_id).any()):
             raise ModelError(
-                f"a batch holds video tokens (id {config.video_token_id}); give a video as its frames: one image each, "
-                "with its time as text before it"
+                f"a batch has video tokens (id {config.video_token_id}); pass a video as its frames: one image each, "
+                "preceded by its time as text"
             )
         images_rows = image_rows(batch.tokens, lengths, batch.images, config.image_token_id, merge_size)
         positions = mrope_positions(lengths, batch.images, images_rows, merge_size)
         if not self.pre_process:
-            nowhere = torch.zeros(0, dtype=torch.int64)
-            return _padded(positions, lengths, self.config).to(device), VisualInput(None, nowhere, nowhere)
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return _padded(positions, lengths, self.config).to(device), VisualInput(None, nothing, nothing)
         feature_of_token = torch.full((len(batch.tokens) + 1,), -1)
         all_rows = torch.cat([*images_rows, torch.zeros(0, dtype=torch.int64)])
         feature_of_token[all_rows] = torch.arange(len(all_rows))
-        # Padding, -1, reads the last entry: no feature.
+        # Padding has row -1, which selects the additional last entry: no feature.
         feature_of_row = feature_of_token[local_rows(lengths, self.config)]
         rows = (feature_of_row >= 0).nonzero()[:, 0]
         visual = VisualInput(batch.images, rows.to(device), feature_of_row[rows].to(device))
@@ -114,13 +114,13 @@ class VisionGPTModel(PackedGPTModel):
 
 
 def _padded(positions: Tensor, lengths: list[int], config: TransformerConfig) -> Tensor:
-    """[3, T] -> [3, P]: with the padding that this layout puts into the pack; padding stands at position 0."""
+    """Add this layout's padding to the positions, [3, T] -> [3, P]; padding has position 0."""
     if config.context_parallel_size == 1:
         return torch.nn.functional.pad(positions, (0, -positions.shape[1] % pack_alignment(config)))
     padded_lengths = split_here(tuple(lengths), config).lengths
     padded = positions.new_zeros((3, sum(padded_lengths)))
     start = padded_start = 0
-    # The padding may end with a sequence of its own.
+    # Not strict, because the padding may include an additional sequence at the end.
     for length, padded_length in zip(lengths, padded_lengths, strict=False):
         padded[:, padded_start : padded_start + length] = positions[:, start : start + length]
         start, padded_start = start + length, padded_start + padded_length

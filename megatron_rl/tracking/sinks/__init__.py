@@ -1,1 +1,1 @@
-"""Stores that a run's metrics go to: MLflow, Weights & Biases, TensorBoard."""
+"""Trackers that receive a run's metrics: MLflow, Weights & Biases, TensorBoard."""

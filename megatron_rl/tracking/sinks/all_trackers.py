@@ -1,4 +1,4 @@
-"""All stores that a run writes to, as one: what is logged goes to each of them."""
+"""Combines the trackers of a run: each metric goes to every store."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ _RUN_FILES = ("mlflow_run.json", "wandb_run.json")
 
 
 class TrackerSet:
-    """One tracker per store that the recipe names."""
+    """Holds one tracker per store that the recipe enables."""
 
     def __init__(self, config: Config, *, resume: bool, warn: Callable[[str], None]) -> None:
         tracking, folder = config.tracking, Path(config.run.output_dir)
@@ -58,13 +58,13 @@ class TrackerSet:
             tracker.log_artifact(path)
 
     def register(self, folder: str | Path, while_waiting: Callable[[], None]) -> None:
-        """A new version of the model tracking.mlflow_model: a Hugging Face folder. Waits for its upload."""
+        """Register a Hugging Face folder as a new version of the model tracking.mlflow_model. Waits for its upload."""
         if self._takes_model:
             self._trackers[0].log_artifact(folder)
             self._trackers[0].wait_until_sent(while_waiting)
 
     def close(self, status: str, timeout_s: float) -> None:
-        """All at once wait at most ``timeout_s``."""
+        """End all runs in parallel; waits at most ``timeout_s`` in total."""
         for tracker in self._trackers:
             tracker.end(status)
         deadline_s = time.monotonic() + timeout_s
@@ -73,7 +73,7 @@ class TrackerSet:
 
 
 def start_new_runs(folder: Path, prefix: str) -> None:
-    """The stores' runs stay as they are: the next ``TrackerSet`` begin new ones, with all that ``metrics.jsonl`` has by then."""
+    """Rename the files of run ids, so that the next ``TrackerSet`` start new runs with all rows of ``metrics.jsonl``."""
     for name in _RUN_FILES:
         with suppress(FileNotFoundError):
             (folder / name).rename(folder / f"{prefix}{name}")
@@ -81,7 +81,7 @@ def start_new_runs(folder: Path, prefix: str) -> None:
 
 @contextmanager
 def tracked_evaluation(config: Config, warn: Callable[[str], None]) -> Iterator[Tracker | None]:
-    """For metrics of policies that a run has kept, by their steps: a child of the run in MLflow. None where it has none there."""
+    """A tracker for metrics of kept policies, by step: a child of the run in MLflow. None if the run is not in MLflow."""
     folder = Path(config.run.output_dir)
     if not config.tracking.mlflow or not (folder / "mlflow_run.json").is_file():
         yield None
@@ -101,9 +101,9 @@ def tracked_evaluation(config: Config, warn: Callable[[str], None]) -> Iterator[
 def upload_metrics(
     output_dir: str | Path, *, uri: str = "", experiment: str = "megatron_rl", timeout_s: float = 600.0
 ) -> bool:
-    """Bring MLflow up to date from ``metrics.jsonl`` after an outage; True if everything arrived.
+    """Complete MLflow from ``metrics.jsonl`` after an outage. Returns True if everything arrived.
 
-    Continues the run of ``mlflow_run.json``, or makes one. Steps that are there already stay single.
+    Continues the run of ``mlflow_run.json``, or creates one. Steps that the store already has are not sent again.
     """
     rows = read_metrics(Path(output_dir) / "metrics.jsonl")
     problems: list[str] = []

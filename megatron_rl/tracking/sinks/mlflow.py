@@ -1,9 +1,9 @@
-"""A run in MLflow.
+"""Writes a run to MLflow.
 
 Invariants:
-- A continued run logs every step of a metric once: what the store has of an earlier part of the run is not sent again.
-- A resumed run continues the MLflow run whose id stands in ``mlflow_run.json``.
-mlflow is imported by ``open``: importing it takes seconds, creating its SQLite tables some more.
+- A continued run logs every step of a metric once: values that the store already has are not sent again.
+- A resumed run continues the MLflow run whose id is in ``mlflow_run.json``.
+mlflow is imported by ``open``: the import takes seconds, and creating its SQLite tables takes longer.
 """
 
 import importlib
@@ -19,13 +19,13 @@ from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.metrics_file import MetricsRow
 from megatron_rl.tracking.sinks.tracker import MAX_METRICS_PER_REQUEST, shortened
 
-_MAX_PARAM_CHARACTERS = 500  # the shortest limit among the MLflow servers in use
-_MAX_PARAMS_PER_REQUEST = 100  # MLflow's own limit of one log_batch
+_MAX_PARAM_CHARACTERS = 500  # smallest limit of the MLflow servers in use
+_MAX_PARAMS_PER_REQUEST = 100  # MLflow's limit per log_batch
 _RUN_FILE = "mlflow_run.json"
 _PARENT_TAG = "mlflow.parentRunId"
 
-# Read by mlflow at import. Its defaults retry a dead server for minutes before anyone hears of it, and report usage to
-# its makers; what the user sets in the environment wins.
+# mlflow reads these at import. Its defaults retry a dead server for minutes before any error appears, and report usage
+# to its makers. Values that the user sets in the environment win.
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -35,22 +35,22 @@ _CHATTY_LOGGERS = {"alembic": logging.WARNING, "mlflow": logging.WARNING, "urlli
 
 
 def _as_text(value: Any) -> str:
-    """Lists and mappings as JSON. What is longer than MLflow takes is cut in the middle."""
+    """The value as text, lists and mappings as JSON; shortened in the middle to MLflow's limit."""
     text = json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, list | Mapping) else str(value)
     return shortened(text, _MAX_PARAM_CHARACTERS)
 
 
 def _valid_name(name: str) -> str:
-    """A name that MLflow takes: pass@4 becomes pass_at_4, and what is no letter, digit, _ - . / or blank becomes _."""
+    """A name that MLflow accepts: pass@4 becomes pass_at_4; characters other than letters, digits, _ - . / and blanks become _."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))[:250]
 
 
 class MLflowStore:
-    """One MLflow run. ``uri`` "" means a SQLite store and an artifact folder in ``output_dir``.
+    """An MLflow run. ``uri`` "" means a SQLite store and an artifact folder in ``output_dir``.
 
-    ``params``: the configuration, as ``flat_params`` gives it. ``parent``: name of a run that this one is listed under; made
-    where the experiment has none. ``model``: name of the registered model that a folder sent gets a version of. ``child``:
-    this is no run of its own, but a child of that name of the run in ``output_dir``.
+    ``params``: the configuration from ``flat_params``. ``parent``: name of the run that this one is listed under;
+    created if the experiment lacks it. ``model``: registered model that gets a new version for each folder sent.
+    ``child``: name of a child run to create under the run in ``output_dir``, instead of a separate run.
     """
 
     name, key = "MLflow", "tracking.mlflow=false"
@@ -88,7 +88,7 @@ class MLflowStore:
         for name, level in _CHATTY_LOGGERS.items():
             logging.getLogger(name).setLevel(level)
         tracking = importlib.import_module("mlflow.tracking")
-        logging.getLogger("mlflow").setLevel(_CHATTY_LOGGERS["mlflow"])  # importing mlflow sets its own level
+        logging.getLogger("mlflow").setLevel(_CHATTY_LOGGERS["mlflow"])  # the import has set mlflow's own level
         if self._own_store:
             self._output_dir.mkdir(parents=True, exist_ok=True)
         self._client = tracking.MlflowClient(tracking_uri=self.place)
@@ -116,7 +116,7 @@ class MLflowStore:
         return str(run.info.run_id)
 
     def _earlier_run(self) -> Any:
-        """The run to continue; None if the file of its id is missing or the store does not know it any more."""
+        """The run to continue, or None if its id file is missing or the store no longer has it."""
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
             record = json.loads((self._output_dir / _RUN_FILE).read_text())
@@ -136,7 +136,7 @@ class MLflowStore:
         return self._client.create_experiment(self._experiment, artifact_location=location)
 
     def _log_params(self, run_id: str, known: Mapping[str, str]) -> None:
-        """Parameters of a run cannot change in MLflow: what a resumed run changed becomes a tag ``changed.<name>``."""
+        """Log parameters. They cannot change in MLflow: a value that a resumed run changed becomes a tag ``changed.<name>``."""
         entities = importlib.import_module("mlflow.entities")
         new = [entities.Param(name, value) for name, value in self._params.items() if name not in known]
         for first in range(0, len(new), _MAX_PARAMS_PER_REQUEST):
@@ -146,7 +146,7 @@ class MLflowStore:
                 self._client.set_tag(run_id, f"changed.{name}"[:250], value)
 
     def send(self, rows: Sequence[MetricsRow]) -> str:
-        """Log rows together; the problem if the store refuses them as invalid, which trying again cannot fix."""
+        """Log rows in one batch. Returns the problem if the store rejects them as invalid, which a retry cannot fix."""
         entities = importlib.import_module("mlflow.entities")
         exceptions = importlib.import_module("mlflow.exceptions")
         metrics = [
@@ -160,12 +160,12 @@ class MLflowStore:
                 self._client.log_batch(self._run_id, metrics=metrics[first : first + MAX_METRICS_PER_REQUEST])
         except exceptions.MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
-                return f"the store refuses a metric: {shortened(str(error), 300)}"
+                return f"the store rejects a metric: {shortened(str(error), 300)}"
             raise
         return ""
 
     def _known_steps(self, name: str) -> set[int]:
-        """Steps of a metric that an earlier part of the run has logged: repeated after a resume, they stay single."""
+        """Steps of a metric that an earlier part of the run has logged; they are not logged again after a resume."""
         if not self._continues:
             return set()
         if name not in self._steps_before:
@@ -173,13 +173,13 @@ class MLflowStore:
         return self._steps_before[name]
 
     def send_file(self, path: Path) -> str:
-        """A folder is an exported model. Files stay in the output folder, so that what fails is not tried again."""
+        """Upload a file, or register an exported model (a folder). A failure is not retried: the output folder has the file."""
         try:
             if path.is_dir():
                 self._register(path)
             else:
                 self._client.log_artifact(self._run_id, str(path))
-        except Exception as error:  # an artifact store has its own drivers, and metrics must not queue behind them
+        except Exception as error:  # artifact stores raise their own errors, and must not block metrics
             return f"{path.name}: {type(error).__name__}: {shortened(str(error), 300)}"
         return ""
 
@@ -187,7 +187,7 @@ class MLflowStore:
         self._client.set_terminated(self._run_id, status=status)
 
     def _register(self, folder: Path) -> None:
-        """A new version of the registered model. A server only takes what lies among the run's artifacts: it is uploaded."""
+        """Create a version of the registered model. The folder is uploaded first: a server only accepts artifacts of the run."""
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
             self._client.create_registered_model(self._model)
@@ -202,12 +202,12 @@ class MLflowStore:
         self._client.set_tag(self._run_id, "registered_model", f"{self._model} version {version.version}")
 
     def _parent_id(self, experiment_id: str) -> str:
-        """Of the run of that name that is nobody's child."""
+        """Id of the top-level run named ``parent``; created if it does not exist."""
         quoted = self._parent.replace("'", "")
-        found = self._client.search_runs([experiment_id], f"attributes.run_name = '{quoted}'", order_by=["attributes.start_time ASC"])
-        for run in found:
+        runs = self._client.search_runs([experiment_id], f"attributes.run_name = '{quoted}'", order_by=["attributes.start_time ASC"])
+        for run in runs:
             if _PARENT_TAG not in run.data.tags:
                 return str(run.info.run_id)
         run = self._client.create_run(experiment_id, run_name=self._parent)
-        self._client.set_terminated(run.info.run_id)  # it only holds its children together
+        self._client.set_terminated(run.info.run_id)  # the parent only groups its children
         return str(run.info.run_id)

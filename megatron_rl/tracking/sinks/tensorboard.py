@@ -1,7 +1,7 @@
-"""A run in TensorBoard: event files in the folder ``tensorboard`` of the run.
+"""Writes a run to TensorBoard: event files in the run's folder ``tensorboard``.
 
-They are made anew whenever a run begins or goes on, from what it has in ``metrics.jsonl``, so that each step stands once in
-them, whatever was killed or taken back before.
+Each start or resume rewrites the files from ``metrics.jsonl``, so that each step appears once, regardless of
+earlier kills and rollbacks.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from typing import Any
 from megatron_rl.tracking.metrics_file import MetricsRow
 
 _SUFFIX = ".megatron_rl"
-"""Of our own files: no others are removed."""
+"""Suffix of event files written here; no other files are removed."""
 
 
 class TensorBoardStore:
-    """``tensorboard --logdir`` shows it; of many runs, their common folder."""
+    """Event files for ``tensorboard --logdir``; give it the common folder of several runs to see them all."""
 
     name, key = "TensorBoard", "tracking.tensorboard=false"
 
@@ -42,14 +42,14 @@ class TensorBoardStore:
         for row in rows:
             event = self._events.Event(wall_time=row.time_s, step=row.step)
             for name, value in row.metrics.items():
-                with contextlib.suppress(OverflowError):  # float32
+                with contextlib.suppress(OverflowError):  # the value does not fit float32
                     event.summary.value.add(tag=name, simple_value=value if math.isfinite(value) else math.nan)
             self._writer.add_event(event)
         self._writer.flush()
         return ""
 
     def send_file(self, path: Path) -> str:
-        return ""  # they lie beside its folder
+        return ""  # files are next to the event folder already
 
     def close(self, status: str) -> None:
         self._writer.close()

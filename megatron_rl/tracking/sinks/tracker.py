@@ -1,13 +1,13 @@
-"""Metrics on their way to a store (MLflow, Weights & Biases, TensorBoard), written by a thread of their own so that neither a
-slow nor a dead store touches training.
+"""Sends metrics to a store (MLflow, Weights & Biases, TensorBoard) from a separate thread, so that a slow or dead store never
+affects training.
 
 Invariants:
-- ``log`` and ``log_artifact`` only append to a bounded queue; they never block and never raise. When the queue is full
-  the newest entry is left out and counted.
-- A failure is one warning. The thread keeps its entries and tries again with growing pauses, so a store that comes
-  back gets everything that still was in the queue. ``metrics.jsonl`` is complete in any case.
-- ``close`` waits at most its ``timeout_s`` for the thread; the thread is a daemon, so it never holds up the exit.
-A store's library is imported on the thread: importing one takes seconds.
+- ``log`` and ``log_artifact`` only append to a bounded queue; they never block and never raise. If the queue is full, the
+  newest entry is dropped and counted.
+- A failure is one warning. The thread keeps its entries and retries with growing pauses, so a store that recovers gets
+  everything still in the queue. ``metrics.jsonl`` is always complete.
+- ``close`` waits at most its ``timeout_s`` for the thread; the thread is a daemon, so it never delays the exit.
+The thread imports the store's library, because an import takes seconds.
 """
 
 import logging
@@ -22,7 +22,7 @@ from megatron_rl.tracking.metrics_file import MetricsRow, as_numbers
 
 logger = logging.getLogger(__name__)
 
-MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limit of one log_batch
+MAX_METRICS_PER_REQUEST = 1000  # MLflow's limit per log_batch
 _MAX_PROBLEM_CHARACTERS = 300
 _MAX_QUEUE = 2000
 _FIRST_RETRY_S = 2.0
@@ -30,30 +30,30 @@ _LAST_RETRY_S = 60.0
 
 
 class TrackerBackend(Protocol):
-    """Where a tracker writes; all of it is called on the tracker's thread. What a method raises is tried again, ``open`` too."""
+    """Backend of a tracker. All methods run on the tracker's thread; a method that raises is retried, including ``open``."""
 
     name: str
-    """As warnings call it."""
+    """Name of the store in warnings."""
     place: str
     """Address or folder, for warnings."""
     key: str
-    """Configuration key that switches it off."""
+    """Configuration key that turns the store off."""
 
     def open(self) -> None:
-        """Import the library, find or create the run. Raises ImportError where the library is missing."""
+        """Import the library, find or create the run. Raises ImportError if the library is missing."""
 
     def send(self, rows: Sequence[MetricsRow]) -> str:
-        """Log rows together; the problem if the store refuses them as invalid, which trying again cannot fix."""
+        """Log rows in one batch. Returns the problem if the store rejects them as invalid, which a retry cannot fix."""
 
     def send_file(self, path: Path) -> str:
-        """Upload a file or a folder; the problem if that failed, which is not tried again."""
+        """Upload a file or a folder. Returns the problem if that fails; a failure is not retried."""
 
     def close(self, status: str) -> None:
         """End the run: FINISHED, FAILED or KILLED."""
 
 
 class Tracker:
-    """One run in one store. ``warn`` receives the warnings; the display of the run, for example."""
+    """Sends one run to one store. ``warn`` receives the warnings, for example the run's display."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class Tracker:
         before: Sequence[MetricsRow] = (),
         warn: Callable[[str], None] = logger.warning,
     ):
-        """``before``: of the run so far; the store leaves out what it has of them."""
+        """``before``: rows of the run so far; the store skips those that it already has."""
         self._store = store
         self._max_queue = _MAX_QUEUE + len(before)
         self._warn = warn
         self._warned = False
         self._is_open = False
         self._queue: deque[MetricsRow | Path] = deque(before)
-        self._num_left_out = 0
+        self._num_dropped = 0
         self._changed = threading.Condition()
         self._final_status: str | None = None
         name = store.name.lower().replace(" & ", "-").replace(" ", "-")
@@ -77,30 +77,30 @@ class Tracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
-        """Queue the metrics of a step. ``time_s``: Unix time; pass the time of ``metrics.jsonl``, to tell doubles."""
+        """Queue the metrics of a step. ``time_s``: Unix time; pass the time of ``metrics.jsonl`` so that duplicates are recognized."""
         numbers, _ = as_numbers(metrics)
         self._put(MetricsRow(step, time.time() if time_s is None else time_s, numbers))
 
     def log_artifact(self, path: str | Path) -> None:
-        """Queue a file; it is read when its turn comes, so a file that is rewritten goes up as it is then."""
+        """Queue a file. It is read when it is sent, so a file that is rewritten goes up in its newest version."""
         self._put(Path(path))
 
     def end(self, status: str) -> None:
-        """``close`` without waiting: the thread sends what the queue holds and ends the run."""
+        """Same as ``close`` without waiting: the thread sends the queued entries and ends the run."""
         with self._changed:
             self._final_status = status
             self._changed.notify()
 
     def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> None:
-        """End the run (FINISHED, FAILED or KILLED); returns after at most ``timeout_s``. Safe to call twice."""
+        """End the run (FINISHED, FAILED or KILLED). Returns after at most ``timeout_s``. Safe to call twice."""
         if self._thread is None:
             return
         self.end(status)
         self._thread.join(timeout_s)
         with self._changed:
-            num_missing = len(self._queue) + self._num_left_out
+            num_missing = len(self._queue) + self._num_dropped
         if self._thread.is_alive():
-            self._warn_once(f"still not done {timeout_s:.0f} s after the end of the run")
+            self._warn_once(f"not finished {timeout_s:.0f} s after the end of the run")
         if num_missing:
             self._warn(
                 f"{self._store.name}: {num_missing} entries did not reach {self._store.place}; metrics.jsonl has them all, "
@@ -109,7 +109,7 @@ class Tracker:
         self._thread = None
 
     def wait_until_sent(self, while_waiting: Callable[[], None], every_s: float = 5.0) -> None:
-        """Returns when all entries have reached the store, or one warning says that it is in trouble."""
+        """Wait until the store has received all entries, or until a warning has reported trouble."""
         next_s = time.monotonic() + every_s
         while self._thread is not None and self._thread.is_alive() and not self._warned:
             with self._changed:
@@ -125,7 +125,7 @@ class Tracker:
             return
         with self._changed:
             if len(self._queue) >= self._max_queue:
-                self._num_left_out += 1  # the newest, not the oldest: the thread may be sending that one
+                self._num_dropped += 1  # drop the newest: the thread may be sending the oldest
                 return
             self._queue.append(entry)
             self._changed.notify()
@@ -133,10 +133,10 @@ class Tracker:
     def _warn_once(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            self._warn(f"{self._store.name}: {problem} ({self._store.place}). Training goes on; metrics.jsonl stays complete")
+            self._warn(f"{self._store.name}: {problem} ({self._store.place}). Training continues; metrics.jsonl stays complete")
 
     def _work(self) -> None:
-        """The thread: connect, then send what the queue holds until ``close`` was called and the queue is empty."""
+        """Connect, then send queued entries until ``close`` was called and the queue is empty. Runs on the thread."""
         pause_s = _FIRST_RETRY_S
         while True:
             with self._changed:
@@ -154,7 +154,7 @@ class Tracker:
             except ImportError as error:
                 self._warn_once(f"cannot import its library: {error}. Install it or set {self._store.key}")
                 return
-            # Whatever a store, its driver or a plugin raises must not reach training: that is this module's promise.
+            # Any error of a store, its driver or a plugin must stay out of training: this module guarantees that.
             except Exception as error:
                 self._warn_once(f"{type(error).__name__}: {shortened(str(error), _MAX_PROBLEM_CHARACTERS)}")
                 if closing:
@@ -164,7 +164,7 @@ class Tracker:
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     def _send_queue(self) -> None:
-        """Send entries in order; an entry leaves the queue once it was sent or the store refused it for good."""
+        """Send entries in order. An entry leaves the queue once it was sent or the store rejected it permanently."""
         while True:
             with self._changed:
                 head = self._head()
@@ -175,7 +175,7 @@ class Tracker:
             if problem:
                 self._warn_once(problem)
             with self._changed:
-                self._num_left_out += num_sent if problem else 0
+                self._num_dropped += num_sent if problem else 0
                 for _ in range(num_sent):
                     self._queue.popleft()
 
@@ -185,7 +185,7 @@ class Tracker:
         num_metrics = 0
         for entry in self._queue:
             if isinstance(entry, Path):
-                return rows or entry  # the rows before it go first: a store shows a run in its own order
+                return rows or entry  # send earlier rows first, so that the store shows them in order
             num_metrics += len(entry.metrics)
             if rows and num_metrics > MAX_METRICS_PER_REQUEST:
                 break
@@ -194,7 +194,7 @@ class Tracker:
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text, or its head and tail around a note of its length, at most ``limit`` characters in all."""
+    """The text, or its head and tail around a note on its length; at most ``limit`` characters."""
     if len(text) <= limit:
         return text
     note = f" ... ({len(text)} characters) ... "

@@ -1,9 +1,9 @@
-"""A run in Weights & Biases, online or written to the folder ``wandb`` of the run (``wandb sync`` uploads it).
+"""Writes a run to Weights & Biases, online or into the run's folder ``wandb`` (``wandb sync`` uploads it).
 
 Invariants:
-- A run that goes on continues the W&B run whose id stands in ``wandb_run.json``; that file also says up to which step
-  each metric was sent, so that steps that are repeated after a kill stand once.
-- The x axis is the training step, a metric like the others: numbers of an earlier step may come late.
+- A resumed run continues the W&B run whose id is in ``wandb_run.json``. That file also records the last step sent of each
+  metric, so that steps repeated after a kill appear once.
+- The x axis is the training step, logged as a metric: values of an earlier step may arrive late.
 """
 
 import importlib
@@ -25,7 +25,10 @@ _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255}
 
 
 class WandbStore:
-    """``mode``: online or offline. Entity, key and server are W&B's own: WANDB_ENTITY, WANDB_API_KEY, WANDB_BASE_URL."""
+    """A run in Weights & Biases. ``mode``: online or offline.
+
+    Entity, key and server come from W&B's own variables: WANDB_ENTITY, WANDB_API_KEY, WANDB_BASE_URL.
+    """
 
     name, key = "Weights & Biases", "tracking.wandb=null"
 
@@ -43,7 +46,7 @@ class WandbStore:
         self._run: Any = None
 
     def _earlier(self) -> tuple[str, dict[str, int]]:
-        """Id, and the last step that was sent of each metric."""
+        """Returns (run id, last step sent of each metric), or empty values without a readable record."""
         try:
             record = json.loads((self._folder / _RUN_FILE).read_text())
             return str(record["id"]), {str(name): int(step) for name, step in record["last_step"].items()}
@@ -51,7 +54,7 @@ class WandbStore:
             return "", {}
 
     def open(self) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")  # the display of the run is the driver's
+        os.environ.setdefault("WANDB_SILENT", "true")  # the driver displays the run
         wandb = importlib.import_module("wandb")
         self._id = self._id or secrets.token_hex(8)
         self._write_record()
@@ -86,7 +89,7 @@ class WandbStore:
         write_atomic(self._folder / _RUN_FILE, json.dumps({"id": self._id, "last_step": self._last_step}))
 
     def send_file(self, path: Path) -> str:
-        return ""  # a recipe is the run's config, and curves are W&B's own
+        return ""  # W&B gets the recipe as the run's config and draws its own curves
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=_EXIT_CODES[status])

@@ -1,1 +1,1 @@
-"""What the terminal shows while a run trains."""
+"""Shows a training run on the terminal."""

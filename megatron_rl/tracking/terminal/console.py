@@ -1,11 +1,11 @@
-"""What the terminal shows while a run trains: a live display, or plain lines where there is no terminal.
+"""Shows a training run on the terminal: a live display, or plain lines without a terminal.
 
 Invariants:
-- Nothing here raises into training: a closed pipe, a terminal of two columns or one without Unicode shows less.
-- Plain lines (no terminal, CI set, TERM=dumb) carry no colour and no cursor movement; one per step, and at most
-  one every ``plain_interval_s`` unless it is the first step, the last one or one with an evaluation.
-- A metric that a step lacks is left out, never shown as 0.
-The live display is drawn by rich's own thread twice a second; ``update`` only stores the numbers.
+- Nothing here raises into training: a closed pipe, a terminal of two columns or one without Unicode only shows less.
+- Plain lines (no terminal, CI set, TERM=dumb) have no color and no cursor movement. At most one line is printed every
+  ``plain_interval_s``, except for the first step, the last step and steps with an evaluation.
+- A metric that a step lacks is omitted, never shown as 0.
+rich's own thread draws the live display twice per second; ``update`` only stores the values.
 """
 
 import io
@@ -40,14 +40,14 @@ STAGE_STYLES = {
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_HISTORY = 40
-"""Steps behind the sparklines and the time to go."""
+"""Steps behind the sparklines and the estimate of the remaining time."""
 _NUM_WARNINGS = 5
 _LEAST_STAGE_SHARE = 0.005
-"""Of the stages' time in all; shorter ones have no name under the bar."""
+"""Fraction of the total stage time below which a stage has no label under the bar."""
 
 
 class SafeStream(io.TextIOBase, TextIO):
-    """Passes text on until the other end is gone, then swallows it; characters that it cannot encode become '?'."""
+    """Forwards text until the other end is gone, then drops it. Characters that the stream cannot encode become '?'."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -82,8 +82,8 @@ class SafeStream(io.TextIOBase, TextIO):
 
     def _give_up(self) -> None:
         self._gone = True
-        # Python flushes standard output once more at exit: what still is buffered must find an open end, or a run
-        # that went well ends with exit code 120.
+        # Python flushes standard output again at exit: buffered text must find an open end, or a successful run ends with
+        # exit code 120.
         try:
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, self._stream.fileno())
@@ -93,7 +93,7 @@ class SafeStream(io.TextIOBase, TextIO):
 
 
 def duration(seconds: float) -> str:
-    """42 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    """Format seconds as text: 42 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -105,7 +105,7 @@ def duration(seconds: float) -> str:
 
 
 def compact(value: float) -> str:
-    """1234567 as 1.23M, 0.00012 as 1.2e-04, 12.5 as 12.5."""
+    """Format a number as short text: 1234567 as 1.23M, 0.00012 as 1.2e-04, 12.5 as 12.5."""
     size = abs(value)
     for limit, unit, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if limit <= size < float("inf"):
@@ -116,8 +116,8 @@ def compact(value: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = _NUM_HISTORY) -> str:
-    """The last ``width`` finite values as blocks between their smallest and largest."""
-    recent = [value for value in values if abs(value) < float("inf")][-width:]  # NaN compares false, too
+    """The last ``width`` finite values as blocks scaled between their minimum and maximum."""
+    recent = [value for value in values if abs(value) < float("inf")][-width:]  # also drops NaN, which compares false
     if not recent:
         return ""
     low, high = min(recent), max(recent)
@@ -127,17 +127,17 @@ def sparkline(values: Sequence[float], width: int = _NUM_HISTORY) -> str:
 
 
 def _stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``time/<stage>_s`` of a step as {stage: seconds}, in the order of the step's graph, unknown stages last."""
-    found = {
+    """``time/<stage>_s`` metrics as {stage: seconds}, in the order of the stage table, unknown stages last."""
+    seconds_of = {
         name.removeprefix("time/").removesuffix("_s"): seconds
         for name, seconds in metrics.items()
         if name.startswith("time/") and name.endswith("_s")
     }
-    return {stage: found[stage] for stage in [*STAGE_STYLES, *found] if stage in found}
+    return {stage: seconds_of[stage] for stage in [*STAGE_STYLES, *seconds_of] if stage in seconds_of}
 
 
 def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remaining_s: float | None) -> str:
-    """One step in one line."""
+    """A step as one line of text."""
     parts = [f"step {step}/{num_steps}"]
     parts += [f"{label} {text}" for label, text in _headline(metrics)]
     stages = [f"{stage} {seconds:.1f}" for stage, seconds in _stage_times(metrics).items() if seconds >= 0.05]
@@ -150,7 +150,7 @@ def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remainin
 
 
 def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The numbers that say how a run is doing, as (label, text); what is missing is left out."""
+    """Key metrics of a run as (label, text); missing ones are omitted."""
     formats: list[tuple[str, str, Callable[[float], str]]] = [
         ("reward/mean", "reward", lambda value: f"{value:.3f}"),
         ("reward/accuracy", "accuracy", lambda value: f"{value:.1%}"),
@@ -163,12 +163,12 @@ def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def accuracy_text(accuracy: float, stderr: float | None) -> str:
-    """An accuracy with its standard error, where there is one."""
+    """An accuracy as text, with its standard error if there is one."""
     return f"{accuracy:.1%}" if stderr is None else f"{accuracy:.1%} ± {stderr:.1%}"
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """Of all sets together, and of each by its name."""
+    """Accuracy over all sets, and of each set by name, as text."""
 
     def text(prefix: str) -> str:
         return accuracy_text(metrics[f"{prefix}/accuracy"], metrics.get(f"{prefix}/accuracy_stderr"))
@@ -178,13 +178,13 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_sets(metrics: Iterable[str]) -> list[str]:
-    """Names of an evaluation's sets, from the names of metrics; eval/reward/... is over all of them."""
-    found = (re.fullmatch("eval/([^/]+)/accuracy", name) for name in metrics)
-    return [match[1] for match in found if match and match[1] not in ("reward", "dialogue")]
+    """Names of the evaluation sets, seconds_of in metric names; ``eval/reward/...`` covers all sets and is not one of them."""
+    seconds_of = (re.fullmatch("eval/([^/]+)/accuracy", name) for name in metrics)
+    return [match[1] for match in seconds_of if match and match[1] not in ("reward", "dialogue")]
 
 
 def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
-    """Two columns, label and value: the closing summary."""
+    """The final summary as a table of two columns, label and value."""
     table = Table(title=title or None, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -194,16 +194,18 @@ def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
 
 
 class Warnings(NamedTuple):
+    """Number of warnings so far, and the newest ones."""
+
     number: int
     newest: list[str]
-    """Each with its time of day; the newest last."""
+    """Newest warnings in order, each with its time of day."""
 
 
 class TrainingConsole:
-    """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
+    """Displays a run from ``first_step`` to ``num_steps``. Context manager around the loop.
 
-    ``running`` tells the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``left_s``: until the
-    run's time is up. Live where a terminal can draw, and no CI.
+    ``running`` returns the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``left_s``
+    returns the seconds until the run's time limit. The display is live if the terminal can draw and CI is not set.
     """
 
     def __init__(
@@ -226,7 +228,7 @@ class TrainingConsole:
         self._running = running
         self._left_s = left_s
         self._plain_interval_s = plain_interval_s
-        self._lock = threading.Lock()  # rich's thread reads while the loop's thread updates
+        self._lock = threading.Lock()  # rich's thread reads while the loop thread updates
         self._started_s = time.monotonic()
         self._last_update_s = self._started_s
         self._last_plain_s = -float("inf")
@@ -249,10 +251,10 @@ class TrainingConsole:
     def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
-            self._rich.print(self._render())  # what stays on the screen; the live one is taken away with its cursor
+            self._rich.print(self._render())  # the live display is transient: leave a final copy on the screen
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a step that is done."""
+        """Show the metrics of a finished step."""
         numbers, _ = as_numbers(metrics)
         now_s = time.monotonic()
         numbers.setdefault("step/time_s", now_s - self._last_update_s)
@@ -270,11 +272,11 @@ class TrainingConsole:
             self._print(plain_line(step, self._num_steps, numbers, self._remaining_s()))
 
     def note(self, text: str) -> None:
-        """A line that stays above the live display."""
+        """Print a line that stays above the live display."""
         self._print(text)
 
     def warning(self, text: str) -> None:
-        """A line that stays, marked as a warning and counted."""
+        """Print a line that stays, mark it as a warning and count it."""
         self._num_warnings += 1
         self._warnings.append(f"{time.strftime('%H:%M:%S')} {text}")
         self._print(f"warning: {text}", style="yellow")
@@ -284,7 +286,7 @@ class TrainingConsole:
         return Warnings(self._num_warnings, list(self._warnings))
 
     def _print(self, text: str, style: str = "") -> None:
-        # soft_wrap: a log file or a pipe gets one line, however narrow rich believes it to be.
+        # soft_wrap: a log file or a pipe gets one line, regardless of the width that rich assumes.
         self._rich.print(Text(text, style=style), soft_wrap=True)
 
     def _remaining_s(self) -> float | None:
@@ -292,7 +294,7 @@ class TrainingConsole:
         if not times or self._step >= self._num_steps:
             return None
         step_s = sum(times) / len(times)
-        # The step in which the time is up is the last one.
+        # The step in which the time limit is reached is the last one.
         return min(step_s * (self._num_steps - self._step), max(self._left_s(), 0.0) + step_s / 2)
 
     def _render(self) -> RenderableType:
@@ -338,14 +340,14 @@ class TrainingConsole:
         table.add_column(justify="right", no_wrap=True)
         table.add_column(style="blue", no_wrap=True, overflow="crop")
         for label, text in _headline(self._metrics):
-            if label != "eval":  # has a row of its own that remembers earlier ones
+            if label != "eval":  # a separate row shows the last evaluations
                 history = self._history.get(sparks.get(label, ""), ())
                 table.add_row(label, text, sparkline(history, max(1, min(_NUM_HISTORY, width - 24))))
         return table
 
 
 def stage_rows(metrics: Mapping[str, float], width: int) -> list[RenderableType]:
-    """A bar of a step's stages and their seconds. Stages that overlap count each for themselves."""
+    """A bar of a step's stages, and their seconds. Overlapping stages count in full."""
     times = {stage: seconds for stage, seconds in _stage_times(metrics).items() if 0 < seconds < float("inf")}
     total = sum(times.values())
     if not total:
@@ -360,7 +362,7 @@ def stage_rows(metrics: Mapping[str, float], width: int) -> list[RenderableType]
         if seconds < _LEAST_STAGE_SHARE * total:
             continue
         entry = Text.assemble(("■ ", style), f"{stage} {seconds:.2g} s" if seconds < 10 else f"{stage} {seconds:.0f} s")
-        # By hand: rich would break between a stage and its seconds.
+        # Wrap here, because rich would break between a stage and its seconds.
         if legend[-1] and len(legend[-1]) + len(entry) + 2 > width - 12:
             legend.append(Text())
         legend[-1].append("  " if legend[-1] else "").append(entry)

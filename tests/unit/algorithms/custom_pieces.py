@@ -1,4 +1,4 @@
-"""Pieces of an algorithm as a user writes them, named in a recipe by import path (see test_plugins.py)."""
+"""Algorithm plugins as users write them, given in a recipe by import path (see test_plugins.py)."""
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def unclipped(
 
 @register.policy_loss(averages="sequence_mean")
 def first_tokens(logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor, weights: Tensor | None = None) -> Loss:
-    """Policy loss: -A log pi of each response's first token; an average over sequences, and it says so."""
+    """Policy loss: -A log pi of each response's first token; registered as an average over sequences."""
     first = cu_seqlens[:-1]
     token_loss = -advantages[first] * logprobs[first]
     if weights is not None:
@@ -60,12 +60,12 @@ def fixed_length(mask: Tensor, *, length: int) -> Tensor:
 
 
 def half(mask: Tensor) -> Tensor:
-    """Aggregation: a constant, which the denominator takes out again."""
+    """Aggregation: a constant, which the denominator cancels."""
     return torch.full(mask.shape, 0.5)
 
 
 def bare(logprobs: Tensor, mask: Tensor) -> Loss:
-    """Policy loss: neither corrects nor aggregates, so it is refused together with either."""
+    """Policy loss: ignores correction and aggregation, so it is refused together with either."""
     return Loss(-(logprobs * mask).sum(), mask.sum())
 
 
@@ -75,7 +75,7 @@ def square_root(ratios: LogRatios, *, floor: float = 0.0) -> Tensor:
 
 
 def no_surprises(ratios: LogRatios, rejection_high: float) -> Tensor:
-    """Rejection: responses with a token whose rho is above rejection_high leave."""
+    """Rejection: rejects responses with a token whose rho is above rejection_high."""
     return ~ratios.any_of_sequence(ratios.token.exp() > rejection_high)
 
 
@@ -85,7 +85,7 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor, *, scale: float = 1.0
 
 
 def mistaken(outcomes: Tensor) -> Tensor:
-    """Returns one number for all: refused when it is called."""
+    """Advantage with an invalid result (a scalar), which is refused at the call."""
     return outcomes.mean()
 
 

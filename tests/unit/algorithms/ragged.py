@@ -38,7 +38,7 @@ class Ragged:
         return torch.rand(self.num_sequences, generator=self.generator, dtype=torch.float64)
 
     def counted(self) -> list[list[int]]:
-        """The indices of the counted tokens of each sequence."""
+        """Indices of the counted tokens, one list per sequence."""
         corners = self.cu_seqlens.tolist()
         return [[t for t in range(a, b) if self.mask[t]] for a, b in itertools.pairwise(corners)]
 
@@ -48,7 +48,7 @@ def ragged(draw: st.DrawFn, *, max_sequences: int = 6, max_length: int = 12) -> 
     lengths = draw(st.lists(st.integers(0, max_length), max_size=max_sequences))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     share = torch.rand(len(lengths), generator=generator)
-    # A third of the sequences trains nothing, a third everything, the rest a part.
+    # A third of the sequences has an empty mask, a third a full mask, the rest a random mask.
     share = torch.where(share < 1 / 3, 0.0, torch.where(share > 2 / 3, 1.0, share))
     sizes = torch.tensor(lengths, dtype=torch.int64)
     mask = torch.rand(int(sizes.sum()), generator=generator) < share.repeat_interleave(sizes)

@@ -76,13 +76,13 @@ def packed(draw: st.DrawFn) -> dict:
 
 
 def assert_close(actual: Tensor, expected: Tensor | list[float], rtol: float = 1e-12, atol: float = 1e-12) -> None:
-    """Compare in float64; numbers in a list keep all their digits."""
+    """Compare in float64, so that expected values in a list keep all digits."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
 
 
 class TestGoldenVectors:
-    def test_finished(self):
+    def test_gae_of_a_finished_response(self):
         advantages = gae(last_reward(4, 1.0), VALUES, cu(4), lam=0.95)
         assert_close(advantages, [0.7282, 0.556, 0.48, 0.4])
 
@@ -94,11 +94,11 @@ class TestGoldenVectors:
             (0.99, 0.95, [0.363503, 0.1781, 0.088357, -0.006], 5e-7),
         ],
     )
-    def test_truncated(self, gamma: float, lam: float, expected: list[float], atol: float):
+    def test_egae_of_an_unfinished_window(self, gamma: float, lam: float, expected: list[float], atol: float):
         advantages = egae(torch.zeros_like(VALUES), VALUES, cu(4), CUT, gamma=gamma, lam=lam)
         assert_close(advantages, expected, atol=atol)
 
-    def test_response_in_one_pass_and_in_two_windows(self):
+    def test_one_pass_and_two_windows_of_a_response(self):
         rewards = last_reward(8, 1.0)
         whole = gae(rewards, LONG_VALUES, cu(8), lam=0.95)
         expected = [0.685278, 0.510819, 0.432441, 0.349938, 0.420987, 0.28525, 0.195, 0.1]
@@ -108,7 +108,7 @@ class TestGoldenVectors:
         second = egae(rewards[4:], LONG_VALUES[4:], cu(4), FINISHED, lam=0.95)
         assert_close(second, whole[4:])
 
-    def test_terminal_reward_with_a_critic_of_zero(self):
+    def test_terminal_reward_with_a_zero_critic(self):
         advantages = gae(last_reward(5, 1.0), torch.zeros(5, dtype=torch.float64), cu(5), lam=0.95)
         assert_close(advantages, [0.95**4, 0.95**3, 0.9025, 0.95, 1.0])
 
@@ -121,7 +121,7 @@ class TestGoldenVectors:
 
 @settings(max_examples=25, deadline=None)
 @given(packed())
-def test_egae_is_its_definition_in_float64(batch: dict):
+def test_egae_equals_its_definition_in_float64(batch: dict):
     for bootstrap in (None, batch["bootstrap"]):
         common = (batch["rewards"], batch["values"], batch["bounds"], batch["finished"])
         actual = egae(*common, gamma=batch["gamma"], lam=batch["lam"], bootstrap=bootstrap)
@@ -130,7 +130,7 @@ def test_egae_is_its_definition_in_float64(batch: dict):
 
 @settings(max_examples=15, deadline=None)
 @given(packed())
-def test_egae_in_float32_stays_near_its_definition(batch: dict):
+def test_egae_in_float32_is_close_to_its_definition(batch: dict):
     rewards, values = batch["rewards"].float(), batch["values"].float()
     actual = egae(rewards, values, batch["bounds"], batch["finished"], gamma=batch["gamma"], lam=batch["lam"])
     assert actual.dtype == torch.float32
@@ -138,7 +138,7 @@ def test_egae_in_float32_stays_near_its_definition(batch: dict):
     assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_float32_does_not_drift_with_the_length():
+def test_egae_in_float32_does_not_drift_on_long_sequences():
     generator = torch.Generator().manual_seed(3)
     rewards, values = (torch.randn(24576, generator=generator) for _ in range(2))
     lam = length_adaptive_lambda(torch.tensor([24576]))
@@ -162,7 +162,7 @@ def test_egae_equals_gae_bit_for_bit_on_finished_responses(batch: dict):
 
 @settings(max_examples=25, deadline=None)
 @given(packed())
-def test_last_advantage_of_an_unrewarded_cut_window_is_exactly_zero(batch: dict):
+def test_last_advantage_of_an_unrewarded_unfinished_window_is_zero(batch: dict):
     values = batch["values"].float()
     bounds = batch["bounds"]
     cut = torch.zeros_like(batch["finished"])
@@ -172,7 +172,7 @@ def test_last_advantage_of_an_unrewarded_cut_window_is_exactly_zero(batch: dict)
 
 
 @pytest.mark.parametrize("one_lambda", [True, False])
-def test_advantages_of_a_window_depend_on_that_window_alone(one_lambda: bool):
+def test_advantages_of_a_window_do_not_depend_on_other_windows(one_lambda: bool):
     generator = torch.Generator().manual_seed(5)
     lengths = (70, 0, 330, 64, 1, 800)
     bounds = cu(*lengths)
@@ -191,27 +191,27 @@ def test_advantages_of_a_window_depend_on_that_window_alone(one_lambda: bool):
         assert after[inside].isnan().all()
 
 
-def test_a_constant_critic_gives_a_cut_window_no_advantage():
+def test_constant_critic_gives_unfinished_windows_zero_advantage():
     values = torch.full((100,), 0.7)
     assert (egae(torch.zeros(100), values, cu(100), CUT, lam=0.95) == 0).all()
 
 
-def test_reward_at_the_boundary_of_a_cut_window_is_kept():
-    """A public port drops it."""
+def test_reward_on_the_last_token_of_an_unfinished_window_counts():
+    """Guards against an error of a public port, which drops this reward."""
     advantages = egae(last_reward(4, 1.0), VALUES, cu(4), CUT, lam=0.95)
     assert advantages[-1] == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32])
-def test_finished_flags_of_every_dtype_mean_the_same(dtype: torch.dtype):
-    """A public port inverts integer flags bitwise, which scales the boundary value by -1 or -2 when gamma < 1."""
+def test_egae_accepts_finished_flags_of_any_dtype(dtype: torch.dtype):
+    """Guards against an error of a public port, which inverts integer flags bitwise: the boundary value is scaled by -1 or -2."""
     values = torch.cat([VALUES, VALUES])
     flags = torch.tensor([1, 0]).to(dtype)
     advantages = egae(torch.zeros_like(values), values, cu(4, 4), flags, gamma=0.9, lam=0.95)
     assert_close(advantages[[3, 7]], [-0.6, -0.06])
 
 
-def test_bootstrap_is_the_value_after_a_cut():
+def test_bootstrap_is_the_value_after_an_unfinished_window():
     after_cut = torch.tensor([0.9], dtype=torch.float64)
     advantages = egae(torch.zeros_like(VALUES), VALUES, cu(4), CUT, lam=0.95, bootstrap=after_cut)
     assert_close(advantages[-1:], [0.9 - 0.6])
@@ -240,7 +240,7 @@ def test_gae_with_lambda_one_is_return_minus_value():
     assert_close(gae(rewards, values, bounds, gamma=0.98, lam=1.0), expected, atol=1e-11)
 
 
-def test_scalar_lambda_equals_the_same_lambda_for_each_sequence():
+def test_scalar_lambda_equals_one_lambda_per_sequence():
     generator = torch.Generator().manual_seed(2)
     rewards, values = (torch.randn(300, generator=generator, dtype=torch.float64) for _ in range(2))
     scalar = gae(rewards, values, cu(100, 200), lam=0.95)
@@ -249,7 +249,7 @@ def test_scalar_lambda_equals_the_same_lambda_for_each_sequence():
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_empty_batches_and_empty_sequences_give_empty_results(index_dtype: torch.dtype):
+def test_advantages_of_empty_batches_are_empty(index_dtype: torch.dtype):
     nothing = torch.zeros(0)
     for lengths in ((), (0,), (0, 0, 0)):
         bounds, flags = cu(*lengths, dtype=index_dtype), torch.zeros(len(lengths))
@@ -259,7 +259,7 @@ def test_empty_batches_and_empty_sequences_give_empty_results(index_dtype: torch
         assert monte_carlo_returns(nothing, bounds).shape == (0,)
 
 
-def test_advantages_carry_no_gradient_and_leave_their_inputs_alone():
+def test_advantages_carry_no_gradient_and_do_not_change_inputs():
     rewards, values = torch.zeros(4).double(), VALUES.clone().requires_grad_()
     assert not egae(rewards, values, cu(4), CUT, lam=0.95).requires_grad
     assert torch.equal(values.detach(), VALUES) and (rewards == 0).all()
@@ -270,14 +270,14 @@ def test_advantages_carry_no_gradient_and_leave_their_inputs_alone():
     [
         ({"rewards": torch.zeros(4, dtype=torch.int64)}, "rewards: expected a 1-D float32 or float64"),
         ({"rewards": torch.zeros(2, 2)}, "rewards: expected a 1-D"),
-        ({"values": torch.zeros(5)}, r"values: expected the form of rewards.*got.*\[5\]"),
+        ({"values": torch.zeros(5)}, r"values: expected the same form as rewards.*got.*\[5\]"),
         ({"values": torch.zeros(4, dtype=torch.bfloat16)}, "bfloat16"),
         ({"values": torch.zeros(4, dtype=torch.float64)}, "float64"),
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens: expected a 1-D int32 or int64"),
         ({"cu_seqlens": torch.tensor([0, 3])}, "number of tokens 4, got 3"),
         ({"cu_seqlens": torch.tensor([1, 4])}, "the first of them 0"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int64)}, "N\\+1 entries"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "never fall, got 3 then 2 at sequence 1"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "never decrease, got 3 then 2 at sequence 1"),
         ({"finished": torch.ones(2)}, r"finished: expected a tensor of shape \[1\]"),
         ({"lam": torch.ones(2)}, r"lam: expected a tensor of shape \[1\]"),
         ({"lam": 1.5}, r"lam: expected a number within \[0, 1\], got 1.5"),
@@ -286,7 +286,7 @@ def test_advantages_carry_no_gradient_and_leave_their_inputs_alone():
         ({"bootstrap": torch.ones(3)}, r"bootstrap: expected a tensor of shape \[1\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
+def test_egae_rejects_bad_arguments_by_name(change: dict, message: str):
     fitting = {
         "rewards": torch.zeros(4),
         "values": torch.zeros(4),
@@ -301,11 +301,11 @@ def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
 
 class TestLengthAdaptiveLambda:
     @given(st.integers(0, 40000))
-    def test_lambda_is_its_definition(self, length: int):
+    def test_equals_its_definition(self, length: int):
         raw = 1 - 1 / (0.05 * length) if length else float("-inf")
         assert_close(length_adaptive_lambda(torch.tensor([length])), [min(max(raw, 0.95), 1.0)])
 
-    def test_bad_arguments_are_refused(self):
+    def test_rejects_bad_arguments(self):
         with pytest.raises(ValueError, match="alpha: expected a number above 0"):
             length_adaptive_lambda(torch.tensor([1]), alpha=0.0)
         with pytest.raises(ValueError, match="lengths: expected a 1-D integer or float"):

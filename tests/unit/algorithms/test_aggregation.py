@@ -1,4 +1,4 @@
-"""Laws of the two ways in which token losses become one number."""
+"""Laws of the two aggregations of token losses."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 @given(ragged())
-def test_token_mean_counts_every_token_alike(batch: Ragged):
+def test_token_mean_weights_tokens_equally(batch: Ragged):
     coefficients = token_coefficients(batch.mask, batch.cu_seqlens, "token_mean")
     assert coefficients.tolist() == batch.mask.float().tolist()
     assert loss_denominator(batch.mask, batch.cu_seqlens, "token_mean") == int(batch.mask.sum())
 
 
 @given(ragged())
-def test_sequence_mean_is_the_mean_over_tokens_then_over_sequences(batch: Ragged):
+def test_sequence_mean_averages_tokens_then_sequences(batch: Ragged):
     losses = batch.normal()
     coefficients = token_coefficients(batch.mask, batch.cu_seqlens, "sequence_mean", dtype=torch.float64)
     means = [sum(float(losses[t]) for t in tokens) / len(tokens) for tokens in batch.counted() if tokens]
@@ -38,7 +38,7 @@ def test_coefficients_sum_to_the_denominator(batch: Ragged):
 
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean"])
 @given(batch=ragged())
-def test_denominators_and_sums_add_up_over_micro_batches_of_whole_sequences(batch: Ragged, kind: str):
+def test_sums_and_denominators_add_up_over_micro_batches(batch: Ragged, kind: str):
     new, old, advantages = batch.logprobs(), batch.logprobs(), batch.normal()
     corners = batch.cu_seqlens.tolist()
 
@@ -57,7 +57,7 @@ def test_denominators_and_sums_add_up_over_micro_batches_of_whole_sequences(batc
     assert whole[1] == sum(part[1] for part in parts)
 
 
-def test_masks_of_every_dtype_mean_the_same():
+def test_aggregation_accepts_masks_of_any_dtype():
     bounds = torch.tensor([0, 3, 3, 4])
     for dtype in (torch.bool, torch.int64, torch.float32, torch.float64):
         mask = torch.tensor([1, 0, 1, 1]).to(dtype)
@@ -65,13 +65,13 @@ def test_masks_of_every_dtype_mean_the_same():
         assert loss_denominator(mask, bounds, "sequence_mean") == 2.0
 
 
-def test_no_tokens_at_all_are_accepted():
+def test_aggregation_accepts_empty_batches():
     for bounds in (torch.tensor([0]), torch.tensor([0, 0, 0], dtype=torch.int32)):
         assert token_coefficients(torch.zeros(0), bounds, "sequence_mean").shape == (0,)
         assert loss_denominator(torch.zeros(0), bounds, "sequence_mean") == 0.0
 
 
-def test_what_does_not_fit_is_refused_by_name():
+def test_aggregation_rejects_bad_arguments_by_name():
     mask, bounds = torch.ones(4), torch.tensor([0, 4])
     with pytest.raises(
         ValueError, match="unknown aggregation 'mean': expected one of token_mean, sequence_mean, or an import path"

@@ -23,7 +23,7 @@ BOUNDS = torch.tensor([0, 2, 2, 5])
 
 
 def pair(batch: Ragged, scale: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rollout, old) log-probs of engines that differ."""
+    """(rollout, old) log-probs of different policies."""
     rollout = batch.logprobs()
     return rollout, rollout + batch.normal(scale)
 
@@ -35,7 +35,7 @@ def clamped(number: float) -> float:
 def brute_force(
     batch: Ragged, rollout: torch.Tensor, old: torch.Tensor, weight: str, rejection: str, veto: float, normalize: bool
 ) -> tuple[list[float], list[bool]]:
-    """Weights and mask from the table of fixes, one token at a time; weights as in the tests' calls."""
+    """Weights and mask by the definitions of the rules, one token at a time, with the options of the tests' calls."""
     low, high = REJECTIONS[rejection].get("rejection_low"), REJECTIONS[rejection].get("rejection_high")
     weights, mask = [0.0] * batch.num_tokens, [False] * batch.num_tokens
     kept_sequences = []
@@ -81,7 +81,7 @@ def brute_force(
 @pytest.mark.parametrize("weight", WEIGHTS)
 @settings(max_examples=15)
 @given(batch=ragged(), veto=st.sampled_from([0.0, 0.4]), normalize=st.booleans())
-def test_correction_is_the_table_of_fixes(weight: str, rejection: str, batch: Ragged, veto: float, normalize: bool):
+def test_correction_equals_its_definition_for_every_rule(weight: str, rejection: str, batch: Ragged, veto: float, normalize: bool):
     rollout, old = pair(batch)
     found = mismatch_correction(
         rollout,
@@ -106,7 +106,7 @@ def test_correction_is_the_table_of_fixes(weight: str, rejection: str, batch: Ra
 @pytest.mark.parametrize("weight", WEIGHTS)
 @settings(max_examples=15)
 @given(batch=ragged(), normalize=st.booleans())
-def test_engines_that_agree_are_left_alone_bit_for_bit(weight: str, rejection: str, batch: Ragged, normalize: bool):
+def test_equal_policies_need_no_correction_bit_for_bit(weight: str, rejection: str, batch: Ragged, normalize: bool):
     for dtype in (torch.float32, torch.float64):
         logprobs = batch.logprobs().to(dtype)
         found = mismatch_correction(
@@ -127,7 +127,7 @@ def test_engines_that_agree_are_left_alone_bit_for_bit(weight: str, rejection: s
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_the_loss_of_engines_that_agree_is_the_plain_loss(weight: str):
+def test_corrected_loss_of_equal_policies_is_the_plain_loss(weight: str):
     logprobs, ones = -torch.rand(5), torch.ones(5)
     found = mismatch_correction(logprobs, logprobs, ones, BOUNDS, weight=weight, rejection="geometric")
     plain = policy_loss(logprobs, logprobs, logprobs, ones, clip_low=0.2, clip_high=0.2)
@@ -138,7 +138,7 @@ def test_the_loss_of_engines_that_agree_is_the_plain_loss(weight: str):
 
 
 @given(ragged())
-def test_without_a_correction_every_weight_is_one_and_the_diagnostics_are_there(batch: Ragged):
+def test_no_correction_gives_weights_of_one_and_all_metrics(batch: Ragged):
     rollout, old = pair(batch, scale=3.0)
     found = mismatch_correction(rollout, old, batch.mask, batch.cu_seqlens)
     assert torch.equal(found.mask, batch.mask) and torch.equal(found.weights, batch.mask.double())
@@ -147,7 +147,7 @@ def test_without_a_correction_every_weight_is_one_and_the_diagnostics_are_there(
     assert {"kl", "k3", "max_abs_log_ratio", "ppl_ratio", "ess", "chi2_token", "chi2_sequence"} <= diagnostics.keys()
 
 
-def test_icepop_keeps_the_denominator_and_rejection_does_not():
+def test_icepop_keeps_the_denominator_unlike_rejection():
     rollout, old = torch.zeros(5), torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
     arguments = (rollout, old, torch.ones(5), BOUNDS)
     icepop = mismatch_correction(*arguments, weight="icepop")
@@ -160,7 +160,7 @@ def test_icepop_keeps_the_denominator_and_rejection_does_not():
         assert found.metrics["masked_share"] == 0.2
 
 
-def test_one_token_vetoes_its_sequence_alone():
+def test_token_vetoes_only_its_own_sequence():
     rollout, old = torch.zeros(5), torch.tensor([0.0, 0.0, -10.0, 0.0, 0.0])
     found = mismatch_correction(rollout, old, torch.ones(5), BOUNDS, veto_below=1e-4)
     assert found.mask.tolist() == [True, True, False, False, False]
@@ -176,7 +176,7 @@ def test_sequence_weight_is_over_counted_tokens_only():
     assert_close(found.weights, [math.exp(0.3)] * 2 + [math.exp(0.2), 0.0, math.exp(0.2)], 1e-6)
 
 
-def test_metrics_count_what_they_name():
+def test_correction_metrics_match_hand_computed_values():
     rollout, old = torch.zeros(4).double(), torch.tensor([0.0, 1.0, 2.0, -3.0], dtype=torch.float64)
     metrics = mismatch_correction(
         rollout, old, torch.ones(4), torch.tensor([0, 2, 4]), weight="token", rejection="token", rejection_high=3.0
@@ -186,7 +186,7 @@ def test_metrics_count_what_they_name():
     assert metrics["weight_ess"] == pytest.approx(1.5**2 / ((1 + 4) / 2))
 
 
-def test_log_ratios_are_clamped_to_twenty():
+def test_correction_clamps_log_ratios_to_twenty():
     rollout, old = torch.tensor([0.0, 0.0, -1000.0]), torch.tensor([-1000.0, 0.0, 0.0])
     found = mismatch_correction(rollout, old, torch.ones(3), torch.tensor([0, 2, 3]), weight="token", max_weight=1e30)
     assert_close(found.weights, [math.exp(-20), 1.0, math.exp(20)], 1e-6)
@@ -194,7 +194,7 @@ def test_log_ratios_are_clamped_to_twenty():
 
 
 @given(ragged())
-def test_padding_has_no_weight_and_enters_no_statistic(batch: Ragged):
+def test_padding_has_weight_zero_and_enters_no_statistic(batch: Ragged):
     rollout, old = pair(batch)
     options = {"weight": "sequence", "rejection": "k3", "rejection_high": 0.2, "normalize": True}
     first = mismatch_correction(rollout, old, batch.mask, batch.cu_seqlens, **options)
@@ -204,7 +204,7 @@ def test_padding_has_no_weight_and_enters_no_statistic(batch: Ragged):
     assert (first.weights[~first.mask] == 0).all()
 
 
-def test_weights_have_no_gradient():
+def test_correction_weights_have_no_gradient():
     rollout, old = torch.zeros(2), torch.ones(2, requires_grad=True)
     assert not mismatch_correction(
         rollout, old, torch.ones(2), torch.tensor([0, 2]), weight="token"
@@ -212,7 +212,7 @@ def test_weights_have_no_gradient():
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_no_tokens_at_all_are_accepted(weight: str):
+def test_correction_accepts_empty_batches(weight: str):
     for bounds in (torch.tensor([0]), torch.tensor([0, 0])):
         nothing = torch.zeros(0)
         found = mismatch_correction(
@@ -224,7 +224,7 @@ def test_no_tokens_at_all_are_accepted(weight: str):
 
 
 @given(batch=ragged(), delta=st.floats(0, 1))
-def test_off_policy_sequence_mask_is_its_definition(batch: Ragged, delta: float):
+def test_off_policy_sequence_mask_equals_its_definition(batch: Ragged, delta: float):
     old, new = pair(batch, scale=1.0)
     advantages = batch.normal()
     expected = [False] * batch.num_tokens
@@ -254,12 +254,12 @@ def test_off_policy_sequence_mask_is_its_definition(batch: Ragged, delta: float)
         ({"rejection": "token", "rejection_low": 3.0}, "rejection_low, rejection_high: expected 0 <= low <= high"),
         ({"rejection": "k3", "rejection_high": -1.0}, "rejection_high: expected a finite number of at least 0"),
         ({"veto_below": -1.0}, "veto_below: expected a finite number of at least 0"),
-        ({"old_logprobs": torch.zeros(4)}, "old_logprobs: expected the form of rollout_logprobs"),
+        ({"old_logprobs": torch.zeros(4)}, "old_logprobs: expected the same form as rollout_logprobs"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "number of tokens 5, got 4"),
         ({"mask": torch.ones(4)}, r"mask: expected.*\[5\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
+def test_mismatch_correction_rejects_bad_arguments_by_name(change: dict, message: str):
     fitting = {"rollout_logprobs": torch.zeros(5), "old_logprobs": torch.zeros(5), "mask": torch.ones(5)}
     fitting |= {"cu_seqlens": BOUNDS}
     mismatch_correction(**fitting)
@@ -268,9 +268,9 @@ def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
 
 
 @pytest.mark.parametrize("pair_of_logprobs", [(torch.nan, -1.0), (-1.0, torch.nan), (-torch.inf, -torch.inf)])
-def test_a_token_without_a_log_prob_is_refused_by_its_place(pair_of_logprobs: tuple[float, float]):
+def test_correction_reports_the_index_of_a_nan_log_prob(pair_of_logprobs: tuple[float, float]):
     rollout, old = torch.zeros(2, 5)
     rollout[3], old[3] = pair_of_logprobs
-    with pytest.raises(ValueError, match="expected numbers wherever the mask counts, got .* at token 3"):
+    with pytest.raises(ValueError, match="expected numbers everywhere in the mask, got .* at token 3"):
         mismatch_correction(rollout, old, torch.ones(5), BOUNDS, weight="token")
     mismatch_correction(rollout, old, torch.tensor([1, 1, 1, 0, 1]), BOUNDS, weight="token")

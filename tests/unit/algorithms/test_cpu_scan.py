@@ -43,7 +43,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-11) -> N
 
 @pytest.mark.parametrize("thread_tokens", [64, 128, 448])
 @pytest.mark.parametrize("lengths", UNEVEN)
-def test_result_is_the_recurrence_in_whatever_pieces(
+def test_scan_equals_the_recurrence_for_any_threads_and_lengths(
     monkeypatch: pytest.MonkeyPatch, thread_tokens: int, lengths: tuple[int, ...]
 ):
     monkeypatch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", thread_tokens)
@@ -53,7 +53,7 @@ def test_result_is_the_recurrence_in_whatever_pieces(
     assert_near(actual, by_definition(rewards, values, bounds, after_end, 0.99, decay))
 
 
-def test_any_stride_is_read():
+def test_scan_accepts_any_stride():
     rewards, values, bounds, after_end, decay = batch_of((70, 5, 0, 200))
     expected = gae_loop(rewards, values, bounds, after_end, 0.9, decay)
     spread = torch.stack([rewards, values], dim=1)
@@ -65,7 +65,7 @@ def test_any_stride_is_read():
     )
 
 
-def test_nothing_crosses_a_border_not_even_nan():
+def test_nan_does_not_cross_sequence_borders_in_the_scan():
     lengths = (70, 0, 330, 64, 1, 800)
     rewards, values, bounds, after_end, decay = batch_of(lengths)
     before = gae_loop(rewards, values, bounds, after_end, 1.0, decay)
@@ -77,14 +77,14 @@ def test_nothing_crosses_a_border_not_even_nan():
         assert after[start:end].isnan().all()
 
 
-def test_after_end_is_not_read_for_empty_sequences():
+def test_scan_ignores_after_end_of_empty_sequences():
     rewards, values, bounds, after_end, decay = batch_of((0, 5, 0, 0, 7, 0))
     after_end[[0, 2, 3, 5]] = torch.nan
     assert not gae_loop(rewards, values, bounds, after_end, 1.0, decay).isnan().any()
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (1.0, 1.0 - 1 / (0.05 * 24576)), (0.999, 1.0)])
-def test_float32_does_not_drift_with_the_length(gamma: float, lam: float):
+def test_scan_in_float32_does_not_drift_on_long_sequences(gamma: float, lam: float):
     rewards, values, bounds, after_end, _ = batch_of((24576, 3, 8000), torch.float32)
     decay = torch.full((3,), gamma * lam, dtype=torch.float64)
     exact = by_definition(rewards, values, bounds, after_end, gamma, decay)
@@ -96,7 +96,7 @@ def test_float32_does_not_drift_with_the_length(gamma: float, lam: float):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=10), st.integers(1, 4), st.sampled_from([0.9, 1.0]))
-def test_on_a_cpu_a_sequence_has_the_same_bits_alone_and_in_a_batch(lengths: list[int], threads: int, gamma: float):
+def test_scan_of_a_sequence_is_bit_equal_alone_and_in_a_batch(lengths: list[int], threads: int, gamma: float):
     rewards, values, bounds, after_end, decay = batch_of(tuple(lengths), torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", 1)
@@ -111,7 +111,7 @@ def test_on_a_cpu_a_sequence_has_the_same_bits_alone_and_in_a_batch(lengths: lis
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 8))
-def test_threads_share_whole_sequences(lengths: list[int], threads: int):
+def test_scan_threads_get_whole_sequences(lengths: list[int], threads: int):
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", 1)
@@ -122,7 +122,7 @@ def test_threads_share_whole_sequences(lengths: list[int], threads: int):
     assert all(int(bounds[stop] - bounds[first]) <= fair_share + longest + 1 for first, stop in spans)
 
 
-def test_a_small_batch_starts_no_thread(monkeypatch: pytest.MonkeyPatch):
+def test_scan_of_a_small_batch_starts_no_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_scan, "ThreadPoolExecutor", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     rewards, values, bounds, after_end, decay = batch_of((300, 400))

@@ -39,16 +39,16 @@ def brute_force(rows: list[Row], form: str) -> list[float]:
 class TestComparedInGroups:
     @settings(max_examples=60)
     @given(rows=ROWS)
-    def test_is_its_definition_over_valid_responses(self, form: str, rows: list[Row]):
+    def test_equals_its_definition_over_valid_responses(self, form: str, rows: list[Row]):
         groups = torch.tensor([group for group, _, _ in rows], dtype=torch.int64)
         valid = torch.tensor([is_valid for _, _, is_valid in rows], dtype=torch.bool)
         rewards = torch.tensor([reward for _, reward, _ in rows], dtype=torch.float64)
-        # What could not be scored may hold any number.
+        # Unscored responses may have any reward.
         found = FORMS[form](torch.where(valid, rewards, torch.nan), groups, valid=valid)
         assert_close(found, brute_force(rows, form))
 
     @given(rows=ROWS)
-    def test_responses_without_a_score_are_as_if_they_had_not_been_drawn(self, form: str, rows: list[Row]):
+    def test_unscored_responses_do_not_change_the_others(self, form: str, rows: list[Row]):
         kept = [row for row in rows if row[2]]
         found = [
             FORMS[form](torch.tensor([r for _, r, _ in some]), torch.tensor([g for g, _, _ in some]).long(), valid=mask)
@@ -57,13 +57,13 @@ class TestComparedInGroups:
         assert [float(x) for x, row in zip(found[0], rows) if row[2]] == found[1].tolist()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_equal_rewards_and_lone_members_give_exactly_zero(self, form: str, dtype: torch.dtype):
+    def test_equal_rewards_and_groups_of_one_give_exactly_zero(self, form: str, dtype: torch.dtype):
         rewards = torch.tensor([0.1] * 7 + [5.0], dtype=dtype)
         groups = torch.tensor([2] * 7 + [9], dtype=torch.int32)
         found = FORMS[form](rewards, groups)
         assert found.dtype == dtype and (found == 0).all()
 
-    def test_a_group_left_with_one_valid_member_gives_exactly_zero(self, form: str):
+    def test_group_with_one_valid_member_gives_exactly_zero(self, form: str):
         found = FORMS[form](torch.tensor([1.0, 0.0]), torch.zeros(2).long(), valid=torch.tensor([1, 0]))
         assert found.tolist() == [0.0, 0.0]
 
@@ -74,11 +74,11 @@ class TestComparedInGroups:
         for group in set(groups.tolist()):
             assert abs(float(found[groups == group].sum())) < 1e-12
 
-    def test_no_responses_are_accepted(self, form: str):
+    def test_accepts_empty_batches(self, form: str):
         assert FORMS[form](torch.zeros(0), torch.zeros(0).long(), valid=torch.zeros(0)).shape == (0,)
         assert FORMS[form](torch.ones(2), torch.zeros(2).long(), valid=torch.zeros(2)).tolist() == [0.0, 0.0]
 
-    def test_other_shapes_are_refused(self, form: str):
+    def test_rejects_other_shapes(self, form: str):
         for group_ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(3)):
             with pytest.raises(ValueError, match="group_ids: expected an int32 or int64"):
                 FORMS[form](torch.ones(3), group_ids)
@@ -86,7 +86,7 @@ class TestComparedInGroups:
             FORMS[form](torch.ones(3), torch.zeros(3).long(), valid=torch.ones(2))
 
 
-def test_golden_groups():
+def test_group_advantages_match_hand_computed_values():
     rewards, groups = torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64), torch.zeros(4).long()
     assert_close(group_advantages(rewards, groups), [0.5, -1.5, 0.5, 0.5])
     assert_close(group_advantages(rewards, groups, scale_by_std=False), [0.5, -1.5, 0.5, 0.5])
@@ -95,8 +95,8 @@ def test_golden_groups():
 
 class TestReinforcePlusPlus:
     @given(batch=ragged(), with_baseline=st.booleans())
-    def test_is_the_whitened_reward_to_go(self, batch: Ragged, with_baseline: bool):
-        # Rewards stand on tokens outside the mask as well: of trained responses they count.
+    def test_equals_the_whitened_reward_to_go(self, batch: Ragged, with_baseline: bool):
+        # Rewards are on tokens outside the mask also; they count for trained responses.
         rewards = batch.normal(junk=0.5)
         groups = torch.randint(0, 3, (batch.num_sequences,), generator=batch.generator)
         trained = [n for n, tokens in enumerate(batch.counted()) if tokens]
@@ -121,7 +121,7 @@ class TestReinforcePlusPlus:
         assert_close(found[batch.mask], advantages, 1e-7)
         assert (found[~batch.mask] == 0).all()
 
-    def test_responses_that_were_not_scored_enter_no_statistic(self):
+    def test_unscored_responses_enter_no_statistic(self):
         bounds, groups = torch.tensor([0, 2, 4, 6]), torch.zeros(3).long()
         mask = torch.tensor([1, 1, 1, 1, 0, 0])
         rewards = torch.tensor([0.0, 1.0, 0.0, -1.0, torch.nan, torch.nan])
@@ -129,14 +129,14 @@ class TestReinforcePlusPlus:
             found = reinforce_pp_advantages(rewards, mask, bounds, group_ids=group_ids)
             torch.testing.assert_close(found, torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0]))
 
-    def test_a_penalty_reaches_the_tokens_before_it_and_not_those_after(self):
+    def test_penalty_affects_earlier_tokens_only(self):
         bounds, mask = torch.tensor([0, 3, 6]), torch.ones(6)
         rewards = torch.tensor([0.0, -0.5, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
         found = reinforce_pp_advantages(rewards, mask, bounds)
         assert found[0] == found[1] < found[2] and (found[3:] == found[3]).all()
         torch.testing.assert_close(found.mean(), torch.tensor(0.0, dtype=torch.float64))
 
-    def test_a_baseline_of_equal_outcomes_leaves_nothing_to_learn(self):
+    def test_equal_outcomes_give_zero_with_a_baseline(self):
         rewards, groups = torch.tensor([0.3, 0.3, 0.3, 0.9]), torch.tensor([5, 5, 5, 8])
         bounds = torch.tensor([0, 1, 2, 3, 4])
         assert (reinforce_pp_advantages(rewards, torch.ones(4), bounds, group_ids=groups) == 0).all()
@@ -146,7 +146,7 @@ class TestReinforcePlusPlus:
         found = reinforce_pp_advantages(rewards, torch.ones(3), torch.tensor([0, 3]))
         assert found.dtype == torch.float32 and not found.requires_grad
 
-    def test_no_tokens_at_all_are_accepted(self):
+    def test_accepts_batches_without_tokens(self):
         for bounds in (torch.tensor([0]), torch.tensor([0, 0])):
             groups = torch.zeros(len(bounds) - 1).long()
             assert reinforce_pp_advantages(torch.zeros(0), torch.zeros(0), bounds, group_ids=groups).shape == (0,)

@@ -13,7 +13,7 @@ from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
 class TestValueByPosition:
     @given(ragged(), st.integers(1, 8))
-    def test_is_its_definition(self, batch: Ragged, num_bins: int):
+    def test_equals_its_definition(self, batch: Ragged, num_bins: int):
         values, returns = batch.normal(), batch.normal()
         sums = {name: [0.0] * num_bins for name in ("value", "return", "advantage")}
         counts = [0] * num_bins
@@ -53,14 +53,14 @@ class TestValueByPosition:
         total, count = value_by_position(values, torch.zeros(7), mask, torch.tensor([0, 7]), 2)["value"]
         assert_close(total / count, [0.15, 0.35], 1e-6)
 
-    def test_a_critic_that_scores_early_prefixes_too_low_shows_a_slope(self):
-        """The initialisation bias of VC-PPO: early tokens get positive advantages."""
+    def test_critic_too_low_on_early_prefixes_shows_a_slope(self):
+        """The initialization bias of VC-PPO: early tokens get positive advantages."""
         ramp = torch.linspace(0, 1, 100)
         total, count = value_by_position(ramp, torch.ones(100), torch.ones(100), torch.tensor([0, 100]), 4)["advantage"]
         means = (total / count).tolist()
         assert means == sorted(means, reverse=True) and means[0] > 0.8 and means[-1] < 0.2
 
-    def test_bad_bins_are_refused(self):
+    def test_rejects_bad_bin_counts(self):
         for num_bins in (0, 1.5):
             with pytest.raises(ValueError, match="num_bins: expected a whole number of at least 1"):
                 value_by_position(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([0, 1]), num_bins)

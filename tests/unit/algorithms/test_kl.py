@@ -31,7 +31,7 @@ def policy_logits() -> Tensor:
 
 
 def expected_gradient_of(kind: str) -> Tensor:
-    """Gradient by the logits of the kind's loss, averaged exactly over all tokens that pi could have drawn."""
+    """Gradient of the kind's loss with respect to the logits, as the exact expectation over tokens sampled from pi."""
     logits = policy_logits()
     logprobs = logits.log_softmax(0)
     probabilities = logprobs.exp().detach()
@@ -54,7 +54,7 @@ class TestEstimators:
     @pytest.mark.parametrize("kind", KINDS)
     @settings(max_examples=30)
     @given(st.lists(st.tuples(st.floats(-15, 0), st.floats(-15, 0)), max_size=10))
-    def test_are_their_formulas(self, kind: str, pairs: list[tuple[float, float]]):
+    def test_equal_their_formulas(self, kind: str, pairs: list[tuple[float, float]]):
         new, reference = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
         assert_close(kl_estimate(new, reference, kind), [estimate_by_formula(*pair, kind) for pair in pairs], 1e-9)
 
@@ -76,7 +76,7 @@ class TestEstimators:
         # The next term of the series is d^3 / 6.
         assert gap.abs() <= abs(difference) ** 3 / 5 + 1e-18
 
-    def test_k3_stays_finite_however_far_the_reference(self):
+    def test_k3_stays_finite_far_from_the_reference(self):
         new = torch.tensor([-500.0, 0.0, -0.5], requires_grad=True)
         estimate = kl_estimate(new, torch.tensor([0.0, -500.0, -0.5]), "k3")
         estimate.sum().backward()
@@ -90,7 +90,7 @@ class TestEstimators:
 
 
 class TestGradients:
-    """In expectation over all tokens, exactly, by enumeration."""
+    """Expected gradients, computed exactly by enumerating all tokens."""
 
     def test_k2_in_the_loss_has_the_gradient_of_the_reverse_kl(self):
         assert_close(expected_gradient_of("k2"), gradient_of_divergence(reverse=True))
@@ -115,7 +115,7 @@ class TestKlLoss:
     @pytest.mark.parametrize("kind", KINDS)
     @settings(max_examples=30)
     @given(batch=ragged())
-    def test_is_the_sum_of_weighted_estimates(self, kind: str, batch: Ragged):
+    def test_equals_the_sum_of_weighted_estimates(self, kind: str, batch: Ragged):
         new, reference = batch.logprobs(), batch.logprobs()
         by_sequence = torch.where(batch.uniform_of_sequence() < 0.5, 0.0, batch.uniform_of_sequence())
         coefficients = by_sequence.repeat_interleave(batch.cu_seqlens.diff())
@@ -138,7 +138,7 @@ class TestKlLoss:
         assert loss.metrics["kl"][1] == active
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_samples_without_a_coefficient_do_not_depend_on_the_reference(self, kind: str):
+    def test_samples_without_coefficient_ignore_the_reference(self, kind: str):
         new, coefficients = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.0, 1e-5])
         results = []
         for said in (-1.5, torch.nan, -torch.inf):
@@ -163,7 +163,7 @@ class TestKlLoss:
         assert_close(loss.sum, 0.1 * sum(means))
         assert_close(loss.denominator, float(len(means)))
 
-    def test_nothing_to_train_gives_zeros(self):
+    def test_empty_masks_give_zeros(self):
         for num_tokens in (0, 3):
             leaf, rest = torch.zeros(num_tokens, requires_grad=True), torch.ones(num_tokens)
             loss = kl_loss(leaf, rest, torch.zeros(num_tokens), kind="k3", coefficients=rest)
@@ -175,7 +175,7 @@ class TestPenalizedRewards:
     @pytest.mark.parametrize("kind", KINDS)
     @settings(max_examples=30)
     @given(batch=ragged())
-    def test_are_rewards_minus_the_estimate(self, kind: str, batch: Ragged):
+    def test_equal_rewards_minus_the_estimate(self, kind: str, batch: Ragged):
         rewards, new, reference = batch.normal(junk=0.25), batch.logprobs(), batch.logprobs()
         coefficients = batch.normal(0.1, junk=torch.nan)
         expected = [
@@ -186,7 +186,7 @@ class TestPenalizedRewards:
         ]
         assert_close(kl_penalized_rewards(rewards, new, reference, batch.mask, coefficients, kind), expected)
 
-    def test_without_a_coefficient_rewards_are_the_same_bits(self):
+    def test_rewards_without_coefficient_are_bit_equal(self):
         rewards = torch.rand(3)
         unknown = torch.full((3,), torch.nan)
         assert torch.equal(kl_penalized_rewards(rewards, unknown, unknown, torch.ones(3), torch.zeros(3)), rewards)
@@ -198,7 +198,7 @@ class TestPenalizedRewards:
 
 class TestAdaptiveController:
     @given(st.floats(1e-6, 1.0), st.floats(0.1, 50.0), st.lists(st.tuples(st.floats(-1, 200), st.integers(0, 9999))))
-    def test_update_is_its_formula(self, coef: float, target: float, steps: list[tuple[float, int]]):
+    def test_update_equals_its_formula(self, coef: float, target: float, steps: list[tuple[float, int]]):
         controller = AdaptiveKlController(coef, target, 10_000)
         for kl, num_samples in steps:
             coef *= 1 + max(-0.2, min(0.2, kl / target - 1)) * num_samples / 10_000
@@ -210,13 +210,13 @@ class TestAdaptiveController:
         assert controller.update(100.0, 100) == pytest.approx(0.1 * 1.02)
         assert controller.update(0.0, 100) == pytest.approx(0.1 * 1.02 * 0.98)
 
-    def test_a_restored_controller_goes_on_alike(self):
+    def test_restored_controller_continues_identically(self):
         first, second = AdaptiveKlController(0.1, 6.0, 1000), AdaptiveKlController(0.7, 6.0, 1000)
         first.update(9.0, 64)
         second.load_state(first.state())
         assert first.update(3.0, 64) == second.update(3.0, 64)
 
-    def test_what_does_not_fit_is_refused_by_name(self):
+    def test_kl_functions_reject_bad_arguments_by_name(self):
         for name, arguments in {"coef": (0.0, 6, 100), "target": (0.1, 0, 100), "horizon": (0.1, 6, -1)}.items():
             with pytest.raises(ValueError, match=f"{name}: expected a finite number above 0"):
                 AdaptiveKlController(*arguments)
@@ -230,13 +230,13 @@ class TestAdaptiveController:
         assert controller.coef == 0.1
 
 
-def test_what_does_not_fit_is_refused_by_name():
+def test_kl_functions_reject_bad_arguments_by_name():
     three = torch.zeros(3)
     with pytest.raises(ValueError, match="unknown KL estimator 'k4': expected one of k1, k2, k3, or an import path"):
         kl_estimate(three, three, "k4")
-    with pytest.raises(ValueError, match="reference_logprobs: expected the form of logprobs"):
+    with pytest.raises(ValueError, match="reference_logprobs: expected the same form as logprobs"):
         kl_loss(three, three.double(), three, kind="k3", coefficients=three)
-    with pytest.raises(ValueError, match="coefficients: expected one number for each token"):
+    with pytest.raises(ValueError, match="coefficients: expected one value per token"):
         kl_loss(three, three, three, kind="k3", coefficients=torch.zeros(2))
     with pytest.raises(ValueError, match="coefficients: expected a 1-D float32 or float64 tensor, got float 0.1"):
         kl_penalized_rewards(three, three, three, three, 0.1)

@@ -22,7 +22,7 @@ MASK_DTYPES = [torch.bool, torch.int64, torch.float32]
 
 
 def random_batch(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """New log-probs with gradient, old ones, advantages, mask; ratios from far below to far above the clip range."""
+    """New log-probs with gradient, old log-probs, advantages, mask; ratios are from far below to far above the clip range."""
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
     new = (old + torch.randn(num_tokens, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -39,7 +39,7 @@ def assert_finite(loss: object) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 30), st.sampled_from([None, 1.5, 3.0, 10.0]))
-def test_policy_loss_and_gradient_are_the_naive_formula(seed: int, num_tokens: int, dual_clip: float | None):
+def test_policy_loss_and_gradient_equal_the_naive_formula(seed: int, num_tokens: int, dual_clip: float | None):
     new, old, advantages, mask = random_batch(seed, num_tokens)
     loss = policy_loss(new, old, advantages, mask, dual_clip=dual_clip, **CLIP)
     (gradient,) = torch.autograd.grad(loss.sum, new)
@@ -55,8 +55,8 @@ def test_policy_loss_and_gradient_are_the_naive_formula(seed: int, num_tokens: i
     assert loss.denominator == mask.sum()
 
 
-def test_gradient_at_equal_policies_is_minus_the_advantage():
-    """A public port builds the ratio from the k3 estimator, whose gradient vanishes just there."""
+def test_policy_gradient_at_equal_policies_is_minus_the_advantage():
+    """Guards against an error of a public port, whose ratio comes from the k3 estimator and has no gradient here."""
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, -2.0, 0.5])
     loss = policy_loss(logprobs, logprobs.detach(), advantages, torch.ones(3), **CLIP)
@@ -66,7 +66,7 @@ def test_gradient_at_equal_policies_is_minus_the_advantage():
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(-6, 6), st.floats(-3, 3), st.floats(1.01, 20))
-def test_dual_clip_only_bites_for_negative_advantages(log_ratio: float, advantage: float, dual_clip: float):
+def test_dual_clip_affects_only_negative_advantages(log_ratio: float, advantage: float, dual_clip: float):
     arguments = [torch.tensor([number], dtype=torch.float64) for number in (log_ratio, 0.0, advantage, 1.0)]
     plain = policy_loss(*arguments, **CLIP)
     bounded = policy_loss(*arguments, dual_clip=dual_clip, **CLIP)
@@ -78,7 +78,7 @@ def test_dual_clip_only_bites_for_negative_advantages(log_ratio: float, advantag
         assert bounded.sum <= plain.sum
 
 
-def test_policy_metrics_count_what_they_name():
+def test_policy_loss_metrics_match_hand_computed_values():
     ratios = torch.tensor([0.5, 0.5, 2.0, 2.0, 1.0, 50.0], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     mask = torch.ones(6)
@@ -92,7 +92,7 @@ def test_policy_metrics_count_what_they_name():
     assert {float(count) for _, count in loss.metrics.values()} == {6.0}
 
 
-def test_log_ratio_is_clamped_to_twenty():
+def test_policy_loss_clamps_log_ratios_to_twenty():
     logprobs = torch.tensor([100.0, -100.0], requires_grad=True)
     loss = policy_loss(logprobs, torch.zeros(2), torch.tensor([-1.0, -1.0]), torch.ones(2), **CLIP)
     loss.sum.backward()
@@ -102,7 +102,7 @@ def test_log_ratio_is_clamped_to_twenty():
 
 @pytest.mark.parametrize("mask_dtype", MASK_DTYPES)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_masked_entries_reach_neither_loss_nor_gradient(mask_dtype: torch.dtype, poison: float):
+def test_masked_nan_and_inf_do_not_reach_loss_or_gradient(mask_dtype: torch.dtype, poison: float):
     clean = torch.tensor([-1.0, -0.5, -2.0])
     mask = torch.tensor([1, 0, 1]).to(mask_dtype)
     losses = {
@@ -125,7 +125,7 @@ def test_masked_entries_reach_neither_loss_nor_gradient(mask_dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_an_empty_mask_gives_finite_zeros(num_tokens: int):
+def test_losses_of_an_empty_mask_are_finite_zeros(num_tokens: int):
     leaf = torch.zeros(num_tokens, requires_grad=True)
     rest, mask = torch.ones(num_tokens), torch.zeros(num_tokens, dtype=torch.bool)
     for loss in (
@@ -139,7 +139,7 @@ def test_an_empty_mask_gives_finite_zeros(num_tokens: int):
         assert (leaf.grad == 0).all()
 
 
-def test_sums_do_not_depend_on_how_tokens_are_split():
+def test_loss_sums_do_not_depend_on_micro_batches():
     new, old, advantages, mask = random_batch(11, 40)
     whole = policy_loss(new, old, advantages, mask, dual_clip=10.0, **CLIP)
     parts = [
@@ -165,7 +165,7 @@ def test_old_logprobs_and_advantages_are_constants():
     st.integers(0, 30),
     st.sampled_from([(None, None), (0.5, 0.6), (0.0, 0.0), (0.5, None), (None, 0.6)]),
 )
-def test_value_loss_and_gradient_are_the_naive_formula(
+def test_value_loss_and_gradient_equal_the_naive_formula(
     seed: int, num_tokens: int, clip: tuple[float | None, float | None]
 ):
     values, old, returns, mask = random_batch(seed, num_tokens)
@@ -192,7 +192,7 @@ def test_lm_loss_is_minus_the_sum_of_logprobs():
     assert logprobs.grad.tolist() == [-1.0, 0.0, -1.0]
 
 
-def test_a_loss_cannot_be_changed():
+def test_loss_is_immutable():
     loss = lm_loss(torch.zeros(1), torch.ones(1))
     with pytest.raises(dataclasses.FrozenInstanceError):
         loss.sum = torch.zeros(())
@@ -202,7 +202,7 @@ def test_a_loss_cannot_be_changed():
     "change, message",
     [
         ({"mask": torch.ones(2)}, r"mask: expected.*\[3\].*got.*\[2\]"),
-        ({"old_logprobs": torch.zeros(3).double()}, "old_logprobs: expected the form of logprobs"),
+        ({"old_logprobs": torch.zeros(3).double()}, "old_logprobs: expected the same form as logprobs"),
         ({"logprobs": torch.zeros(3, dtype=torch.bfloat16)}, "logprobs: expected a 1-D float32 or float64"),
         ({"advantages": torch.zeros(3, 1)}, "advantages: expected a 1-D"),
         ({"clip_low": -0.1}, "clip_low: expected a finite number of at least 0"),
@@ -210,7 +210,7 @@ def test_a_loss_cannot_be_changed():
         ({"dual_clip": 0.0}, "dual_clip: expected a number above 1, or None"),
     ],
 )
-def test_what_does_not_fit_the_policy_loss_is_refused_by_name(change: dict, message: str):
+def test_clip_loss_rejects_bad_arguments_by_name(change: dict, message: str):
     fitting = {name: torch.zeros(3) for name in ("logprobs", "old_logprobs", "advantages", "mask")} | CLIP
     policy_loss(**fitting)
     with pytest.raises(ValueError, match=message):
@@ -218,29 +218,29 @@ def test_what_does_not_fit_the_policy_loss_is_refused_by_name(change: dict, mess
 
 
 class TestExplainedVariance:
-    def test_is_its_definition(self):
+    def test_equals_its_definition(self):
         values, _, returns, mask = random_batch(5, 200)
         values, inside = values.detach(), mask != 0
         error = (returns - values)[inside]
         expected = 1 - error.var(correction=0) / returns[inside].var(correction=0)
         torch.testing.assert_close(explained_variance(values, returns, mask), expected)
 
-    def test_of_batches_merges_by_addition(self):
+    def test_statistics_of_batches_merge_by_addition(self):
         values, _, returns, mask = random_batch(6, 100)
         values = values.detach()
         parts = [explained_variance_stats(values[p], returns[p], mask[p]) for p in (slice(0, 17), slice(17, 100))]
         torch.testing.assert_close(explained_variance_of(sum(parts)), explained_variance(values, returns, mask))
 
-    def test_is_one_for_a_perfect_critic_and_zero_for_a_constant_one(self):
+    def test_is_one_for_a_perfect_and_zero_for_a_constant_critic(self):
         returns = torch.tensor([1.0, -1.0, 1.0, 0.5])
         assert explained_variance(returns, returns, torch.ones(4)) == 1.0
         assert explained_variance(torch.full((4,), 0.3), returns, torch.ones(4)).abs() < 1e-6
 
     @pytest.mark.parametrize("returns", [[], [0.1], [0.1] * 7])
-    def test_is_zero_where_returns_do_not_vary(self, returns: list[float]):
+    def test_is_zero_for_constant_returns(self, returns: list[float]):
         target = torch.tensor(returns)
         assert explained_variance(target + 1.0, target, torch.ones(len(returns))) == 0.0
 
-    def test_other_stats_are_refused(self):
+    def test_rejects_statistics_of_other_shapes(self):
         with pytest.raises(ValueError, match=r"stats: expected the \[5\] tensor"):
             explained_variance_of(torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Laws of the diagnostics that compare the rollout engine's policy with the trainer's."""
+"""Laws of the metrics that compare the servers' policy with the trainer's."""
 
 import math
 
@@ -17,12 +17,12 @@ def test_equal_policies_have_no_mismatch():
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(5), torch.zeros(5, dtype=torch.bool)])
-def test_an_empty_mask_reports_equal_policies(mask: torch.Tensor):
+def test_mismatch_of_an_empty_mask_is_of_equal_policies(mask: torch.Tensor):
     metrics = mismatch_metrics(torch.rand(5), -torch.rand(5), mask, BOUNDS)
     assert metrics == mismatch_metrics(torch.zeros(5), torch.zeros(5), torch.ones(5), BOUNDS)
 
 
-def test_metrics_are_their_definitions():
+def test_mismatch_metrics_equal_their_definitions():
     old = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
     rollout = torch.tensor([-1.2, -1.7, -0.5, -2.0, 9.0], dtype=torch.float64)
     metrics = mismatch_metrics(old, rollout, torch.tensor([1, 1, 1, 1, 0]), BOUNDS)
@@ -42,8 +42,8 @@ def test_metrics_are_their_definitions():
     )
 
 
-def test_kl_and_k3_estimate_the_divergence_from_the_engine_to_the_trainer():
-    """Tokens drawn from mu: both estimates approach KL(mu || pi_old), which is not KL(pi_old || mu) here."""
+def test_kl_and_k3_estimate_the_divergence_from_server_to_trainer():
+    """With tokens sampled from mu, both estimates approach KL(mu || pi_old), which differs from KL(pi_old || mu) here."""
     mu = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     pi_old = torch.tensor([0.3, 0.2, 0.5], dtype=torch.float64)
     tokens = torch.multinomial(mu, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def test_kl_and_k3_estimate_the_divergence_from_the_engine_to_the_trainer():
     assert abs(forward - backward) > 0.05
 
 
-def test_log_ratio_is_clamped_and_masked_poison_is_not_read():
+def test_mismatch_clamps_log_ratios_and_ignores_masked_nan():
     old = torch.tensor([0.0, -500.0, torch.nan, 0.0, -torch.inf])
     rollout = torch.tensor([-500.0, 0.0, 0.0, 0.0, torch.nan])
     metrics = mismatch_metrics(old, rollout, torch.tensor([1, 1, 0, 1, 0]), BOUNDS)
@@ -64,13 +64,13 @@ def test_log_ratio_is_clamped_and_masked_poison_is_not_read():
     assert all(math.isfinite(number) for number in metrics.values())
 
 
-def test_no_tokens_at_all_are_accepted():
+def test_mismatch_metrics_accept_empty_batches():
     nothing = torch.zeros(0)
     assert mismatch_metrics(nothing, nothing, nothing, torch.tensor([0]))["ess"] == 1.0
 
 
-def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(ValueError, match="rollout_logprobs: expected the form of old_logprobs"):
+def test_mismatch_metrics_reject_bad_arguments_by_name():
+    with pytest.raises(ValueError, match="rollout_logprobs: expected the same form as old_logprobs"):
         mismatch_metrics(torch.zeros(5), torch.zeros(4), torch.ones(5), BOUNDS)
     with pytest.raises(ValueError, match="number of tokens 4, got 5"):
         mismatch_metrics(torch.zeros(4), torch.zeros(4), torch.ones(4), BOUNDS)

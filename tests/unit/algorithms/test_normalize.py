@@ -1,4 +1,4 @@
-"""Laws of advantage normalisation and of the boundary mask."""
+"""Laws of advantage normalization and of the boundary mask."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megatron_rl.algorithms import boundary_mask, normalize_advantages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_statistics_are_over_the_masked_tokens_only(dtype: torch.dtype):
+def test_normalization_uses_masked_tokens_only(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
     advantages = (torch.randn(1000, generator=generator, dtype=torch.float64) * 3 + 2).to(dtype)
     mask = torch.rand(1000, generator=generator) < 0.5
@@ -24,7 +24,7 @@ def test_statistics_are_over_the_masked_tokens_only(dtype: torch.dtype):
     assert torch.equal(plain[mask], advantages[mask]) and (plain[~mask] == 0).all()
 
 
-def test_scaling_keeps_zeros_and_whitening_does_not():
+def test_scale_keeps_zeros_and_whiten_does_not():
     advantages = torch.tensor([0.0, 1.0, 3.0])
     assert normalize_advantages(advantages, torch.ones(3), kind="scale")[0] == 0
     assert normalize_advantages(advantages, torch.ones(3), kind="whiten")[0] < 0
@@ -32,25 +32,25 @@ def test_scaling_keeps_zeros_and_whitening_does_not():
 
 @pytest.mark.parametrize("kind", ["none", "scale", "whiten"])
 @pytest.mark.parametrize("advantages", [[], [0.3], [0.1] * 7, [0.0] * 4])
-def test_advantages_without_spread_stay_finite(kind: str, advantages: list[float]):
+def test_constant_advantages_stay_finite_when_normalized(kind: str, advantages: list[float]):
     given_advantages = torch.tensor(advantages)
     result = normalize_advantages(given_advantages, torch.ones(len(advantages)), kind=kind)
     expected = torch.zeros_like(given_advantages) if kind == "whiten" else given_advantages
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-7)
 
 
-def test_an_empty_mask_gives_zeros():
+def test_whitening_an_empty_mask_gives_zeros():
     assert (normalize_advantages(torch.full((3,), torch.nan), torch.zeros(3), kind="whiten") == 0).all()
 
 
-def test_clamp_bounds_the_normalised_advantages():
+def test_clamp_bounds_normalized_advantages():
     advantages = torch.tensor([0.0] * 999 + [100.0])
     result = normalize_advantages(advantages, torch.ones(1000), kind="scale", clamp=10.0)
     assert result.max() == 10.0
     assert normalize_advantages(advantages, torch.ones(1000), kind="scale").max() > 10.0
 
 
-def test_bad_arguments_of_normalisation_are_refused():
+def test_normalize_advantages_rejects_bad_arguments():
     with pytest.raises(ValueError, match="kind: expected one of none, scale, whiten, got 'norm'"):
         normalize_advantages(torch.ones(2), torch.ones(2), kind="norm")
     with pytest.raises(ValueError, match="clamp: expected a finite number of at least 0"):
@@ -58,7 +58,7 @@ def test_bad_arguments_of_normalisation_are_refused():
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=8), st.integers(0, 12))
-def test_boundary_mask_leaves_out_the_last_tokens_of_cut_windows(rows: list[tuple[int, bool]], n_ignore: int):
+def test_boundary_mask_excludes_last_tokens_of_unfinished_windows(rows: list[tuple[int, bool]], n_ignore: int):
     expected = []
     for length, finished in rows:
         ignored = 0 if finished else min(n_ignore, length)
@@ -70,19 +70,19 @@ def test_boundary_mask_leaves_out_the_last_tokens_of_cut_windows(rows: list[tupl
     assert boundary_mask(bounds.int(), flags, n_ignore).dtype == torch.bool
 
 
-def test_ignoring_no_token_masks_nothing():
-    """A public port slices with [-0:] and wipes the whole window."""
+def test_boundary_mask_of_zero_tokens_masks_nothing():
+    """Guards against an error of a public port, which slices with [-0:] and masks the whole window."""
     assert boundary_mask(torch.tensor([0, 5, 9]), torch.zeros(2), 0).all()
 
 
-def test_windows_train_every_token_but_the_ignored_ones_exactly_once():
-    """A response of 20 tokens in windows of 8, 8 and 4: the two cuts cost n_ignore tokens each."""
+def test_windows_train_each_token_once_except_ignored_tokens():
+    """A response of 20 tokens in windows of 8, 8 and 4: both unfinished windows lose n_ignore tokens."""
     trained = boundary_mask(torch.tensor([0, 8, 16, 20]), torch.tensor([0, 0, 1]), 3)
     assert int(trained.sum()) == 20 - 2 * 3
     assert trained.nonzero().squeeze(1).tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 16, 17, 18, 19]
 
 
-def test_bad_arguments_of_the_boundary_mask_are_refused():
+def test_boundary_mask_rejects_bad_arguments():
     with pytest.raises(ValueError, match="n_ignore: expected a whole number"):
         boundary_mask(torch.tensor([0, 5]), torch.zeros(1), -1)
     with pytest.raises(ValueError, match=r"finished: expected a tensor of shape \[1\]"):

@@ -1,4 +1,4 @@
-"""Pieces of an algorithm by import path (custom_pieces.py), through the code that a run takes; what is refused."""
+"""Algorithm plugins by import path (custom_pieces.py), called through the code of a run, and rejected plugins."""
 
 import re
 import subprocess
@@ -40,7 +40,7 @@ def custom(name: str) -> str:
 
 
 def advantages_of(algorithm: AlgorithmConfig, values: tuple[float, ...] | None = None) -> list[float]:
-    """Through ``window_advantages``: three finished responses to one prompt, the advantages of their tokens."""
+    """Token advantages of three finished responses to one prompt, computed by ``window_advantages``."""
     trajectories = [
         Trajectory(
             i, Prompt("p", (1,)), 0, 0, 9, [Segment((7,) * n, (-0.5,) * n, 0, "stop", 0)], score=Score(REWARDS[i])
@@ -68,29 +68,29 @@ def minibatch() -> PackedBatch:
 
 
 def policy_loss_of(algorithm: AlgorithmConfig, batch: PackedBatch) -> tuple[float, torch.Tensor]:
-    """Through ``policy_objective``: the loss of a mini-batch in one piece, and its gradient."""
+    """Loss and gradient of a mini-batch without micro-batches, computed by ``policy_objective``."""
     logprobs = (batch.fields["old_logprobs"] + 0.1).requires_grad_()
     objective = losses.policy_objective(algorithm, losses.policy_denominators(batch, algorithm))
-    batch = batch.only(*(name for name in batch.fields if name != "rollout_logprobs"))  # which would ask for weights
+    batch = batch.only(*(name for name in batch.fields if name != "rollout_logprobs"))  # with these, the loss would need correction weights
     loss, _ = objective({"logprobs": logprobs, "entropy": torch.zeros(6)}, batch)
     loss.backward()
     return float(loss.detach()), logprobs.grad
 
 
-def test_an_advantage_by_import_path_compares_responses():
+def test_advantage_by_import_path_can_compare_responses():
     algorithm = AlgorithmConfig(advantage=custom("above_best_other"), advantage_options={"margin": 0.25}, **RAW)
     assert advantages_of(algorithm) == pytest.approx([0.25, 0.25, -1.25, -0.75, -0.75, -0.75])
     assert not needs_critic(Config(algorithm=algorithm)) and register.needs_groups(algorithm.advantage)
 
 
-def test_an_advantage_by_import_path_that_reads_values_brings_a_critic():
+def test_advantage_by_import_path_that_reads_values_needs_a_critic():
     algorithm = AlgorithmConfig(advantage=custom("td_errors"), gamma=0.5, **RAW)
     found = advantages_of(algorithm, values=(0.2, 0.4, 0.6, 0.1, 0.2, 0.3))
     assert found == pytest.approx([0.0, 0.6, -0.6, 0.0, -0.05, 0.2])
     assert needs_critic(Config(algorithm=algorithm)) and not register.needs_groups(algorithm.advantage)
 
 
-def test_a_policy_loss_by_import_path_is_given_what_it_names():
+def test_policy_loss_by_import_path_gets_the_inputs_it_names():
     batch = minibatch()
     algorithm = AlgorithmConfig(policy_loss=custom("unclipped"), policy_loss_options={"power": 2.0})
     ratio = torch.full((6,), 0.2).exp()
@@ -100,7 +100,7 @@ def test_a_policy_loss_by_import_path_is_given_what_it_names():
     assert gradient[batch.fields["mask"]].tolist() == pytest.approx((2 * token_loss / 4).tolist(), rel=1e-5)
 
 
-def test_a_policy_loss_that_averages_sequences_has_their_number_as_denominator():
+def test_sequence_averaging_policy_loss_divides_by_sequences():
     algorithm = AlgorithmConfig(policy_loss=custom("first_tokens"))
     batch = minibatch()
     assert losses.policy_denominators(batch, algorithm)["policy"] == 3.0
@@ -109,7 +109,7 @@ def test_a_policy_loss_that_averages_sequences_has_their_number_as_denominator()
     assert policy_loss_of(algorithm, batch)[0] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_an_aggregation_by_import_path_sets_coefficients_and_denominator():
+def test_aggregation_by_import_path_sets_coefficients_and_denominator():
     batch = minibatch()
     algorithm = AlgorithmConfig(
         policy_loss=custom("unclipped"), aggregation=custom("fixed_length"), aggregation_options={"length": 10}
@@ -118,14 +118,14 @@ def test_an_aggregation_by_import_path_sets_coefficients_and_denominator():
     assert policy_loss_of(algorithm, batch)[0] == pytest.approx(float(token_loss.sum() / 10 / 3), rel=1e-5)
 
 
-def test_without_a_denominator_of_its_own_an_aggregation_has_the_sum_of_its_coefficients():
+def test_default_denominator_is_the_sum_of_the_coefficients():
     mask, cu_seqlens = torch.tensor([0, 1, 1, 1, 0, 1]), torch.tensor([0, 2, 3, 6])
     half = custom("half")
     assert algorithms.loss_denominator(mask, cu_seqlens, half) == 2.0
     assert algorithms.token_coefficients(mask, cu_seqlens, half).tolist() == [0, 0.5, 0.5, 0.5, 0, 0.5]
 
 
-def test_a_kl_estimator_by_import_path_acts_in_the_loss():
+def test_kl_estimator_by_import_path_enters_the_loss():
     batch = minibatch()
     kl = KlConfig(place=KlPlace.loss, estimator=custom("absolute"), estimator_options={"scale": 3.0}, coef=0.5)
     without, with_kl = AlgorithmConfig(), AlgorithmConfig(kl=kl)
@@ -134,7 +134,7 @@ def test_a_kl_estimator_by_import_path_acts_in_the_loss():
     assert added == pytest.approx(0.5 * 3.0 * float(distance.mean()), rel=1e-4)
 
 
-def test_a_correction_weight_and_a_rejection_by_import_path_shape_the_policys_batch():
+def test_correction_by_import_path_changes_the_policy_batch():
     batch = minibatch()
     correction = CorrectionConfig(
         weight=custom("square_root"),
@@ -192,12 +192,12 @@ def _by_sequence(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         ),
     ],
 )
-def test_what_does_not_exist_or_fit_is_refused_with_key_and_remedy(settings: dict, message: str):
+def test_unknown_or_unfit_plugins_are_rejected_with_key_and_remedy(settings: dict, message: str):
     (problem,) = unknown_plugins(AlgorithmConfig(**settings))
     assert re.search(message, problem), problem
 
 
-def test_a_loss_that_would_ignore_the_correction_or_the_aggregation_is_refused():
+def test_losses_that_ignore_correction_or_aggregation_are_rejected():
     algorithm = AlgorithmConfig(
         policy_loss=custom("bare"), aggregation="sequence_mean", correction=CorrectionConfig(weight="token")
     )
@@ -207,20 +207,20 @@ def test_a_loss_that_would_ignore_the_correction_or_the_aggregation_is_refused()
 
 
 @pytest.mark.parametrize(("name", "in_groups"), [("above_best_other", True), ("td_errors", False)])
-def test_with_windows_an_advantage_by_import_path_that_reads_no_values_trains_whole_groups(name, in_groups):
+def test_windowed_advantage_without_values_trains_whole_groups(name, in_groups):
     config = Config(algorithm=AlgorithmConfig(advantage=custom(name)))
     assert trains_whole_groups(config) is in_groups
     assert "schedule.mode" not in "\n".join(problems(config))
 
 
-def test_a_result_of_another_shape_is_refused_by_the_name_of_the_advantage():
+def test_advantage_results_of_other_shapes_are_rejected_by_name():
     bounds, flags = torch.tensor([0, 2, 3]), torch.ones(2, dtype=torch.bool)
     episodes = Episodes(torch.ones(3), bounds, flags, flags, torch.zeros(2, dtype=torch.int64), gamma=1.0, lam=1.0)
-    with pytest.raises(ValueError, match=r"mistaken'.*for each token, \[3\], or for each sequence, \[2\], got"):
+    with pytest.raises(ValueError, match=r"mistaken'.*per token, \[3\], or per sequence, \[2\], got"):
         estimate_advantages(custom("mistaken"), {}, episodes)
 
 
-def test_a_recipe_names_pieces_and_their_options(tmp_path):
+def test_recipe_sets_plugins_and_their_options(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"algorithm: {{advantage: '{custom('above_best_other')}', advantage_options: {{margin: 0.5}}}}\n")
     algorithm = load_config(recipe, ["algorithm.policy_loss=gspo", "schedule.mode=sync"]).algorithm
@@ -228,16 +228,16 @@ def test_a_recipe_names_pieces_and_their_options(tmp_path):
     assert list(unknown_plugins(algorithm)) == []
 
 
-def test_one_name_means_one_piece():
+def test_plugin_names_are_unique():
     with pytest.raises(ValueError, match="advantage 'rloo' is .*_rloo already; give .* another name"):
         register.advantage("rloo")(lambda outcomes: outcomes)
 
 
 @pytest.mark.parametrize("key", register.SEAMS)
-def test_every_registered_piece_has_a_line_of_text(key: str):
+def test_every_registered_plugin_has_a_summary(key: str):
     assert all(register.SEAMS[key].summaries().values())
 
 
-def test_a_configuration_is_read_without_torch():
+def test_configuration_is_loaded_without_torch():
     code = "import sys, megatron_rl.config.load, megatron_rl.config.derived; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

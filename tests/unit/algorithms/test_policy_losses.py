@@ -59,7 +59,7 @@ class TestGspo:
         assert loss.denominator == loss_denominator(batch.mask, batch.cu_seqlens, "sequence_mean")
 
     @given(ragged())
-    def test_gradient_of_the_token_form_is_that_of_the_sequence_form(self, batch: Ragged):
+    def test_token_form_has_the_gradient_of_the_sequence_form(self, batch: Ragged):
         new, old = batch.logprobs(junk=0.0).requires_grad_(), batch.logprobs(junk=0.0)
         outcomes = batch.uniform_of_sequence() - 0.5
         loss = gspo_loss(new, old, spread(batch, outcomes), batch.mask, batch.cu_seqlens, **CLIP)
@@ -71,7 +71,7 @@ class TestGspo:
         (expected,) = torch.autograd.grad(total, new)
         assert_close(loss_and_gradient(loss, new)[1], expected)
 
-    def test_gradient_reaches_every_counted_token_and_no_other(self):
+    def test_only_counted_tokens_get_a_gradient(self):
         new = torch.tensor([-1.0, -2.0, -0.5, -0.7, -3.0], requires_grad=True)
         mask = torch.tensor([1, 1, 0, 1, 1])
         gspo_loss(new, new.detach(), torch.ones(5), mask, BOUNDS, **CLIP).sum.backward()
@@ -83,14 +83,14 @@ class TestGspo:
         loss.sum.backward()
         assert loss.sum == 1.0 and new.grad.tolist() == [-0.5, 1.5]
 
-    def test_a_mean_log_ratio_above_ten_is_cut(self):
+    def test_mean_log_ratio_is_clamped_to_ten(self):
         loss = gspo_loss(
             torch.tensor([40.0]), torch.zeros(1), -torch.ones(1), torch.ones(1), torch.tensor([0, 1]), **CLIP
         )
         assert loss.sum == pytest.approx(math.exp(10.0), rel=1e-6)
         assert loss.metrics["ratio_mean"][0] == pytest.approx(math.exp(10.0), rel=1e-6)
 
-    def test_metrics_are_of_sequence_ratios(self):
+    def test_ratio_mean_is_over_sequence_ratios(self):
         log_ratio = torch.tensor([0.5, -0.1, -0.9, -0.9, -0.9], dtype=torch.float64)
         advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
         metrics = gspo_loss(
@@ -126,14 +126,14 @@ class TestCispo:
         assert gradient * advantage < 0
 
     def test_clip_high_is_a_distance_from_one(self):
-        """The cap that others call epsilon_high = 5 is clip_high = 4."""
+        """The cap epsilon_high = 5 of other trainers is clip_high = 4."""
         loss = cispo_loss(
             torch.tensor([3.0]), torch.zeros(1), torch.ones(1), torch.ones(1), clip_low=1.0, clip_high=4.0
         )
         assert loss.sum == -15.0
 
     @pytest.mark.parametrize("clip_low", [1.0, 10.0])
-    def test_a_lower_range_of_one_or_more_is_open(self, clip_low: float):
+    def test_clip_low_of_one_or_more_disables_the_lower_bound(self, clip_low: float):
         new = torch.tensor([-8.0], dtype=torch.float64)
         rest = (torch.zeros(1).double(), torch.ones(1).double(), torch.ones(1))
         assert_close(cispo_loss(new, *rest, clip_low=clip_low, clip_high=4.0).sum, 8.0 * math.exp(-8.0))
@@ -167,11 +167,11 @@ def call(name: str, batch: Ragged, new: Tensor, old: Tensor, advantages: Tensor,
 @pytest.mark.parametrize("name", LOSSES)
 class TestEveryLoss:
     @given(batch=ragged())
-    def test_weights_multiply_each_tokens_loss_and_leave_the_denominator(self, name: str, batch: Ragged):
+    def test_weights_multiply_token_losses_and_keep_the_denominator(self, name: str, batch: Ragged):
         """The decoupled objective of three policies: -E[w min(r A, clip(r) A)]."""
         new, old, advantages, weights = batch.logprobs(), batch.logprobs(), batch.normal(), batch.normal().abs()
         weighted = call(name, batch, new, old, advantages, weights=weights)
-        # A weight that is not negative may as well multiply the advantage.
+        # Equivalent, because a non-negative weight may multiply the advantage instead.
         moved = call(name, batch, new, old, torch.where(batch.mask, weights * advantages, 0.0))
         assert_close(weighted.sum, moved.sum.item())
         plain = call(name, batch, new, old, advantages)
@@ -179,7 +179,7 @@ class TestEveryLoss:
         assert weighted.metrics.keys() == plain.metrics.keys()
 
     @given(batch=ragged())
-    def test_weights_of_one_change_no_bit(self, name: str, batch: Ragged):
+    def test_weights_of_one_keep_the_loss_bit_equal(self, name: str, batch: Ragged):
         for dtype in (torch.float32, torch.float64):
             new, old, advantages = (x.to(dtype) for x in (batch.logprobs(), batch.logprobs(), batch.normal()))
             new.requires_grad_()
@@ -212,7 +212,7 @@ class TestEveryLoss:
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
     @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [2, 0, 1]])
-    def test_nothing_to_train_gives_finite_zeros(self, name: str, lengths: list[int]):
+    def test_batches_without_trained_tokens_give_finite_zeros(self, name: str, lengths: list[int]):
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         batch = Ragged(bounds, torch.zeros(sum(lengths), dtype=torch.bool), torch.Generator())
         leaf = torch.zeros(sum(lengths), requires_grad=True)
@@ -225,15 +225,15 @@ class TestEveryLoss:
     @pytest.mark.parametrize(
         "change, message",
         [
-            ({"weights": torch.ones(4)}, "weights: expected one number for each token"),
+            ({"weights": torch.ones(4)}, "weights: expected one value per token"),
             ({"weights": torch.ones(5, dtype=torch.int64)}, "weights: expected a 1-D float32 or float64"),
             ({"clip_low": -1.0}, "clip_low: expected a finite number of at least 0"),
             ({"clip_high": math.inf}, "clip_high: expected a finite number of at least 0"),
         ],
     )
-    def test_what_does_not_fit_is_refused_by_name(self, name: str, change: dict, message: str):
+    def test_policy_losses_reject_bad_arguments_by_name(self, name: str, change: dict, message: str):
         if name == "sapo" and "weights" not in change:
-            return  # it has no clip range
+            return  # sapo has no clip range
         batch = Ragged(BOUNDS, torch.ones(5, dtype=torch.bool), torch.Generator())
         with pytest.raises(ValueError, match=message):
             call(name, batch, torch.zeros(5), torch.zeros(5), torch.zeros(5), **change)
@@ -241,7 +241,7 @@ class TestEveryLoss:
 
 @pytest.mark.parametrize("name", ["policy", "cispo"])
 @given(batch=ragged())
-def test_sequence_mean_of_a_policy_loss_is_its_brute_force(name: str, batch: Ragged):
+def test_sequence_mean_of_a_policy_loss_equals_brute_force(name: str, batch: Ragged):
     new, old, advantages = batch.logprobs(), batch.logprobs(), batch.normal()
     coefficients = token_coefficients(batch.mask, batch.cu_seqlens, "sequence_mean", dtype=torch.float64)
     loss = call(name, batch, new, old, advantages, coefficients=coefficients)
@@ -253,21 +253,21 @@ def test_sequence_mean_of_a_policy_loss_is_its_brute_force(name: str, batch: Rag
     assert_close(loss.sum, expected)
 
 
-def test_factors_of_either_precision_are_accepted():
+def test_policy_loss_accepts_factors_of_either_precision():
     new, ones = torch.rand(3, dtype=torch.float64), torch.ones(3)
     factors = {"weights": torch.full((3,), 0.5), "coefficients": torch.full((3,), 2.0)}
     loss = policy_loss(new, new, ones.double(), ones, **factors, **CLIP)
     assert loss.sum == -3.0 and loss.sum.dtype == torch.float64 and loss.denominator == 6.0
 
 
-def test_the_critics_loss_takes_the_same_coefficients():
+def test_value_loss_accepts_token_coefficients():
     values, zeros = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
     coefficients = token_coefficients(torch.ones(3), torch.tensor([0, 2, 3]), "sequence_mean")
     loss = value_loss(values, zeros, zeros, torch.ones(3), coefficients=coefficients)
     assert loss.sum == 0.5 * ((1.0 + 4.0) / 2 + 9.0) and loss.denominator == 2.0
 
 
-def test_an_off_policy_sequence_mask_as_weights_keeps_the_denominator():
+def test_off_policy_sequence_mask_as_weights_keeps_the_denominator():
     old, new = torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0])
     advantages, mask, bounds = torch.tensor([-1.0, -1.0]), torch.ones(2), torch.tensor([0, 2])
     left = off_policy_sequence_mask(old, new, advantages, mask, bounds, 0.5)

@@ -27,16 +27,16 @@ class TestPairwiseScore:
         assert score + pairwise_score(p_ba, p_ab) == pytest.approx(1.0, abs=1e-15)
 
     @given(PROBABILITY)
-    def test_a_response_against_itself_is_on_par(self, p: float):
+    def test_response_ties_with_itself(self, p: float):
         assert pairwise_score(p, p) == pytest.approx(0.5, abs=1e-15)
 
-    def test_takes_numbers_and_tensors(self):
+    def test_accepts_floats_and_tensors(self):
         assert pairwise_score(0.9, 0.3) == pytest.approx(0.8)
         found = pairwise_score(torch.tensor([0.9, 0.0]), torch.tensor([0.3, 1.0]))
         torch.testing.assert_close(found, torch.tensor([0.8, 0.0]))
 
     @pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan])
-    def test_what_is_no_probability_is_refused(self, bad: float):
+    def test_rejects_values_outside_zero_and_one(self, bad: float):
         with pytest.raises(ValueError, match=r"p_first_ab: expected probabilities within \[0, 1\]"):
             pairwise_score(bad, 0.5)
         with pytest.raises(ValueError, match="p_first_ba: expected probabilities"):
@@ -45,7 +45,7 @@ class TestPairwiseScore:
 
 class TestSwapConsistency:
     @given(st.lists(st.tuples(PROBABILITY, PROBABILITY), max_size=20))
-    def test_is_its_definition(self, pairs: list[tuple[float, float]]):
+    def test_equals_its_definition(self, pairs: list[tuple[float, float]]):
         ab, ba = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
         found = swap_consistency(ab, ba)
         contradictions = sum((p > 0.5 and 1 - q < 0.5) or (p < 0.5 and 1 - q > 0.5) for p, q in pairs)
@@ -54,7 +54,7 @@ class TestSwapConsistency:
         assert_close(found["first_bias"][0], sum(p + q - 1 for p, q in pairs))
         assert {float(count) for _, count in found.values()} == {len(pairs)}
 
-    def test_a_judge_that_always_prefers_the_first_place_is_found_out(self):
+    def test_detects_a_judge_that_prefers_the_first_position(self):
         ninety = torch.full((10,), 0.9)
         found = {name: float(total / count) for name, (total, count) in swap_consistency(ninety, ninety).items()}
         assert found == pytest.approx({"swap_consistency": 0.0, "position_gap": 0.8, "first_bias": 0.8})
@@ -85,8 +85,8 @@ class TestBradleyTerry:
         for actual, other in zip(torch.autograd.grad(layout_free, (chosen, rejected)), expected):
             assert_close(actual, other, 1e-12)
 
-    def test_pairs_may_be_torn_apart(self):
-        """A linear reward model, the two responses of each pair in different passes."""
+    def test_responses_of_a_pair_may_be_in_different_passes(self):
+        """A linear reward model with the two responses of each pair in different passes."""
         features = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         weight = torch.randn(3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
         scores = features @ weight
@@ -108,8 +108,8 @@ class TestBradleyTerry:
         loss.sum.backward()
         assert loss.sum == 1000.0 and chosen.grad.tolist() == [0.0, -1.0]
 
-    def test_other_shapes_are_refused(self):
-        with pytest.raises(ValueError, match="rejected: expected the form of chosen"):
+    def test_rejects_other_shapes(self):
+        with pytest.raises(ValueError, match="rejected: expected the same form as chosen"):
             bradley_terry_loss(torch.zeros(2), torch.zeros(3))
         with pytest.raises(ValueError, match="chosen: expected a 1-D"):
             bradley_terry_coefficients(torch.zeros(2, 1), torch.zeros(2, 1))

@@ -1,4 +1,4 @@
-"""Compiled loops give what Python makes of the same lines, and what numpy says the sums are."""
+"""Compiled loops give the same results as the uncompiled loops and as numpy."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ from megatron_rl.algorithms.token_sums import (
 
 @st.composite
 def tokens(draw):
-    """(two rows of numbers [T], mask [T], bounds [N+1], a generator); what the mask leaves out may be no number."""
+    """Two arrays of values [T], mask [T], bounds [N+1] and a generator; values outside the mask may be NaN."""
     random = np.random.default_rng(draw(st.integers(0, 2**31)))
     bounds = np.cumsum([0, *draw(st.lists(st.integers(0, 40), min_size=1, max_size=6))])
     numbers = random.normal(0, draw(st.sampled_from([1e-3, 1.0, 30.0])), (2, bounds[-1])).astype(np.float32)
@@ -34,7 +34,7 @@ def tokens(draw):
 
 
 def both(loop, arguments, found=()):
-    """What the compiled loop returns and has put into the arrays ``found``; Python's must be the same."""
+    """The compiled loop's result and output arrays, after a check that the uncompiled loop gives the same."""
     ways = []
     for way in (compiled(loop), loop):
         arrays = [array.copy() for array in found]
@@ -47,7 +47,7 @@ def both(loop, arguments, found=()):
 
 @settings(max_examples=40, deadline=None)
 @given(tokens())
-def test_sums_are_numpys(case):
+def test_compiled_sums_equal_numpy(case):
     one, two, mask, bounds, _ = case
     own = one[mask].astype(np.float64)
     number, mean, squares = both(moments, (one, mask))[0]
@@ -64,7 +64,7 @@ def test_sums_are_numpys(case):
         alone = np.empty(len(pairs))
         for row, (first, end) in enumerate(pairs):
             sums_by_sequence(values[first:end], np.array([0, end - first]), alone[row : row + 1])
-        assert sums.tolist() == alone.tolist()  # to the last bit
+        assert sums.tolist() == alone.tolist()  # bit-equal
         np.testing.assert_allclose(sums, [values[first:end].sum(dtype=np.float64) for first, end in pairs], atol=1e-9)
 
     counts = np.array([np.count_nonzero(mask[first:end]) for first, end in pairs])
@@ -79,7 +79,7 @@ def test_sums_are_numpys(case):
 
 @settings(max_examples=40, deadline=None)
 @given(tokens(), st.sampled_from([0.5, np.inf]), st.floats(0.5, 1.5))
-def test_what_is_put_stands_where_the_mask_is_on(case, largest, bound):
+def test_scaled_values_and_weights_are_written_inside_the_mask_only(case, largest, bound):
     one, two, mask, _, random = case
     (scaled,) = both(write_scaled, (one, mask, 0.25, 2.0, largest), [np.empty_like(one)])[1]
     expected = np.where(mask, np.clip((one.astype(np.float64) - 0.25) / 2.0, -largest, largest), 0.0)
@@ -103,7 +103,7 @@ def test_what_is_put_stands_where_the_mask_is_on(case, largest, bound):
     assert counts == pytest.approx((np.count_nonzero(remains), np.count_nonzero(expected), num_cut, *sums))
 
 
-def test_a_few_tokens_are_not_compiled_for(monkeypatch):
+def test_loops_are_not_compiled_for_few_tokens(monkeypatch):
     monkeypatch.setattr(token_sums, "FEWEST", 3)
     monkeypatch.setattr(token_sums, "compiled", lambda loop: lambda *arguments: "compiled")
     one = np.ones(2, np.float32)

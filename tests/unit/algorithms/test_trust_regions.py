@@ -1,4 +1,4 @@
-"""SAPO, GMPO and DPPO against loops written from their formulas in float64, and numbers worked out by hand."""
+"""SAPO, GMPO and DPPO against loops written from their formulas in float64, and against hand-computed values."""
 
 import math
 
@@ -24,7 +24,7 @@ def vectors(*rows: list[float]) -> list[Tensor]:
 
 class TestSapo:
     @given(ragged(), st.floats(0.2, 4.0), st.floats(0.2, 4.0))
-    def test_loss_and_gradient_are_the_gates(self, batch: Ragged, tau_positive: float, tau_negative: float):
+    def test_loss_and_gradient_equal_the_gate(self, batch: Ragged, tau_positive: float, tau_negative: float):
         """f(r) = 4 / tau sigmoid(tau (r - 1)), df/dlog pi = 4 p (1 - p) r with p the sigmoid (arXiv 2511.20347)."""
         new, old, advantages = batch.logprobs().requires_grad_(), batch.logprobs(), batch.normal()
         loss = sapo_loss(new, old, advantages, batch.mask, tau_positive=tau_positive, tau_negative=tau_negative)
@@ -37,7 +37,7 @@ class TestSapo:
             assert slopes[t] == pytest.approx(-float(advantages[t]) * 4 * gate * (1 - gate) * ratio, rel=1e-6, abs=1e-6)
         assert_close(loss.sum, expected)
 
-    def test_golden_numbers(self):
+    def test_matches_hand_computed_values(self):
         """At r = 2 and tau = 1: f = 4 sigmoid(1) = 2.924234, df/dr = 4 * 0.731059 * 0.268941 = 0.786448."""
         new, old, advantages = vectors([math.log(2.0), 0.0], [0.0, 0.0], [1.0, -1.0])
         new.requires_grad_()
@@ -46,7 +46,7 @@ class TestSapo:
         assert gradient(loss, new) == pytest.approx([-2 * 0.786448, 1.0], abs=1e-6)
         assert loss.metrics["gate_slope"][0].item() == pytest.approx(1.786448, abs=1e-6)
 
-    def test_the_first_update_is_the_plain_policy_gradient_and_far_ratios_fade(self):
+    def test_gradient_is_plain_on_policy_and_fades_for_far_ratios(self):
         (old,) = vectors([-0.3, -1.0, -2.0])
         new = old.clone().requires_grad_()
         advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -57,7 +57,7 @@ class TestSapo:
 
 class TestGmpo:
     @given(ragged(), st.floats(0.0, 2.0), st.floats(0.0, 2.0))
-    def test_is_the_clipped_geometric_mean_of_a_responses_ratios(self, batch: Ragged, low: float, high: float):
+    def test_equals_the_geometric_mean_of_clipped_ratios(self, batch: Ragged, low: float, high: float):
         new, old = batch.logprobs(), batch.logprobs()
         outcomes = batch.uniform_of_sequence() - 0.5
         advantages = outcomes.repeat_interleave(batch.cu_seqlens.diff())
@@ -74,7 +74,7 @@ class TestGmpo:
         assert_close(loss.sum, expected)
         assert loss.denominator == count
 
-    def test_golden_numbers(self):
+    def test_matches_hand_computed_values(self):
         """Ratios e^0.2 and e^0.9 under a range of 0.4: the geometric mean is e^0.3, and the clipped token has no gradient."""
         new, old = vectors([0.2, 0.9, -0.9, 0.2], [0.0, 0.0, 0.0, 0.0])
         new.requires_grad_()
@@ -93,7 +93,7 @@ def binary_kl(p: float, q: float) -> float:
 
 class TestDppo:
     @given(ragged(), st.floats(0.0, 0.9), st.floats(0.0, 0.9), st.floats(0.5, 30.0))
-    def test_a_token_trains_until_the_policy_has_moved_too_far_its_way(
+    def test_token_trains_until_the_policy_moved_too_far(
         self, batch: Ragged, low: float, high: float, max_ratio: float
     ):
         """A sg[min(r, c)] grad log pi, masked by p - p_old (TV) or the binary KL (arXiv 2602.04879)."""
@@ -112,7 +112,7 @@ class TestDppo:
                 expected += slope * float(new[t])
             assert_close(loss.sum, expected)
 
-    def test_golden_numbers(self):
+    def test_matches_hand_computed_values(self):
         """p 0.9 from 0.5 has moved 0.4 up; 0.52 from 0.5 has not; 0.1 from 0.5 down; binary KL(0.5 || 0.9) = 0.510826."""
         new, old = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.9, 0.52, 0.1, 0.9], [0.5] * 4))
         advantages, mask = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64), torch.ones(4)
@@ -124,7 +124,7 @@ class TestDppo:
         open_again = dppo_kl_loss(new, old, advantages, mask, clip_low=0.52, clip_high=0.52)
         assert gradient(open_again, new) == pytest.approx([-1.8, -1.04, 0.2, 1.8])
 
-    def test_a_rare_token_may_double_and_a_certain_one_stays_finite(self):
+    def test_rare_tokens_may_double_and_certain_tokens_stay_finite(self):
         new, old = vectors([math.log(2e-5), 0.0, -1e-9], [math.log(1e-5), 0.0, 0.0])
         new.requires_grad_()
         for loss_of in (dppo_tv_loss, dppo_kl_loss):
@@ -134,7 +134,7 @@ class TestDppo:
         assert gradient(clipped, new)[0] == 0.0
 
     @pytest.mark.parametrize("wrong", [{"clip_low": -0.1}, {"clip_high": math.nan}, {"max_ratio": 0.0}])
-    def test_ranges_are_checked(self, wrong: dict):
+    def test_rejects_negative_ranges(self, wrong: dict):
         settings = {"clip_low": 0.1, "clip_high": 0.1, "max_ratio": 20.0, **wrong}
         with pytest.raises(ValueError, match=next(iter(wrong))):
             dppo_tv_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.ones(1), **settings)

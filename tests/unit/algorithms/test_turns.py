@@ -1,4 +1,4 @@
-"""Laws of dialogues: independent turns, the bonus for a better answer, normalisation by role (PAG)."""
+"""Laws of dialogues: independent turns, the bonus for a better answer, normalization by role (PAG)."""
 
 import statistics
 
@@ -39,14 +39,14 @@ def test_rewards_of_a_later_turn_leave_earlier_turns_unchanged(
         before, after = estimate(rewards), estimate(perturbed)
         assert torch.equal(before[:border], after[:border])
         assert not torch.equal(before[border:], after[border:])
-    # Not so in one episode: the law is the cut's doing.
+    # As one episode, the earlier turn does change: independence comes from cutting cu_seqlens at the turns.
     whole = torch.tensor([0, len(rewards)])
     assert (monte_carlo_returns(rewards, whole) != monte_carlo_returns(perturbed, whole))[:border].all()
 
 
 class TestRoleNormalize:
     @given(ragged(max_length=30), st.integers(1, 3))
-    def test_whitens_each_role_on_its_own(self, batch: Ragged, num_roles: int):
+    def test_whitens_each_role_separately(self, batch: Ragged, num_roles: int):
         advantages = batch.normal(3.0)
         roles = torch.randint(0, num_roles, (batch.num_tokens,), generator=batch.generator) * 7 - 7
         found = role_normalize(advantages, batch.mask, roles)
@@ -60,7 +60,7 @@ class TestRoleNormalize:
             else:
                 assert (found[own] == 0).all()
 
-    def test_one_role_is_plain_whitening(self):
+    def test_single_role_equals_plain_whitening(self):
         advantages, mask = torch.randn(20, generator=torch.Generator().manual_seed(0)), torch.ones(20)
         plain = normalize_advantages(advantages, mask, kind="whiten", clamp=1.0)
         assert torch.equal(role_normalize(advantages, mask, torch.zeros(20).long(), clamp=1.0), plain)
@@ -70,14 +70,14 @@ class TestRoleNormalize:
         assert role_normalize(advantages, torch.ones(4), torch.tensor([0, 0, 1, 1])).tolist() == [-1, 1, -1, 1]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_a_role_without_spread_gets_zeros_and_an_absent_one_no_nan(self, dtype: torch.dtype):
+    def test_constant_roles_get_zeros_and_absent_roles_no_nan(self, dtype: torch.dtype):
         advantages = torch.tensor([0.1] * 7 + [1.0, 2.0], dtype=dtype)
         mask = torch.tensor([True] * 7 + [False, False])
         found = role_normalize(advantages, mask, torch.tensor([4] * 7 + [5, 5]))
         assert found.dtype == dtype and (found == 0).all()
         assert role_normalize(torch.zeros(0), torch.zeros(0), torch.zeros(0).long()).shape == (0,)
 
-    def test_other_roles_are_refused(self):
+    def test_rejects_roles_of_other_shapes_or_dtypes(self):
         for roles in (torch.zeros(2).long(), torch.zeros(3)):
             with pytest.raises(ValueError, match=r"roles: expected an int32 or int64 tensor of shape \[3\]"):
                 role_normalize(torch.zeros(3), torch.ones(3), roles)

@@ -1,4 +1,4 @@
-"""What `megatron-rl evaluate` refuses before it starts a server, and what it passes over."""
+"""Checks of `megatron-rl evaluate` before it starts a server, and folders that it skips."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def evaluate(folder, *names, sets="[eval.jsonl]"):
     )
 
 
-def test_folders_come_before_overrides_and_all_of_them_are_checked(folders, capsys):
+def test_evaluate_accepts_folders_before_overrides(folders, capsys):
     assert evaluate(folders, "a", "b") == 0
     assert "2 policies would be measured" in capsys.readouterr().err
 
@@ -44,13 +44,13 @@ def test_folders_come_before_overrides_and_all_of_them_are_checked(folders, caps
         ([], "[eval.jsonl]", "expected at least one Hugging Face folder"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_reason(folders, names, sets, words, capsys):
+def test_evaluate_rejects_bad_folders_and_sets_with_a_reason(folders, names, sets, words, capsys):
     assert evaluate(folders, *names, sets=sets) == 2
     printed = capsys.readouterr()
     assert re.search(words, " ".join((printed.out + printed.err).split()))
 
 
-def test_what_was_measured_with_the_same_settings_and_data_is_passed_over(tmp_path):
+def test_evaluate_skips_folders_measured_with_the_same_settings(tmp_path):
     data = tmp_path / "eval.jsonl"
     data.write_text('{"prompt": "p", "answer": "1"}\n')
     config = Config()

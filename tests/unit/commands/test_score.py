@@ -1,4 +1,4 @@
-"""`megatron-rl score` with a reward that asks a service: fields of the row, metrics and errors in the summary."""
+"""`megatron-rl score` with a reward that calls a service: fields of the row, metrics and errors in the summary."""
 
 import concurrent.futures
 import json
@@ -29,7 +29,7 @@ def grade(path: str, body: Any) -> Any:
     return {"score": 1.0} if body["response"] == body.get("hidden") else {"score": None, "error": f"row {body['n']}"}
 
 
-def test_the_command_grades_rows_by_a_service(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_score_command_scores_rows_with_a_service(tmp_path: Path, capsys: pytest.CaptureFixture):
     rows = [{"response": "a", "hidden": "a" if n % 2 else "b", "n": n} for n in range(10)]
     source = write(tmp_path / "in.jsonl", rows)
     with local_service(grade) as service:
@@ -44,7 +44,7 @@ def test_the_command_grades_rows_by_a_service(tmp_path: Path, capsys: pytest.Cap
     assert "unscored: row N" in shown and "5" in shown
 
 
-def test_the_summary_has_the_means_of_metrics(tmp_path: Path):
+def test_score_summary_has_the_means_of_metrics(tmp_path: Path):
     source = write(tmp_path / "in.jsonl", [{"response": r, "answer": ""} for r in ("detail", "detail", "good", "raise")])
     summary = score_file(f"{PATH}:misbehave", source, tmp_path / "out.jsonl")
     assert summary.metrics == {"mass": 0.25}
@@ -52,7 +52,7 @@ def test_the_summary_has_the_means_of_metrics(tmp_path: Path):
     assert summary.errors == {"ValueError: the reward's own mistake": 1}
 
 
-def test_rows_without_a_field_that_the_reward_needs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_score_rejects_rows_without_a_field_that_the_reward_needs(tmp_path: Path, capsys: pytest.CaptureFixture):
     source = write(tmp_path / "in.jsonl", [{"response": "a", "answer": "b"}])
     arguments = ["--reward", "genrm", "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     assert main(["score", *arguments, "url=http://127.0.0.1:1"]) == 2
@@ -60,14 +60,14 @@ def test_rows_without_a_field_that_the_reward_needs_are_refused(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("reward", ["genrm", "pairwise", "http"])
-def test_a_reward_without_its_server_is_refused_in_one_line(tmp_path: Path, reward: str, capsys: pytest.CaptureFixture):
+def test_reward_without_its_server_is_a_one_line_error(tmp_path: Path, reward: str, capsys: pytest.CaptureFixture):
     source = write(tmp_path / "in.jsonl", [{"response": "a", "answer": "b", "prompt": "p"}])
     arguments = ["--reward", reward, "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     assert main(["score", *arguments]) == 2
     assert "set option url" in capsys.readouterr().err
 
 
-def test_a_pipe_is_read_once_and_graded_whole(tmp_path: Path) -> None:
+def test_score_reads_a_pipe_once_and_scores_all_rows(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     rows = [{"response": "a", "hidden": "a", "n": n} for n in range(3)]
     content = b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -89,7 +89,7 @@ def test_a_pipe_is_read_once_and_graded_whole(tmp_path: Path) -> None:
         (b"[" * 100_000, "not valid JSON"),
     ],
 )
-def test_a_row_that_cannot_be_graded_is_told_with_its_line(tmp_path: Path, line: bytes, words: str) -> None:
+def test_score_rejects_bad_rows_with_their_line(tmp_path: Path, line: bytes, words: str) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'{"response": "1", "answer": "1"}\n' + line + b"\n")
     with pytest.raises(RewardError, match="in.jsonl:2: ") as error:
         score_file("math", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
@@ -97,7 +97,7 @@ def test_a_row_that_cannot_be_graded_is_told_with_its_line(tmp_path: Path, line:
 
 
 @pytest.mark.parametrize("arguments", [["--num-workers", "0"], ["--timeout-s", "nan"], ["--max-concurrency", "-3"]])
-def test_a_flag_that_is_no_number_above_0_is_refused_by_its_name(
+def test_score_rejects_flags_that_are_not_positive_by_name(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""The command on files, and generation with a fake engine: what is written, what is resumed, what is refused."""
+"""`megatron-rl select-prompts` on files, and generation with a fake server: output, resuming, rejected inputs."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def run(folder, *overrides):
     return main(["select-prompts", "--config", str(folder / "recipe.yaml"), *arguments, *overrides])
 
 
-def test_the_lowest_tenth_of_each_type_is_kept_and_the_rest_reported(folder, capsys):
+def test_selection_keeps_the_lowest_tenth_of_each_type(folder, capsys):
     assert run(folder) == 0
     rows = read(folder / "prompts.jsonl")
     assert read(folder / "kept.jsonl") == [row for row in rows if row["note"]["deep"] < 3]
@@ -72,7 +72,7 @@ def test_the_lowest_tenth_of_each_type_is_kept_and_the_rest_reported(folder, cap
     assert "not in the lowest share" in capsys.readouterr().out
 
 
-def test_the_same_prompts_and_scores_give_the_same_bytes(folder):
+def test_selection_output_is_deterministic(folder):
     assert run(folder) == 0
     names = ("kept.jsonl", "kept.report.md", "kept.report.json", "kept.verdicts.jsonl")
     first = [(folder / name).read_bytes() for name in names]
@@ -82,8 +82,8 @@ def test_the_same_prompts_and_scores_give_the_same_bytes(folder):
     assert [(folder / name).read_bytes() for name in names] == first
 
 
-def test_kept_rows_are_what_training_reads(folder):
-    """Ids that stood for a place are written out, so that they stay what the scores call them."""
+def test_kept_rows_load_as_training_prompts(folder):
+    """Ids derived from file and line are written out, so that they stay equal to those in the scores."""
     rows = read(folder / "prompts.jsonl")
     del rows[0]["id"]
     write_rows(folder / "prompts.jsonl", rows)
@@ -96,7 +96,7 @@ def test_kept_rows_are_what_training_reads(folder):
     assert read(folder / "kept.jsonl")[0] == {"id": f"{folder}/prompts.jsonl:1", **rows[0]}
 
 
-def test_a_dry_run_says_what_would_be_done_and_writes_nothing(folder, capsys):
+def test_dry_run_prints_the_plan_and_writes_nothing(folder, capsys):
     before = sorted(folder.iterdir())
     assert run(folder, "--dry-run") == 0
     out = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(folder, capsys):
         (["data.prompt_field=question"], "prompts.jsonl:1: field 'question'"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line_and_writes_nothing(folder, capsys, overrides, message):
+def test_bad_settings_are_one_line_errors_and_nothing_is_written(folder, capsys, overrides, message):
     before = sorted(folder.iterdir())
     assert run(folder, *(item.format(folder=folder) for item in overrides)) == 2
     assert message in capsys.readouterr().err
@@ -136,10 +136,10 @@ def test_what_cannot_work_is_refused_in_one_line_and_writes_nothing(folder, caps
         ({"id": "math00", "score": "high"}, "expected a finite number or null, got str"),
         ({"id": "math00", "score": True}, "expected a finite number or null, got bool"),
         ({"id": "math00", "score": float("nan")}, "expected a finite number or null, got float"),
-        ({"id": "other", "score": 1.0}, "none of its 1 rows has the id of a prompt"),
+        ({"id": "other", "score": 1.0}, "none of 1 rows has the id of a prompt"),
     ],
 )
-def test_bad_scores_are_refused_with_their_place(folder, capsys, row, message):
+def test_bad_scores_are_rejected_with_file_and_line(folder, capsys, row, message):
     write_rows(folder / "scores.jsonl", [row])
     assert run(folder) == 2
     assert message in capsys.readouterr().err
@@ -157,10 +157,10 @@ def test_unscored_and_foreign_scores_are_counted_and_shown(folder):
     report = json.loads((folder / "kept.report.json").read_text())
     math = report["types"][1]
     assert math["num_unscored"] == 2 and math["dropped"]["none of its responses could be scored"] == 2
-    assert report["notes"] == ["1 scores belong to none of the prompts."]
+    assert report["notes"] == ["1 scores have no matching prompt."]
 
 
-def test_nothing_left_is_an_error_and_the_report_says_why(folder, capsys):
+def test_empty_selection_is_an_error_and_the_report_lists_reasons(folder, capsys):
     scores = [{"id": f"math{i:02d}", "score": 0.0} for i in range(NUM_EACH) for _ in range(4)]
     write_rows(folder / "scores.jsonl", scores)
     assert run(folder, "select_prompts.rule=pass_rate") == 2
@@ -173,7 +173,7 @@ def test_nothing_left_is_an_error_and_the_report_says_why(folder, capsys):
 
 
 class FakeEngine:
-    """Samples that depend on prompt and seed; ``fail_after`` calls it stops answering."""
+    """Samples that depend on prompt and seed; generation fails after ``fail_after`` calls."""
 
     def __init__(self, fail_after=None):
         self.calls = Counter()
@@ -220,7 +220,7 @@ def by_sample(path):
     return {(row["id"], row["sample"]): row for row in read(path)}
 
 
-def test_every_prompt_gets_its_samples_and_a_seed_of_its_own(tmp_path):
+def test_every_prompt_gets_its_samples_with_unique_seeds(tmp_path):
     generate(tmp_path / "s.jsonl", FakeEngine())
     rows = read(tmp_path / "s.jsonl")
     assert Counter(row["id"] for row in rows) == {p.id: 4 for p in PROMPTS}
@@ -229,21 +229,21 @@ def test_every_prompt_gets_its_samples_and_a_seed_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("fail_after", [1, 37, 150])
-def test_a_killed_run_continues_and_ends_with_the_same_scores(tmp_path, fail_after):
+def test_killed_selection_resumes_and_ends_with_the_same_scores(tmp_path, fail_after):
     generate(tmp_path / "whole.jsonl", FakeEngine(), in_progress=1)
     path = tmp_path / "killed.jsonl"
     with pytest.raises(UserError, match="engine died"):
         generate(path, FakeEngine(fail_after))
     kept = len(read(path))
     with open(path, "a") as file:
-        file.write('{"id": "p39", "sa')  # what a kill leaves in the middle of a line
+        file.write('{"id": "p39", "sa')  # a line torn by a kill
     engine = FakeEngine()
     generate(path, engine)
     assert engine.calls.total() == 4 * len(PROMPTS) - kept
     assert by_sample(path) == by_sample(tmp_path / "whole.jsonl")
 
 
-def test_more_samples_are_added_to_those_that_are_there(tmp_path):
+def test_additional_samples_extend_the_stored_scores(tmp_path):
     path = tmp_path / "s.jsonl"
     generate(path, FakeEngine())
     before = by_sample(path)
@@ -253,20 +253,20 @@ def test_more_samples_are_added_to_those_that_are_there(tmp_path):
     assert before.items() <= by_sample(path).items()
 
 
-def test_scores_of_other_settings_are_not_mixed(tmp_path):
+def test_scores_of_other_settings_are_rejected(tmp_path):
     generate(tmp_path / "s.jsonl", FakeEngine(), settings={"policy.path": "a", "run.seed": 1})
-    with pytest.raises(UserError, match="policy.path was 'a', now 'b'.*delete it or give another run.output_dir"):
+    with pytest.raises(UserError, match="policy.path was 'a', now 'b'.*delete it or set another run.output_dir"):
         generate(tmp_path / "s.jsonl", FakeEngine(), settings={"policy.path": "b", "run.seed": 1})
     (tmp_path / "s.settings.json").unlink()
-    with pytest.raises(UserError, match="does not say how they were made"):
+    with pytest.raises(UserError, match="does not have their settings"):
         generate(tmp_path / "s.jsonl", FakeEngine(), settings={"policy.path": "a", "run.seed": 1})
 
 
-def test_two_runs_cannot_write_the_same_scores(tmp_path):
+def test_two_runs_cannot_write_the_same_score_file(tmp_path):
     with open_score_file(tmp_path / "s.jsonl", {}), pytest.raises(UserError, match="another run is writing"):
         generate(tmp_path / "s.jsonl", FakeEngine())
 
 
-def test_a_grader_that_fails_stops_the_run(tmp_path):
+def test_failing_reward_stops_the_selection(tmp_path):
     with pytest.raises(RewardAlarm, match="no grader"):
         generate(tmp_path / "s.jsonl", FakeEngine(), grade=cannot_grade)

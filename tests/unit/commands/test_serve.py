@@ -1,4 +1,4 @@
-"""Laws of `megatron-rl serve`: which servers its arguments and a recipe come to; no server starts."""
+"""Laws of `megatron-rl serve`: the servers that arguments and recipes define; no server starts."""
 
 import argparse
 import signal
@@ -38,18 +38,18 @@ def recipe(tmp_path):
     return str(path)
 
 
-def test_a_model_alone_is_one_server_and_seeds_cost_gpus_too_much_to_be_the_default(gpus):
+def test_model_path_gives_one_server_without_determinism_on_gpus(gpus):
     found, number = options("--model-path", "/m", "--dtype", "bfloat16")
     assert number == 1 and found.load_weights and not found.deterministic and found.port == 30000
     assert options("--model-path", "/m", "--deterministic")[0].deterministic
     assert not options("--model-path", "/m", "--no-deterministic")[0].deterministic
 
 
-def test_on_a_cpu_samples_have_seeds():
+def test_servers_on_cpu_honor_seeds_by_default():
     assert options("--model-path", "/m")[0].deterministic
 
 
-def test_a_recipe_gives_the_servers_that_its_run_would_start_on_all_gpus(gpus, recipe):
+def test_recipe_gives_the_servers_of_its_run_on_all_gpus(gpus, recipe):
     found, number = options("--config", recipe, "rollout.server_args.chunked-prefill-size=512")
     assert number == 4 and found.tensor_parallel_size == 2 and found.dtype == "bfloat16"
     assert found.server_args == {"mem-fraction-static": 0.7, "chunked-prefill-size": 512}
@@ -58,12 +58,12 @@ def test_a_recipe_gives_the_servers_that_its_run_would_start_on_all_gpus(gpus, r
     assert number == 2 and found.tensor_parallel_size == 1
 
 
-def test_without_gpus_a_recipe_says_how_many(recipe):
+def test_recipe_sets_the_number_of_servers_without_gpus(recipe):
     assert options("--config", recipe)[1] == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_server_may_lie_on_several_nodes(gpus, recipe, rank):
+def test_one_server_may_span_several_nodes(gpus, recipe, rank):
     words = ["--num-nodes", "2", "--node-rank", str(rank), "--first-node", "n3", "rollout.tensor_parallel_size=16"]
     found, number = options("--config", recipe, *words)
     assert number == 1 and found.tensor_parallel_size == 16
@@ -78,25 +78,25 @@ def test_one_server_may_lie_on_several_nodes(gpus, recipe, rank):
         (["--node-rank", "1"], "add --num-nodes"),
         (["--num-nodes", "2"], "--first-node NODE"),
         (["--num-nodes", "2", "--first-node", "n", "--node-rank", "2"], "expected 0 to 1"),
-        (["--num-nodes", "3", "--first-node", "n", "--tensor-parallel-size", "16"], "16 GPUs do not spread evenly over 3 nodes"),
+        (["--num-nodes", "3", "--first-node", "n", "--tensor-parallel-size", "16"], "16 GPUs cannot be divided evenly over 3 nodes"),
         (["--num-nodes", "2", "--first-node", "n", "--num-servers", "2", "--tensor-parallel-size", "16"], "start each alone"),
-        (["--num-nodes", "2", "--first-node", "n", "--port", "0", "--tensor-parallel-size", "16"], "the same one"),
+        (["--num-nodes", "2", "--first-node", "n", "--port", "0", "--tensor-parallel-size", "16"], "the same port"),
         (["--num-nodes", "2", "--first-node", "n", "--node-rank", "1", "--url-file", "u", "--tensor-parallel-size=16"], "the first node"),
         (["--num-nodes", "2", "--first-node", "n", "--tensor-parallel-size", "32"], "16 GPUs are more than the 8"),
     ],
 )
-def test_a_server_over_nodes_that_cannot_come_about_is_refused(gpus, words, names):
+def test_impossible_servers_over_nodes_are_rejected(gpus, words, names):
     with pytest.raises(UserError, match=names):
         options("--model-path", "/m", *words)
 
 
-def test_drafts_are_random_only_where_a_trainer_sends_the_weights(gpus, recipe):
+def test_speculative_decoding_is_rejected_only_with_a_trainer(gpus, recipe):
     assert options("--model-path", "/m", "speculative-algorithm=NEXTN")[0].server_args
     with pytest.raises(UserError, match="random draft"):
         options("--config", recipe, "rollout.server_args.speculative-algorithm=NEXTN")
 
 
-def test_servers_get_gpus_and_ports_one_after_the_other(gpus, monkeypatch, tmp_path):
+def test_servers_get_consecutive_gpus_and_ports(gpus, monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(SglangServer, "spawn", lambda server: started.append(server))
     found, number = options("--model-path", "/m", "--num-servers", "3", "--tensor-parallel-size", "2", "base-gpu-id=2")
@@ -110,29 +110,29 @@ def test_servers_get_gpus_and_ports_one_after_the_other(gpus, monkeypatch, tmp_p
     ("words", "names"),
     [
         (["--num-servers", "5", "--tensor-parallel-size", "2"], "5 servers x 2 GPUs are more than the 8"),
-        (["--num-servers", "8", "base-gpu-id=1"], "more than the 7 of this machine from GPU 1 on"),
+        (["--num-servers", "8", "base-gpu-id=1"], "more than the 7 of this node from GPU 1 on"),
         (["tensor-parallel-size=2"], "--tensor-parallel-size"),
         (["dp-size=8"], "--num-servers"),
         (["pp_size=2"], "cannot receive weights"),
         (["--port", "65535", "--num-servers", "2"], "--port 65535: expected 0 .* or a port up to 65533"),
-        (["--host", "0.0.0.0", "--url-file", "urls", "--without-api-key"], "0.0.0.0 is no address that a trainer could use"),
-        (["base-gpu-id=x"], "base-gpu-id=x: expected the number"),
+        (["--host", "0.0.0.0", "--url-file", "urls", "--without-api-key"], "0.0.0.0 is not an address that a trainer can use"),
+        (["base-gpu-id=x"], "base-gpu-id=x: expected the index"),
         (["--trainer", "no.such.host.invalid"], "--trainer no.such.host.invalid: .*expected the name or address"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(gpus, words, names):
+def test_serve_rejects_bad_arguments_before_anything_starts(gpus, words, names):
     with pytest.raises(UserError, match=names):
         options("--model-path", "/m", *words)
 
 
-def test_a_recipe_without_a_model_is_refused(tmp_path):
+def test_serve_rejects_a_recipe_without_a_model(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("rollout: {tensor_parallel_size: 0}\n")
-    with pytest.raises(UserError, match=r"tensor_parallel_size(.|\n)*policy.path: nothing is no Hugging Face model folder"):
+    with pytest.raises(UserError, match=r"tensor_parallel_size(.|\n)*policy.path: nothing is not a Hugging Face model folder"):
         options("--config", str(path))
 
 
-def test_the_address_is_the_one_towards_the_trainer_and_gloo_listens_there(monkeypatch):
+def test_trainer_option_selects_the_reachable_address_and_interface(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("RUN_KEY", "k")
     monkeypatch.setattr(command, "local_address_for", lambda host: {"node0": "10.0.0.7"}[host])
@@ -143,7 +143,7 @@ def test_the_address_is_the_one_towards_the_trainer_and_gloo_listens_there(monke
         options("--model-path", "/m", "--trainer", "node0")
 
 
-def test_a_key_of_the_recipe_is_that_of_its_servers(recipe, monkeypatch):
+def test_servers_use_the_api_key_of_the_recipe(recipe, monkeypatch):
     monkeypatch.setenv("RUN_KEY", "secret")
     assert options("--config", recipe, "rollout.api_key_env=RUN_KEY")[0].api_key == "secret"
     monkeypatch.delenv("RUN_KEY")
@@ -151,14 +151,14 @@ def test_a_key_of_the_recipe_is_that_of_its_servers(recipe, monkeypatch):
         options("--config", recipe, "rollout.api_key_env=RUN_KEY")
 
 
-def test_a_model_or_a_recipe_is_asked_for(capsys):
+def test_serve_requires_a_model_or_a_recipe(capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve"])
     assert "--model-path --config" in capsys.readouterr().err
 
 
 class Played:
-    """Servers without processes: ``deaths`` are the looks at which the first one is found dead."""
+    """Servers without processes: ``deaths`` are the polls at which the first server has exited."""
 
     def __init__(self, monkeypatch, deaths=()):
         self.looks, self.restarted, self.stopped, self.timeouts = 0, [], [], set()
@@ -179,14 +179,14 @@ class Played:
 
 @pytest.fixture
 def signals():
-    """As they were before, whatever serve installs."""
+    """Restore the signal handlers after ``serve`` has installed its own."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_servers_that_die_are_started_again_and_the_file_of_urls_is_there_meanwhile(monkeypatch, tmp_path, signals):
+def test_exited_servers_restart_and_the_url_file_stays(monkeypatch, tmp_path, signals):
     played, said = Played(monkeypatch, deaths=(3, 4)), []
     urls = tmp_path / "new" / "urls"
     monkeypatch.setattr(SglangServer, "restart", lambda server: played.restarted.append((server.port, urls.read_text())))
@@ -198,7 +198,7 @@ def test_servers_that_die_are_started_again_and_the_file_of_urls_is_there_meanwh
     assert played.timeouts == {9.0} and set(played.stopped) == {7, 8} and said[-1] == "stopping"
 
 
-def test_a_server_that_cannot_come_up_ends_the_others_with_status_1(monkeypatch, tmp_path, signals):
+def test_server_that_cannot_start_ends_the_others_with_status_1(monkeypatch, tmp_path, signals):
     played = Played(monkeypatch, deaths=(1,))
 
     def give_up(server):
@@ -210,7 +210,7 @@ def test_a_server_that_cannot_come_up_ends_the_others_with_status_1(monkeypatch,
     assert said[-1] == "died again" and set(played.stopped) == {7, 8}
 
 
-def test_a_stop_signal_that_the_parent_ignores_is_ignored_but_for_ctrl_c(monkeypatch, tmp_path, signals):
+def test_signals_ignored_by_the_parent_stay_ignored_except_ctrl_c(monkeypatch, tmp_path, signals):
     Played(monkeypatch)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -21,7 +21,7 @@ def numbers(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_is_simulated_beside_itself_and_with_changes_alone(folder, capsys):
+def test_simulation_shows_real_seconds_only_for_the_same_configuration(folder, capsys):
     own = numbers(capsys, "--run", folder)
     assert own["simulated"]["step_s"] == pytest.approx(own["real"]["step_s"], rel=0.08)
     other = numbers(capsys, "--run", folder, "batch.window_tokens=300", "--steps", 60)
@@ -30,25 +30,25 @@ def test_a_run_is_simulated_beside_itself_and_with_changes_alone(folder, capsys)
     assert other["simulated"]["unfinished_share"] < own["simulated"]["unfinished_share"]
 
 
-def test_the_same_seed_gives_the_same_numbers(folder, capsys):
+def test_same_seed_gives_the_same_simulation(folder, capsys):
     words = ("--run", folder, "schedule.mode=sync", "--steps", 20, "--seed")
     first, again, other = (numbers(capsys, *words, seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_a_replay_has_both_errors(folder, capsys):
+def test_replay_prints_both_errors(folder, capsys):
     found = numbers(capsys, "--run", folder, "--replay")
     measured, fitted = found.values()
     assert abs(measured["error"]) < 0.01 and abs(fitted["error"]) < 0.03
 
 
-def test_windows_are_compared_with_sync(folder, capsys):
+def test_windows_option_compares_with_sync(folder, capsys):
     found = numbers(capsys, "--run", folder, "--windows", 96, 300, "--steps", 40)
     assert list(found) == ["sync", "96", "300"]
     assert found["96"]["prefix_share"] > found["300"]["prefix_share"] > found["sync"]["prefix_share"] == 0
 
 
-def test_costs_and_lengths_of_files_need_no_run_and_a_trace_opens(folder, capsys, tmp_path):
+def test_simulation_from_files_needs_no_run_and_writes_a_trace(folder, capsys, tmp_path):
     costs, trace, recipe = tmp_path / "costs.yaml", tmp_path / "trace.json", folder / "config.yaml"
     main(["simulate", "--run", str(folder), "--save-timing", str(costs), "--steps", "30"])
     capsys.readouterr()
@@ -61,14 +61,14 @@ def test_costs_and_lengths_of_files_need_no_run_and_a_trace_opens(folder, capsys
     assert {span.lane for span in spans} == {"rollout", "trainer", "host"} and max(span.step for span in spans) == 12
 
 
-def test_the_table_says_what_is_simulated(folder, capsys):
+def test_simulation_table_names_the_scenario(folder, capsys):
     assert main(["simulate", "--run", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("tppo, 64 slots on 1 server(s)", "seconds a step", "real", "error", "trainer idle"):
+    for words in ("tppo, 64 slots on 1 server(s)", "seconds per step", "real", "error", "trainer idle"):
         assert words in shown
 
 
-def test_what_a_synchronous_run_cannot_say_of_overlaps_is_said(tmp_path, capsys):
+def test_overlap_guess_from_a_synchronous_run_is_reported(tmp_path, capsys):
     sync = make_run(tmp_path / "sync", make_config("sync", num_prompts=8), num_steps=12)
     words = ["simulate", "--run", str(sync), "--steps", "20"]
     assert main([*words, "schedule.mode=tppo", "batch.window_tokens=96"]) == 0
@@ -82,7 +82,7 @@ def test_what_a_synchronous_run_cannot_say_of_overlaps_is_said(tmp_path, capsys)
     [
         ([], "expected a recipe"),
         (["RUN/config.yaml"], "expected --run RUN, --timing FILE or --gpu NAME"),
-        (["--replay"], "expected --run RUN, the run that is replayed"),
+        (["--replay"], "expected --run RUN, the run to replay"),
         (["--run", "/nowhere"], "expected the output folder of a run"),
         (["--run", "RUN", "--lengths", "gauss:mean=3"], "no distribution and no file"),
         (["--run", "RUN", "--windows", "5000"], "longer than a response may become (batch.max_response_tokens=900)"),
@@ -93,7 +93,7 @@ def test_what_a_synchronous_run_cannot_say_of_overlaps_is_said(tmp_path, capsys)
         (["--run", "RUN", "batch.num_prompts_per_step=0"], "batch.num_prompts_per_step"),
     ],
 )
-def test_mistakes_are_said_in_words(folder, capsys, words, said):
+def test_simulate_rejects_bad_arguments_with_a_message(folder, capsys, words, said):
     assert (
         main(["simulate", *(word.replace("RUN", str(folder), 1) if word.startswith("RUN") else word for word in words)])
         == 2
@@ -101,7 +101,7 @@ def test_mistakes_are_said_in_words(folder, capsys, words, said):
     assert said in capsys.readouterr().err
 
 
-def test_neither_engine_is_imported(folder):
+def test_simulate_imports_neither_megatron_nor_sglang(folder):
     code = (
         "import sys; from megatron_rl.cli import main; main(sys.argv[1:]); "
         "sys.exit(bool({'megatron', 'sglang'} & set(sys.modules)))"

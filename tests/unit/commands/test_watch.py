@@ -1,4 +1,4 @@
-"""`megatron-rl watch` in a real terminal (a pty): it redraws, leaves clean, and reads without writing."""
+"""`megatron-rl watch` in a real terminal (a pty): it redraws, restores the screen, and only reads."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def say(folder, state):
     (folder / "status.json").write_text(json.dumps(record))
 
 
-def test_without_a_terminal_it_prints_once_and_plainly_and_writes_nothing(folder, capsys):
+def test_watch_prints_one_plain_snapshot_without_a_terminal(folder, capsys):
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     os.chmod(folder, 0o555)
     try:
@@ -40,13 +40,13 @@ def test_without_a_terminal_it_prints_once_and_plainly_and_writes_nothing(folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path, capsys):
+def test_watch_rejects_a_missing_folder(tmp_path, capsys):
     assert main(["watch", str(tmp_path / "nowhere")]) == 2
     assert "run.output_dir" in capsys.readouterr().err
 
 
 class Terminal:
-    """The command on a pty, and all that it has drawn."""
+    """Runs the command on a pty and collects its output."""
 
     def __init__(self, folder):
         self.master, slave = pty.openpty()
@@ -57,7 +57,7 @@ class Terminal:
         self.drawn = ""
 
     def wait_for(self, words):
-        """The screen once it shows them; empty words: the end."""
+        """Wait until the output contains ``words``; empty: until the command exits."""
         deadline_s = time.monotonic() + 120
         while not words or words not in self.drawn:
             assert time.monotonic() < deadline_s, self.drawn
@@ -69,14 +69,14 @@ class Terminal:
         return None
 
 
-def test_on_a_terminal_it_follows_and_ctrl_c_gives_the_screen_back(folder):
+def test_watch_follows_on_a_terminal_and_ctrl_c_restores_the_screen(folder):
     terminal = Terminal(folder)
     try:
         terminal.wait_for("step 1/4")
         with MetricsWriter(folder / "metrics.jsonl") as writer:
             writer.log(2, {"reward/mean": 0.75, "step/time_s": 1.0})
         terminal.wait_for("step 2/4")
-        assert "\x1b[?1049h" in terminal.drawn and "\x1b[2J" not in terminal.drawn.split("step 1/4")[1]  # redrawn, never wiped
+        assert "\x1b[?1049h" in terminal.drawn and "\x1b[2J" not in terminal.drawn.split("step 1/4")[1]  # redrawn without clearing
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.wait_for("") == 0
     finally:
@@ -85,7 +85,7 @@ def test_on_a_terminal_it_follows_and_ctrl_c_gives_the_screen_back(folder):
     assert "\x1b[?25h" in terminal.drawn and "\x1b[?1049l" in terminal.drawn and "Traceback" not in terminal.drawn
 
 
-def test_the_view_of_a_run_that_finishes_ends_and_stays(folder):
+def test_watch_exits_with_the_last_view_when_the_run_finishes(folder):
     terminal = Terminal(folder)
     try:
         terminal.wait_for("step 1/4")

@@ -153,4 +153,4 @@ def test_servers_that_quantize_are_refused_unless_they_take_new_weights(server_a
     problems = list(quantization_problems(server_args, model_type))
     assert len(problems) == refused
     if refused:
-        assert re.search("rollout.server_args.*quant.*take none of a trainer's.*flash_rl", problems[0])
+        assert re.search("rollout.server_args.*quant.*cannot take the trainer's.*flash_rl", problems[0])

@@ -1,4 +1,4 @@
-"""Attention over the paged cache against brute force in float64, and its bits against each other."""
+"""Attention over the paged cache: against brute force in float64, and bit-equal in different batches."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CONTEXT = 128
 
 
 class Batch:
-    """Sequences in a paged cache, their slots in random order; ``counts`` of their last tokens are new."""
+    """Sequences in a paged cache with random slot order; the last ``counts`` tokens of each are new."""
 
     def __init__(self, seed: int, shape: tuple[int, int, int, int], prefixes: list[int], counts: list[int], half: bool = False):
         num_heads, num_kv, size, value_size = shape
@@ -21,7 +21,7 @@ class Batch:
         lengths = [prefix + count for prefix, count in zip(prefixes, counts)]
         num_slots = sum(lengths) + 7
         dtype = torch.bfloat16 if half else torch.float32
-        # A view, as the latent cache's values are: what lies between the heads must not be read as theirs.
+        # Use a view like the latent cache's values: memory between the heads must not be read.
         cache = torch.full((num_slots, num_kv, size + value_size + 3), torch.nan, dtype=dtype)
         self.keys, self.values = cache[..., :size], cache[..., size + 1 : size + 1 + value_size]
         self.keys.copy_(torch.randn(num_slots, num_kv, size, generator=generator))
@@ -55,7 +55,7 @@ class Batch:
         return output
 
     def brute_force(self, window: int = -1) -> Tensor:
-        """In float64, token by token."""
+        """Reference in float64, token by token."""
         group = self.shape[0] // self.shape[1]
         outputs = []
         for request, prefix, query in zip(self.requests, self.prefixes, self.query.double().split(self.counts.tolist())):
@@ -90,7 +90,7 @@ def test_attention_of_any_lengths_equals_float64(lengths, seed):
 
 @pytest.mark.parametrize("window", [-1, 9])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_token_gets_the_same_bits_alone_and_in_any_prefill(shape, window):
+def test_token_result_is_bit_equal_alone_and_in_any_prefill(shape, window):
     whole = Batch(2, shape, prefixes=[0, 5], counts=[70, 3])
     attended = whole.attended(window)
     for prefix in (0, 1, 31, 69):

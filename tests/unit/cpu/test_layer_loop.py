@@ -1,4 +1,4 @@
-"""All layers of a dense decoder in one call, against float64, and alone against in a batch."""
+"""All layers of a dense decoder in one call: against float64, and bit-equal alone and in a batch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not layer_loop.has_mkl(), reason="this PyTorch h
 
 
 class Model:
-    """Random weights; ``biased`` as Qwen2, ``normed`` heads as Qwen3."""
+    """Random weights; ``biased`` like Qwen2, ``normed`` heads like Qwen3."""
 
     def __init__(self, *, biased: bool, normed: bool) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -46,7 +46,7 @@ class Model:
         self.table = self.slots.to(torch.int32).view(1, CONTEXT)
 
     def hidden(self, embedded: Tensor, prefix: int) -> Tensor:
-        """By the loop; earlier calls have left the prefix's keys and values."""
+        """Result of the loop; earlier calls have cached the prefix's keys and values."""
         num = len(embedded)
         sizes = layer_loop.DecoderSizes(LAYERS, HIDDEN, INTERMEDIATE, SIZE, 1, 1e-6, self.cos_sin.data_ptr())
         heads = AttentionShape(HEADS, KV, SIZE, SIZE, SIZE**-0.5, -1)
@@ -74,7 +74,7 @@ class Model:
         return hidden[:num]
 
     def brute_force(self, embedded: Tensor) -> Tensor:
-        """In float64, without a cache."""
+        """Reference in float64, without a cache."""
         x = embedded.double()
         cos, sin = self.cos_sin[: len(x), None].double().chunk(2, -1)
         future = torch.ones(len(x), len(x)).triu(1).bool()
@@ -99,7 +99,7 @@ class Model:
 
 
 @pytest.mark.parametrize("kind", [dict(biased=True, normed=False), dict(biased=False, normed=True)], ids=["qwen2", "qwen3"])
-def test_layers_equal_float64_and_a_token_alone_gets_the_same_bits(kind):
+def test_layers_equal_float64_and_are_bit_equal_for_a_single_token(kind):
     model = Model(**kind)
     embedded = torch.randn(25, HIDDEN, generator=torch.Generator().manual_seed(4))
     whole = model.hidden(embedded, 0)

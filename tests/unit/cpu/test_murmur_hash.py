@@ -12,7 +12,7 @@ MASK = 0xFFFFFFFF
 
 
 def murmur3_x86_32(data: bytes) -> int:
-    """Reference for whole words, hash seed 0."""
+    """Reference implementation for whole words and hash seed 0."""
 
     def rotate(value: int, bits: int) -> int:
         return ((value << bits) | (value >> (32 - bits))) & MASK
@@ -27,7 +27,7 @@ def murmur3_x86_32(data: bytes) -> int:
     return hashed ^ hashed >> 16
 
 
-def test_the_reference_gives_the_published_value():
+def test_reference_hash_equals_the_published_value():
     assert murmur3_x86_32(b"test") == 0xBA6BD213
 
 
@@ -36,7 +36,7 @@ def test_the_reference_gives_the_published_value():
     position=st.integers(0, 2**31 - 1),
     num_columns=st.integers(1, 5),
 )
-def test_every_entry_equals_the_reference(seeds, position, num_columns):
+def test_murmur_hash_equals_the_reference(seeds, position, num_columns):
     positions = torch.full((len(seeds),), position)
     hashed = murmur_hash32(torch.tensor(seeds).to(torch.uint64), positions, torch.arange(num_columns))
     expected = [[murmur3_x86_32(struct.pack("<QII", s, position, c)) for c in range(num_columns)] for s in seeds]

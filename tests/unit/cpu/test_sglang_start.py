@@ -1,4 +1,4 @@
-"""A server's start leaves out what it never uses, and nothing else."""
+"""A server's start skips only parts that it never uses."""
 
 import subprocess
 import sys
@@ -15,16 +15,16 @@ SOURCES = {
 }
 
 
-def test_files_that_only_name_an_architecture_are_left_out():
+def test_files_that_only_mention_an_architecture_are_skipped():
     assert not_defining(["Qwen3ForCausalLM"], SOURCES) == ["pixtral", "qwen2", "qwen3_next"]
 
 
 @pytest.mark.parametrize("architectures", [[], ["Unheard"], ["Qwen3ForCausalLM", "Unheard"]])
-def test_an_architecture_that_is_defined_nowhere_leaves_all_files_in(architectures):
+def test_unknown_architecture_keeps_all_files(architectures):
     assert not_defining(architectures, SOURCES) == []
 
 
-def test_only_a_process_that_becomes_a_server_goes_without_collector_and_compiler():
+def test_only_server_processes_disable_collector_and_compiler():
     program = (
         "import gc, torch\nfrom megatron_rl.cpu import sglang_start\nreal = torch.compile\nsglang_start.begin()\n"
         "assert gc.isenabled() and torch.compile is real\n"
@@ -35,7 +35,7 @@ def test_only_a_process_that_becomes_a_server_goes_without_collector_and_compile
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_transformers_imports_neither_sklearn_nor_scipy_but_others_can():
+def test_transformers_skips_sklearn_and_scipy_but_others_can_import_them():
     program = (
         "import sys\nfrom megatron_rl.cpu.torchvision import declare_torchvision_ops\ndeclare_torchvision_ops()\n"
         "import transformers.generation.candidate_generator as generator\n"

@@ -1,4 +1,4 @@
-"""The compiled small layers against float64, and seeded sampling against SGLang's way with tensors."""
+"""The compiled small layers against float64, and seeded sampling against SGLang's tensor implementation."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_gate_equals_float64(size):
 
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("rotary", [6, 10])
-def test_rotation_equals_complex_numbers(neox, rotary):
+def test_rotary_embedding_equals_complex_multiplication(neox, rotary):
     fused = torch.randn(5, 3 * 10 + 4)
     heads, kept = fused[:, 2:32], fused.clone()
     positions, angles = torch.tensor([0, 3, 1, 7, 7]), torch.rand(8, rotary // 2) * 6
@@ -56,7 +56,7 @@ def test_rotation_equals_complex_numbers(neox, rotary):
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**20))
 @settings(max_examples=50, deadline=None)
-def test_hash_has_the_bits_of_the_tensors_hash(seed, position, column):
+def test_scalar_hash_equals_the_tensor_hash(seed, position, column):
     expected = murmur_hash32(torch.tensor([seed]), torch.tensor([position]), torch.tensor([column]))
     assert token_loops.murmur(seed, position, column) == int(expected)
 
@@ -71,7 +71,7 @@ def sampled_by_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positi
 
 @pytest.mark.parametrize("size", [1, 17, 128, 5003])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-def test_sampled_tokens_are_those_of_the_tensors(size, spread):
+def test_sampled_tokens_equal_the_tensor_implementation(size, spread):
     num = 40
     torch.manual_seed(size)
     logits, temperatures = torch.randn(num, size) * spread, torch.rand(num) + 0.3

@@ -44,7 +44,7 @@ def test_pag_verifies_every_answer_and_revises_only_after_a_wrong_verdict():
     assert pag.respond(PROMPT, views("7", "hm")) is None
 
 
-def test_pag_says_the_papers_words():
+def test_pag_prompts_are_the_papers():
     assert "end your response with 'The answer is wrong'" in VERIFY_PROMPT
     assert VERIFY_PROMPT.startswith(
         "Check the math solution step-by-step. If you find a mistake: state the wrong step,"
@@ -52,7 +52,7 @@ def test_pag_says_the_papers_words():
     assert REVISE_PROMPT.endswith("Please provide the correct solution to the math problem.")
 
 
-def test_pag_with_one_attempt_and_no_last_verdict_is_a_single_turn():
+def test_pag_of_one_attempt_without_verdict_is_a_single_turn():
     pag = Pag(max_attempts=1, verify_last=False, bonus=0.0)
     assert pag.respond(PROMPT, views("7")) is None
     assert pag.turn_reward(PROMPT, views("7"), 0, {0: RIGHT}) == RIGHT == pag.outcome(PROMPT, views("7"), {0: RIGHT})
@@ -74,12 +74,12 @@ def test_pag_with_one_attempt_and_no_last_verdict_is_a_single_turn():
         ("**.**", None),
     ],
 )
-def test_a_verdict_is_its_final_sentence(text, verdict):
+def test_verdict_is_the_final_sentence(text, verdict):
     assert Pag().verdict(text) is verdict
 
 
 @given(st.text(max_size=40))
-def test_any_text_before_the_verdict_leaves_it_as_it_is(text):
+def test_text_before_a_verdict_does_not_change_it(text):
     assert Pag().verdict(f"{text} The answer is wrong.") is False
     assert Pag().verdict(f"{text}\nThe answer is correct") is True
 
@@ -88,12 +88,12 @@ def test_any_text_before_the_verdict_leaves_it_as_it_is(text):
     ("text", "grade", "reward"),
     [(OK, RIGHT, 1.0), (OK, WRONG, 0.0), (BAD, RIGHT, 0.0), (BAD, WRONG, 1.0), ("hm", RIGHT, 0.0), ("hm", WRONG, 0.0)],
 )
-def test_a_verifier_is_paid_for_the_truth_and_never_for_an_unreadable_verdict(text, grade, reward):
+def test_verifier_is_rewarded_only_for_readable_true_verdicts(text, grade, reward):
     assert Pag().turn_reward(PROMPT, views("7", text), 1, {0: grade}).value == reward
 
 
 @pytest.mark.parametrize(("first", "second", "reward"), [(0, 1, 2.0), (1, 0, -1.0), (1, 1, 1.0), (0, 0, 0.0)])
-def test_the_bonus_pays_the_change_between_answers(first, second, reward):
+def test_bonus_rewards_the_change_between_answers(first, second, reward):
     turns, grades = views("7", BAD, "8"), {0: Score(float(first)), 2: Score(float(second))}
     assert Pag(bonus=1.0).turn_reward(PROMPT, turns, 2, grades).value == reward
     assert Pag(bonus=0.0).turn_reward(PROMPT, turns, 2, grades).value == second
@@ -101,14 +101,14 @@ def test_the_bonus_pays_the_change_between_answers(first, second, reward):
 
 
 @given(st.lists(st.floats(-1, 1), min_size=4, max_size=4))
-def test_rewards_of_later_turns_never_reach_earlier_ones(values):
+def test_rewards_of_later_turns_never_reach_earlier_turns(values):
     turns = views("7", BAD, "8", BAD)
     now, later = {0: RIGHT, 2: Score(values[0])}, {0: RIGHT, 2: Score(values[1])}
     for index in (0, 1):
         assert Pag().turn_reward(PROMPT, turns, index, now) == Pag().turn_reward(PROMPT, turns, index, later)
 
 
-def test_what_could_not_be_scored_is_never_zero():
+def test_unscored_answers_never_become_zero():
     turns = views("7", BAD, "8", OK)
     assert Pag().turn_reward(PROMPT, turns, 1, {0: LOST}).value is None
     assert "timed out" in Pag().turn_reward(PROMPT, turns, 1, {0: LOST}).error
@@ -118,7 +118,7 @@ def test_what_could_not_be_scored_is_never_zero():
     assert Pag().metrics(PROMPT, views("7"), {0: LOST}) == {"revised": 0.0}
 
 
-def test_only_answers_are_graded_and_the_last_one_is_the_outcome():
+def test_only_answers_are_scored_and_the_last_is_the_outcome():
     turns, grades = views("7", BAD, "8", OK), {0: WRONG, 2: RIGHT}
     assert [Pag().graded_text(PROMPT, turns, i) for i in range(4)] == ["7", None, "8", None]
     assert Pag().outcome(PROMPT, turns, grades) == RIGHT
@@ -150,7 +150,7 @@ def test_only_answers_are_graded_and_the_last_one_is_the_outcome():
         ("99999999999*99999999999", "9999999999800000000001"),
     ],
 )
-def test_the_calculator_calculates(expression, result):
+def test_calculator_evaluates_expressions(expression, result):
     assert answer(expression) == result
 
 
@@ -162,19 +162,19 @@ def test_the_calculator_calculates(expression, result):
         "5 if 1 else 2", "1\x00", "１+１", "-" * 200, "*" * 50, "1..2", "()", "..",
     ],
 )  # fmt: skip
-def test_the_calculator_refuses_what_it_cannot_do_at_once(expression):
+def test_calculator_rejects_invalid_or_expensive_expressions(expression):
     assert answer(expression).startswith("error: ")
 
 
 @given(st.text(alphabet="0123456789.+-*/%() ", max_size=60))
-def test_the_calculator_always_answers_with_a_short_text(expression):
+def test_calculator_always_returns_a_short_text(expression):
     result = answer(expression)
     assert 0 < len(result) <= calculator.MAX_DIGITS + 10
     assert result.startswith("error: ") or math.isfinite(float(result))
 
 
 @given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from("+-*"))
-def test_the_calculator_is_exact_on_integers(a, b, operation):
+def test_calculator_is_exact_on_integers(a, b, operation):
     assert answer(f"({a}){operation}({b})") == str({"+": a + b, "-": a - b, "*": a * b}[operation])
 
 
@@ -182,7 +182,7 @@ def call_turn(text, reason="stop"):
     return TurnView("policy", text, (1,), reason)
 
 
-def test_a_call_is_answered_in_place_and_the_turn_without_one_is_graded():
+def test_call_gets_its_result_and_the_last_turn_is_scored():
     tool = Calculator()
     call, final = call_turn("so <calc>2+3</calc>"), call_turn("the answer is 5")
     assert tool.stop_strings == ("</calc>",) and not tool.turns_are_independent
@@ -196,11 +196,11 @@ def test_a_call_is_answered_in_place_and_the_turn_without_one_is_graded():
 
 
 @pytest.mark.parametrize("text", ["2+3</calc>", "<calc>2+3", "text", "", "</calc><calc>"])
-def test_what_is_no_call_ends_the_dialogue(text):
+def test_turn_without_a_call_ends_the_dialogue(text):
     assert Calculator().respond(PROMPT, [call_turn(text)]) is None
 
 
-def test_a_call_that_was_cut_by_a_budget_is_no_call():
+def test_truncated_call_is_not_a_call():
     assert Calculator().respond(PROMPT, [call_turn("<calc>1</calc>", reason="length")]) is None
 
 
@@ -211,14 +211,14 @@ def test_calls_beyond_the_limit_end_the_dialogue():
     assert tool.metrics(PROMPT, [call, call, call], {})["num_calls"] == 2
 
 
-def test_a_dialogue_that_ends_with_an_unanswered_call_has_no_answer():
+def test_dialogue_that_ends_with_a_call_has_no_answer():
     tool, call = Calculator(), call_turn("<calc>1+</calc>")
     assert tool.graded_text(PROMPT, [call], 0) is None
     assert tool.outcome(PROMPT, [call], {}).value == 0.0 == tool.turn_reward(PROMPT, [call], 0, {}).value
     assert tool.metrics(PROMPT, [call], {})["failed_calls"] == 1.0
 
 
-def test_environments_are_found_by_name_and_by_path():
+def test_environments_are_found_by_name_and_import_path():
     assert environment_registry.available() == ["calculator", "pag"]
     assert isinstance(environment_registry.build("pag", {"max_attempts": 3}), Pag)
     assert isinstance(environment_registry.build("megatron_rl.environments.calculator:Calculator", {}), Calculator)
@@ -238,15 +238,15 @@ def test_environments_are_found_by_name_and_by_path():
         ("pag", {"max_attempts": True}, "max_attempts must be an integer"),
         ("pag", {"verify_last": 1}, "true or false"),
         ("pag", {"max_attempts": 0}, "at least 1"),
-        ("pag", {"wrong_verdict": "correct"}, "none ends with the other"),
-        ("pag", {"wrong_verdict": "."}, "none ends with the other"),
-        ("calculator", {"result": "nothing"}, "one place"),
+        ("pag", {"wrong_verdict": "correct"}, "neither may end with the other"),
+        ("pag", {"wrong_verdict": "."}, "neither may end with the other"),
+        ("calculator", {"result": "nothing"}, "exactly once"),
         ("calculator", {"close_tag": ""}, "must not be empty"),
         (f"{__name__}:Needy", {}, "needs size"),
         (f"{__name__}:Roleless", {}, "first_role"),
     ],
 )
-def test_bad_environments_are_refused_before_a_run_starts(name, options, names):
+def test_bad_environments_are_rejected_before_a_run_starts(name, options, names):
     with pytest.raises(EnvironmentFault, match=names):
         environment_registry.build(name, options)
 
@@ -261,7 +261,7 @@ class Roleless(Calculator):
         return "judge"
 
 
-def test_every_option_of_a_builtin_has_a_type_that_is_checked():
+def test_every_builtin_environment_option_has_a_checked_type():
     for name in environment_registry.available():
         for parameter in inspect.signature(environment_registry.resolve(name)).parameters.values():
             assert parameter.annotation in plugins._WORDS
@@ -275,7 +275,7 @@ def segment(step, turn, role, reason):
     return Segment((5, 6), (-1.0, -1.0), 0, reason, step, turn, role)
 
 
-def test_independent_turns_are_due_when_they_end_and_continuous_dialogues_when_they_are_finished():
+def test_turns_are_scored_at_their_end_or_with_the_dialogue():
     answered = [segment(0, 0, "policy", "stop"), message_segment((9,), weight_version=0, step=0, turn=0)]
     open_ = dialogue_with(*answered, segment(0, 1, "verifier", "length"))
     done = dialogue_with(*open_.segments, segment(1, 1, "verifier", "stop"), env_done=True)
@@ -287,7 +287,7 @@ def test_independent_turns_are_due_when_they_end_and_continuous_dialogues_when_t
     )  # fmt: skip
 
 
-def test_a_turn_cut_by_a_budget_or_from_outside_is_shown_as_cut():
+def test_truncated_turns_have_finish_reason_length():
     cut = dialogue_with(segment(0, 0, "policy", "abort"), max_turn_tokens=2)
     assert [view.finish_reason for view in turn_views(cut, str)] == ["length"]
 
@@ -311,7 +311,7 @@ def chat_tokenizer(tmp_path_factory):
     return Tokenizer(path)
 
 
-def test_a_dialogue_has_the_very_tokens_of_the_chat_template(chat_tokenizer):
+def test_dialogue_tokens_equal_the_chat_template(chat_tokenizer):
     encode = chat_tokenizer.encode
     history = chat_tokenizer.encode_prompt("what is it?", chat=True)
     history += [*encode("it is 7"), chat_tokenizer.eos_id]
@@ -324,26 +324,26 @@ def test_a_dialogue_has_the_very_tokens_of_the_chat_template(chat_tokenizer):
     assert history == chat_tokenizer.encode_prompt(conversation, chat=True)
 
 
-def test_a_turn_that_was_cut_is_closed_before_the_message(chat_tokenizer):
+def test_truncated_turn_is_closed_before_the_message(chat_tokenizer):
     ended = chat_tokenizer.encode_message("go on", chat=True, last_token_id=chat_tokenizer.eos_id)
     cut = chat_tokenizer.encode_message("go on", chat=True, last_token_id=5)
     assert cut == [chat_tokenizer.eos_id, *ended]
 
 
-def test_without_a_chat_template_a_message_is_its_text(chat_tokenizer, tmp_path):
+def test_message_without_chat_template_is_plain_text(chat_tokenizer, tmp_path):
     assert chat_tokenizer.encode_message("=7", chat=False) == chat_tokenizer.encode("=7")
     make_tokenizer(tmp_path)
     with pytest.raises(base.UserError, match="no message can follow"):
         Tokenizer(tmp_path).encode_message("go on", chat=True)
 
 
-def test_special_tokens_are_known(chat_tokenizer):
+def test_dialogue_knows_the_special_tokens(chat_tokenizer):
     assert {chat_tokenizer.eos_id, 0, 2} <= set(chat_tokenizer.special_ids)
     assert chat_tokenizer.encode("<|im_start|>")[0] in chat_tokenizer.special_ids
     assert chat_tokenizer.encode("7")[0] not in chat_tokenizer.special_ids
 
 
-def test_verdicts_of_random_dialogues_follow_the_truth_table():
+def test_rewards_of_random_dialogues_follow_the_truth_table():
     rng, pag = random.Random(0), Pag(max_attempts=3)
     for _ in range(200):
         turns, grades = [], {}
@@ -360,7 +360,7 @@ def test_verdicts_of_random_dialogues_follow_the_truth_table():
         assert len(turns) == 6 or turns[-1].text in (OK, "hm")
 
 
-def test_the_documented_environment_works():
+def test_documented_environment_works():
     text = (Path(__file__).resolve().parents[3] / "docs" / "environments.md").read_text()
     (source,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
     names = {}
@@ -378,7 +378,7 @@ def test_special_tokens_are_never_hot(chat_tokenizer):
     assert make_fire(FireConfig(), chat_tokenizer) is None
 
 
-def test_a_tools_result_goes_on_in_the_same_text_and_other_messages_are_the_users(chat_tokenizer):
+def test_verbatim_messages_continue_the_text_of_the_turn(chat_tokenizer):
     made = make_dialogue(Calculator(open_tag="(", close_tag=")", result="={}."), chat_tokenizer, chat=True)
     assert made.server_stops == ()
     assert made.encode_message(Message("=7.", verbatim=True), 5) == chat_tokenizer.encode("=7.")

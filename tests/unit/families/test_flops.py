@@ -1,4 +1,4 @@
-"""The cost of a sequence against what transformers' own models compute: megatron_rl/families/flops.py."""
+"""The cost of a sequence against the operations counted on transformers' models (megatron_rl/families/flops.py)."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def config_of(name: str):
 
 
 def counted_flops(config, length: int) -> int:
-    """Of transformers' eager model, whose attention computes all length^2 pairs and masks half of them."""
+    """Operations counted on transformers' eager model, whose attention computes all length^2 pairs and masks half of them."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     model.eval()
@@ -74,7 +74,7 @@ def counted_flops(config, length: int) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [7, 200])
-def test_flops_are_those_of_transformers(name, length):
+def test_flops_equal_those_counted_on_transformers(name, length):
     config = config_of(name)
     flops = flops_cost(config)
     expected = flops.per_token * length + flops.per_pair * length**2
@@ -82,13 +82,13 @@ def test_flops_are_those_of_transformers(name, length):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_causal_attention_computes_the_pairs_that_a_mask_leaves(name):
+def test_attention_flops_count_the_pairs_of_the_causal_mask(name):
     flops = flops_cost(config_of(name))
     pairs = int(torch.ones(50, 50).tril().sum())
     assert flops(50) == pytest.approx(50 * flops.per_token + pairs * flops.per_pair)
 
 
-def test_a_critic_has_one_output_instead_of_a_vocabulary():
+def test_critic_flops_have_one_output_instead_of_a_vocabulary():
     config = config_of("llama")
     policy, critic = flops_cost(config), flops_cost(config, role="critic")
     assert policy.per_token - critic.per_token == 2 * (config.vocab_size - 1) * config.hidden_size

@@ -1,4 +1,4 @@
-"""A model family is one file: what stands in it is known everywhere, and nothing else lists the families."""
+"""A model family is one file: all code reads its content, and nothing else lists the families."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from megatron_rl.families.sglang_names import joined_name
 from tests.unit.config.test_moe_settings import SPARSE, load
 
 NEW_FAMILY = '''
-"""A family that nobody has heard of."""
+"""A family that exists only in this test."""
 
 from megatron_rl.families.experts import EXPERTS, moe_kwargs
 from megatron_rl.families.family import Experts, Family, SGLangSupport, VisionSpec
@@ -46,7 +46,7 @@ del MODEL["num_experts"]
 
 @pytest.fixture
 def brandnew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One more file in the package, for the time of a test."""
+    """Add a file to the package for the duration of a test."""
     folder = tmp_path / "more_families"
     folder.mkdir()
     (folder / "brandnew.py").write_text(NEW_FAMILY)
@@ -57,20 +57,20 @@ def brandnew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("megatron_rl.families.brandnew", None)
 
 
-def test_a_file_in_the_package_is_a_family(brandnew: None) -> None:
+def test_every_file_with_a_family_is_a_model_type(brandnew: None) -> None:
     assert "brandnew" in families() and "llama" in families()
 
 
-def test_the_checks_of_a_configuration_take_the_family_of_a_new_file(brandnew: None, tmp_path: Path) -> None:
+def test_configuration_checks_accept_a_new_family(brandnew: None, tmp_path: Path) -> None:
     check_config(load(tmp_path, MODEL, "routing_replay=R3", "load_balancing=bias"), command="train")
 
 
-def test_the_checks_of_a_configuration_refuse_what_no_file_names(tmp_path: Path) -> None:
+def test_configuration_checks_reject_unknown_families(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model_type 'brandnew' is not supported; supported are deepseek_v3, glm4_moe"):
         check_config(load(tmp_path, MODEL), command="train")
 
 
-def test_layouts_and_servers_are_checked_by_the_facts_of_the_file(brandnew: None, tmp_path: Path) -> None:
+def test_layouts_and_servers_are_checked_against_the_family(brandnew: None, tmp_path: Path) -> None:
     config = load(tmp_path, {**MODEL, "num_helpers": 6, "unheard_of": True})
     config.parallel.expert_parallel_size, config.parallel.num_ranks = 4, 4
     with pytest.raises(ConfigError) as error:
@@ -79,7 +79,7 @@ def test_layouts_and_servers_are_checked_by_the_facts_of_the_file(brandnew: None
     assert "SGLang has not heard of it" in str(error.value)
 
 
-def test_experts_images_routes_and_joined_names_are_those_of_the_file(brandnew: None, tmp_path: Path) -> None:
+def test_experts_images_routes_and_names_come_from_the_family(brandnew: None, tmp_path: Path) -> None:
     from megatron_rl.families.model_facts import num_mtp_layers, vision_titles, vision_token_ids
     from megatron_rl.rollout.requests import RouteShape
     from megatron_rl.rollout.sglang.wire.routes import route_shape
@@ -93,7 +93,7 @@ def test_experts_images_routes_and_joined_names_are_those_of_the_file(brandnew: 
     assert joined_name("a.qkv_alike.weight", {"a.everything_proj.weight"}) == ("a.everything_proj.weight", 3)
 
 
-def test_parameters_follow_the_table_of_the_file(brandnew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_follow_the_family_table(brandnew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_rl.families import parameters
 
     monkeypatch.setattr(parameters, "parameter_shapes", lambda config: {"lens": (2, 3)})
@@ -105,11 +105,11 @@ def test_parameters_follow_the_table_of_the_file(brandnew: None, monkeypatch: py
 
 
 @pytest.mark.parametrize("model_type", families())
-def test_what_sglang_cannot_serve_is_asked_of_every_family(model_type: str) -> None:
+def test_sglang_problems_are_checked_for_every_family(model_type: str) -> None:
     assert list(engine_problems({"model_type": model_type}, "config.json")) == []
 
 
-def test_families_are_read_without_megatron_sglang_or_transformers() -> None:
+def test_families_import_no_megatron_sglang_or_transformers() -> None:
     code = (
         "import sys; from megatron_rl.families.family import families; assert len(families()) >= 10; "
         "assert not {'megatron', 'sglang', 'transformers'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""Models that SGLang would compute otherwise: found in config.json, with its key and a remedy."""
+"""Models that SGLang computes differently are detected in config.json and reported with key and remedy."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def problems(**model: Any) -> list[str]:
         dict(model_type="qwen2_5_vl", vision_config=dict(patch_size=14, in_chans=3)),
     ],
 )
-def test_models_that_both_compute_alike_have_no_problem(model: dict[str, Any]) -> None:
+def test_models_computed_alike_by_sglang_have_no_problem(model: dict[str, Any]) -> None:
     assert problems(**model) == []
 
 
@@ -61,7 +61,7 @@ def test_models_that_both_compute_alike_have_no_problem(model: dict[str, Any]) -
         (dict(model_type="qwen3", rope_parameters={**YARN, "mscale": 0.5, "mscale_all_dim": 0.0}), ["attn_factor="]),
     ],
 )
-def test_what_sglang_computes_otherwise_is_named_with_a_remedy(model: dict[str, Any], texts: list[str]) -> None:
+def test_sglang_differences_are_reported_with_a_remedy(model: dict[str, Any], texts: list[str]) -> None:
     (problem,) = problems(**model)
     assert problem.startswith("policy.path: config.json: ") and all(text in problem for text in texts), problem
 
@@ -69,13 +69,13 @@ def test_what_sglang_computes_otherwise_is_named_with_a_remedy(model: dict[str, 
 REFUSED_SHAPES = {
     "qwen2_yarn_one_group": "put attn_factor=",
     "qwen3_moe": "store a copy of model.embed_tokens.weight",
-    "qwen3_moe_sparse_step": "takes every layer for a mixture of experts",
+    "qwen3_moe_sparse_step": "treats every layer as a mixture of experts",
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_of_the_awkward_shapes_those_are_refused_that_a_server_computes_otherwise(shape: str) -> None:
-    """The others were compared on servers: log-probs within 1e-4."""
+def test_odd_shapes_are_rejected_only_if_sglang_differs(shape: str) -> None:
+    """All other shapes were compared on servers: their log-probs agree within 1e-4."""
     found = problems(**{**COMMON, **SHAPES[shape]})
     assert bool(found) is (shape in REFUSED_SHAPES)
     assert all(REFUSED_SHAPES[shape] in text for text in found)
@@ -85,7 +85,7 @@ def test_of_the_awkward_shapes_those_are_refused_that_a_server_computes_otherwis
     "extra", [{"attention_factor": 0.8}, {"attention_factor": 1.7}, {"mscale": 0.5, "mscale_all_dim": 0}]
 )
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "deepseek_v3"])
-def test_the_remedy_for_an_attention_factor_brings_both_to_one_number(model_type: str, extra: dict[str, Any]) -> None:
+def test_attention_factor_remedy_makes_both_factors_equal(model_type: str, extra: dict[str, Any]) -> None:
     rope = {**YARN, **extra}
     (problem,) = problems(model_type=model_type, rope_parameters=rope)
     value = float(problem.split("put attn_factor=")[1].split(" ")[0])
@@ -96,12 +96,12 @@ def test_the_remedy_for_an_attention_factor_brings_both_to_one_number(model_type
     ("tp", "heads", "groups", "ok"),
     [(2, 8, 4, True), (8, 8, 4, True), (4, 8, 2, True), (3, 8, 4, False), (4, 12, 6, False)],
 )
-def test_servers_split_heads_evenly_or_copy_groups_evenly(tp: int, heads: int, groups: int, ok: bool) -> None:
+def test_servers_need_even_splits_of_heads_and_groups(tp: int, heads: int, groups: int, ok: bool) -> None:
     model = dict(model_type="qwen3", num_attention_heads=heads, num_key_value_heads=groups)
     assert (not list(split_problems(model, tp, "config.json"))) is ok
 
 
-def test_only_commands_that_sample_are_refused(tmp_path) -> None:
+def test_only_sampling_commands_reject_sglang_differences(tmp_path) -> None:
     config = load(tmp_path, {**SPARSE, "decoder_sparse_step": 2})
     config.critic_pretrain.output_path = str(tmp_path / "critic")
     for command in ("train", "critic-pretrain"):
@@ -111,8 +111,8 @@ def test_only_commands_that_sample_are_refused(tmp_path) -> None:
     check_config(config, command="sft")
 
 
-def test_factors_are_those_of_the_libraries() -> None:
-    """The two numbers compared above are what transformers and SGLang compute."""
+def test_yarn_factors_equal_those_of_the_libraries() -> None:
+    """The two factors compared above equal those of transformers and SGLang."""
     from megatron_rl.cpu.torchvision import declare_torchvision_ops
 
     declare_torchvision_ops()

@@ -1,4 +1,4 @@
-"""The split of a pack over context-parallel ranks: a partition in equal shares, and a plan that sees every key once."""
+"""The split of a pack over context-parallel ranks: an even partition, and a plan with every key exactly once."""
 
 import torch
 from hypothesis import given
@@ -12,7 +12,7 @@ RANKS = st.integers(2, 4)
 
 
 @given(lengths=LENGTHS, num_ranks=RANKS, multiple=st.integers(1, 3))
-def test_every_token_is_on_exactly_one_rank_and_all_ranks_hold_as_many_rows(lengths, num_ranks, multiple):
+def test_context_split_puts_each_token_on_exactly_one_rank(lengths, num_ranks, multiple):
     splits = [split_pack(tuple(lengths), num_ranks, rank, multiple) for rank in range(num_ranks)]
     held = torch.stack([split.row_of_token != NOWHERE for split in splits])
     assert (held.sum(0) == 1).all() and held.shape[1] == sum(lengths)
@@ -25,7 +25,7 @@ def test_every_token_is_on_exactly_one_rank_and_all_ranks_hold_as_many_rows(leng
 
 
 @given(length=st.integers(1, 10), num_ranks=RANKS)
-def test_zigzag_shares_have_the_same_work_under_a_causal_mask(length, num_ranks):
+def test_zigzag_gives_ranks_equal_work_under_a_causal_mask(length, num_ranks):
     length *= 2 * num_ranks
     shares = [zigzag(length, num_ranks, rank) for rank in range(num_ranks)]
     assert torch.cat(shares).sort().values.tolist() == list(range(length))
@@ -33,7 +33,7 @@ def test_zigzag_shares_have_the_same_work_under_a_causal_mask(length, num_ranks)
 
 
 @given(lengths=LENGTHS, num_ranks=RANKS, data=st.data())
-def test_a_plan_lines_up_each_query_with_the_keys_of_its_own_sequence_in_order(lengths, num_ranks, data):
+def test_context_plan_aligns_queries_with_keys_of_their_sequence(lengths, num_ranks, data):
     rank = data.draw(st.integers(0, num_ranks - 1))
     splits = [split_pack(tuple(lengths), num_ranks, r) for r in range(num_ranks)]
     plan = plan_context(splits[0].lengths, num_ranks, rank, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Layers without Transformer Engine, which a GPU may lack too."""
+"""Layers for machines without Transformer Engine, with and without a GPU."""
 
 import inspect
 import sys
@@ -14,12 +14,12 @@ from megatron_rl.models import layers
 from megatron_rl.system.gpu import transformer_engine
 
 
-def test_megatrons_names_without_transformer_engine_are_made_right_on_any_machine() -> None:
+def test_megatrons_names_are_fixed_without_transformer_engine() -> None:
     assert not layers.has_transformer_engine()
     assert multi_latent_attention.HAVE_TE is False
     logits = moe_utils.router_gating_linear(torch.ones(2, 3), torch.ones(4, 3), None, torch.float32)
     assert torch.equal(logits, torch.full((2, 4), 3.0))
-    # Nothing that only happens where there is no GPU does it.
+    # The fix must not depend on the absence of a GPU.
     assert "te_general_gemm" not in inspect.getsource(cpu)
 
 
@@ -27,11 +27,11 @@ def test_megatrons_names_without_transformer_engine_are_made_right_on_any_machin
     "fields,words",
     [
         ({}, []),
-        ({"num_moe_experts": 4}, ["experts one after the other"]),
+        ({"num_moe_experts": 4}, ["experts one at a time"]),
         ({"context_parallel_size": 2}, ["masks of length x length"]),
     ],
 )
-def test_a_gpu_without_it_is_said_aloud(
+def test_missing_transformer_engine_is_reported_on_a_gpu(
     fields: dict[str, int], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
@@ -41,7 +41,7 @@ def test_a_gpu_without_it_is_said_aloud(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     note = layers.layers_note(config)
     assert "Transformer Engine is missing" in note and "docs/cluster.md" in note
-    for kind in ("experts one after the other", "masks of length x length", "latent attention"):
+    for kind in ("experts one at a time", "masks of length x length", "latent attention"):
         assert (kind in note) == (kind in words)
     monkeypatch.setattr(layers.te_layers, "HAVE_TE", True)
     assert layers.layers_note(config) == "" and layers.has_transformer_engine()
@@ -54,7 +54,7 @@ def test_a_gpu_without_it_is_said_aloud(
     "failure",
     ["OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "ModuleNotFoundError('no part', name='part')"],
 )
-def test_a_broken_transformer_engine_counts_as_missing_and_says_why(
+def test_broken_transformer_engine_is_reported_with_the_reason(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)

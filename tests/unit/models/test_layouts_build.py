@@ -1,4 +1,4 @@
-"""What the check of a layout lets pass, Megatron builds: on every rank's place, without memory."""
+"""Every layout that passes the check can be built by Megatron, at every rank's coordinates, on the meta device."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from megatron_rl.parallel import topology
 from tests.odd_models import FAMILIES, odd_config
 
 NUM_BUILT = 6
-"""Of a family."""
+"""Number of random layouts per family."""
 
 
 def random_layout(draw: random.Random, num_layers: int) -> ParallelConfig:
@@ -53,8 +53,8 @@ def build(hf_config: Any, parallel: ParallelConfig, rank: int, world_size: int) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layout_that_is_not_refused_is_built(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Groups of gloo would look for the other ranks.
+def test_accepted_layouts_can_be_built(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Replaced, because groups of gloo would wait for the other ranks.
     groups = functools.partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", groups)
     built = refused = 0

@@ -17,7 +17,7 @@ VOCAB, HIDDEN = 23, 5
 def inputs(n: int, padding: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n)
     hidden = torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    # Padding rows hold large values, which would show at once if they took part.
+    # Padding rows have large values, which would change the results visibly.
     weight = torch.randn(VOCAB + padding, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     weight[VOCAB:] = 100.0
     return hidden, weight.requires_grad_(), torch.randint(0, VOCAB, (n,), generator=generator)
@@ -26,7 +26,7 @@ def inputs(n: int, padding: int = 0, dtype: torch.dtype = torch.float64) -> tupl
 def by_full_softmax(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, excluded: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Over the tokens that are not excluded, and no others exist."""
+    """Expected log-probs and entropy over a vocabulary without the excluded tokens."""
     kept = [token for token in range(VOCAB) if token not in excluded]
     log_p = (hidden.double() @ weight[kept].double().t() / temperature).log_softmax(-1)
     targets = torch.tensor([kept.index(token) for token in targets.tolist()])
@@ -42,7 +42,7 @@ def by_full_softmax(
     parts=st.sampled_from(["logprobs", "entropy", "both"]),
     excluded=st.sets(st.integers(0, VOCAB - 1), max_size=6).map(sorted),
 )
-def test_values_and_gradients_equal_full_softmax(
+def test_log_probs_and_gradients_equal_full_softmax(
     n: int, chunk_size: int, temperature: float, padding: int, parts: str, excluded: list[int]
 ) -> None:
     hidden, weight, targets = inputs(n, padding)
@@ -73,7 +73,7 @@ def test_values_and_gradients_equal_full_softmax(
         torch.testing.assert_close(ours, reference, atol=1e-10, rtol=1e-8)
 
 
-def test_an_excluded_token_has_no_probability_and_moves_nothing() -> None:
+def test_excluded_tokens_have_zero_probability_and_gradient() -> None:
     hidden, weight, targets = inputs(8)
     targets[3] = 5
     logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, excluded=[5, 7])
@@ -82,7 +82,7 @@ def test_an_excluded_token_has_no_probability_and_moves_nothing() -> None:
     assert all(g.isfinite().all() for g in gradients) and (gradients[1][[5, 7]] == 0).all()
 
 
-def test_large_logits_do_not_overflow() -> None:
+def test_log_probs_of_large_logits_do_not_overflow() -> None:
     hidden, weight, targets = inputs(6)
     logprobs, entropy = token_logprobs_and_entropy(hidden * 1e3, weight, targets, vocab_size=VOCAB)
     expected = by_full_softmax(hidden * 1e3, weight, targets, 1.0)
@@ -91,7 +91,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert entropy.isfinite().all() and (entropy >= 0).all()
 
 
-def test_bfloat16_inputs_are_multiplied_in_float32() -> None:
+def test_log_probs_multiply_bfloat16_inputs_in_float32() -> None:
     hidden, weight, targets = inputs(30, dtype=torch.bfloat16)
     logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB)
     assert logprobs.dtype == entropy.dtype == torch.float32
@@ -102,7 +102,7 @@ def test_bfloat16_inputs_are_multiplied_in_float32() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_gradients_next_to_a_bfloat16_model_are_off_by_a_thousandth_or_by_their_own_rounding(exact: bool) -> None:
+def test_log_prob_gradients_in_bfloat16_are_close_to_exact(exact: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     n, hidden_size, vocab_size = 300, 64, 3000
     hidden = torch.randn(n, hidden_size, generator=generator).bfloat16().requires_grad_()
@@ -121,11 +121,11 @@ def test_gradients_next_to_a_bfloat16_model_are_off_by_a_thousandth_or_by_their_
         off = (found.double() - reference).norm() / reference.norm()
         assert found.dtype == torch.bfloat16
         assert off < rounded * (1.02 if exact else 1.6), (float(off), float(rounded))
-        # No bias: what is lost in one direction comes back in the other.
+        # No bias: rounding errors cancel on average.
         assert abs(float((found.double() * reference).sum() / reference.square().sum()) - 1) < 5e-4
 
 
-def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+def test_log_probs_of_empty_batches_have_zero_gradients() -> None:
     hidden, weight, targets = inputs(1)
     hidden = hidden.detach()[:0].requires_grad_()
     logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets[:0], vocab_size=VOCAB)
@@ -135,7 +135,7 @@ def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor made inside."""
+    """Number of elements of the largest tensor created inside the block."""
 
     elements = 0
 
@@ -147,7 +147,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_logits_of_more_than_a_chunk_never_exist() -> None:
+def test_log_probs_allocate_logits_of_one_chunk_only() -> None:
     n, chunk_size = 400, 10
     hidden, weight, targets = inputs(n)
     with LargestTensor() as largest:
@@ -157,7 +157,7 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
+def test_log_probs_reject_non_positive_temperatures(temperature: float) -> None:
     hidden, weight, targets = inputs(2)
     with pytest.raises(ValueError, match="temperature"):
         token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, temperature=temperature)

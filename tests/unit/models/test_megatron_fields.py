@@ -1,4 +1,4 @@
-"""Megatron's own settings: what passes through to TransformerConfig, and what is refused with its reason."""
+"""Megatron's own fields: accepted fields reach TransformerConfig, other fields are rejected with the reason."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def single_rank() -> Iterator[ParallelConfig]:
 
 
 @pytest.mark.parametrize("build", [policy.build_policy, critic.build_critic])
-def test_a_given_field_is_in_the_built_model(build: Any, single_rank: ParallelConfig) -> None:
+def test_given_megatron_field_is_in_the_built_model(build: Any, single_rank: ParallelConfig) -> None:
     config = AutoConfig.for_model(**{**COMMON, **SHAPES["qwen3_wide_heads_yarn"]})
     settings = MegatronSettings(fields={"init_method_std": 0.5, "bias_dropout_fusion": True})
     (chunk,) = build(config, single_rank, dtype=torch.float32, settings=settings, seed=1)
@@ -42,7 +42,7 @@ def test_a_given_field_is_in_the_built_model(build: Any, single_rank: ParallelCo
     assert chunk.decoder.layers[0].config.init_method_std == 0.5
 
 
-def test_the_engines_of_a_run_have_the_fields_of_its_recipe(tmp_path: Path) -> None:
+def test_engines_have_the_megatron_fields_of_the_recipe(tmp_path: Path) -> None:
     config = load(tmp_path, {**DENSE, "hidden_size": 32, "head_dim": 8})
     config.policy.init, config.algorithm.kl.place = Init.random, KlPlace.loss
     config.policy.megatron, config.critic.megatron = {"init_method_std": 0.5}, {"init_method_std": 0.25}
@@ -52,11 +52,11 @@ def test_the_engines_of_a_run_have_the_fields_of_its_recipe(tmp_path: Path) -> N
         found = {name: unwrap(engine.chunks[0]).config.init_method_std for name, engine in engines.items()}
     finally:
         topology.destroy()
-    # The reference is the policy as it was: it computes as the policy does.
+    # The reference is the initial policy, so it has the policy's fields.
     assert found == {"policy": 0.5, "critic": 0.25, "reference": 0.5}
 
 
-def test_what_megatron_refuses_names_the_fields_that_were_given(single_rank: ParallelConfig) -> None:
+def test_refusals_of_megatron_are_reported_with_the_given_fields(single_rank: ParallelConfig) -> None:
     config = AutoConfig.for_model(**{**COMMON, **SHAPES["qwen3_wide_heads_yarn"]})
     settings = MegatronSettings(fields={"cpu_offloading": True, "cpu_offloading_num_layers": 99})
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_what_megatron_refuses_names_the_fields_that_were_given(single_rank: Par
     [
         ({"moe_shared_expert_overlp": True}, "no such field; did you mean moe_shared_expert_overlap"),
         ({"nothing_alike_at_all": 1}, "policy.megatron.nothing_alike_at_all: .* no such field$"),
-        ({"num_layers": 4}, "policy.megatron.num_layers: .* config.json of the model's folder says it"),
+        ({"num_layers": 4}, "policy.megatron.num_layers: .* config.json of the model's folder sets it"),
         ({"bf16": True}, "policy.dtype and critic.dtype set it"),
         ({"tensor_model_parallel_size": 2}, "parallel.tensor_parallel_size sets it"),
         ({"recompute_granularity": "full"}, "policy.recompute and critic.recompute set it"),
@@ -82,12 +82,12 @@ def test_what_megatron_refuses_names_the_fields_that_were_given(single_rank: Par
         ({"attention_backend": "quick"}, "attention_backend: expected one of flash, fused"),
     ],
 )
-def test_fields_that_cannot_be_given_are_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
+def test_reserved_megatron_fields_are_rejected_with_the_reason(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         checked_fields(fields, key="policy.megatron")
 
 
-def test_every_problem_is_found_at_once() -> None:
+def test_all_megatron_field_problems_are_reported_together() -> None:
     with pytest.raises(ModelError) as error:
         checked_fields({"num_layers": 4, "moe_permute_fusion": 1}, key="critic.megatron")
     assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
@@ -96,7 +96,7 @@ def test_every_problem_is_found_at_once() -> None:
     ]
 
 
-def test_values_have_the_types_of_the_dataclass() -> None:
+def test_megatron_field_values_must_have_the_dataclass_types() -> None:
     given = {
         "init_method_std": 1,
         "activation_func_fp8_input_store": True,
@@ -112,7 +112,7 @@ def test_values_have_the_types_of_the_dataclass() -> None:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *VISION_SHAPES])
-def test_no_field_that_the_trainer_sets_can_be_given(shape: str) -> None:
+def test_fields_set_by_the_trainer_are_rejected(shape: str) -> None:
     fields = {**COMMON, **SHAPES[shape]} if shape in SHAPES else VISION_SHAPES[shape]
     config = AutoConfig.for_model(**fields)
     overrides = moe_kwargs(MoeConfig(), config, ParallelConfig()) | fp8_kwargs(Fp8.hybrid)
@@ -121,7 +121,7 @@ def test_no_field_that_the_trainer_sets_can_be_given(shape: str) -> None:
         assert kwargs.keys() - REFUSED.keys() - set(ADJUSTABLE) == set()
 
 
-def test_a_recipe_with_a_wrong_field_is_refused_before_anything_starts(tmp_path, capsys) -> None:
+def test_recipe_with_a_wrong_megatron_field_is_rejected_early(tmp_path, capsys) -> None:
     config = load(tmp_path, DENSE)
     assert config.policy.megatron == {} and config.critic.megatron == {}
     recipe = tmp_path / "recipe.yaml"

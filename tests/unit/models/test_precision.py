@@ -1,4 +1,4 @@
-"""Precision settings: what they mean to Megatron and to the servers, and what is refused."""
+"""Precision settings: their fields for Megatron, their arguments for servers, and rejected settings."""
 
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,17 @@ def megatron(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("fp8", [Fp8.hybrid, Fp8.e4m3])
-def test_megatron_takes_the_fields_and_keeps_parameters_in_bfloat16(fp8: Fp8) -> None:
+def test_fp8_fields_keep_parameters_in_bfloat16(fp8: Fp8) -> None:
     config = megatron(bf16=True, params_dtype=torch.bfloat16, **fp8_kwargs(fp8))
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == (fp8.value, "tensorwise", False)
 
 
-def test_without_fp8_nothing_changes() -> None:
+def test_no_fp8_changes_no_field() -> None:
     assert fp8_kwargs(Fp8.none) == {} and megatron().fp8 is None
     check_fp8(Fp8.none, torch.float32)
 
 
-def test_packs_are_padded_to_what_8_bit_products_take() -> None:
+def test_packs_are_padded_for_8_bit_products() -> None:
     fp8 = fp8_kwargs(Fp8.hybrid)
     assert pack_alignment(megatron()) == 1
     assert pack_alignment(megatron(**fp8)) == 16
@@ -62,7 +62,7 @@ def test_fp8_needs_bfloat16_a_gpu_and_transformer_engine(monkeypatch: pytest.Mon
     check_fp8(Fp8.e4m3, torch.bfloat16)
 
 
-def test_a_configuration_with_fp8_and_float32_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_fp8_with_float32_is_rejected_before_anything_starts(tmp_path: Path) -> None:
     config = load(tmp_path, DENSE)
     config.policy.fp8 = Fp8.hybrid
     with pytest.raises(ConfigError, match="policy.fp8=hybrid: needs parameters in bfloat16, got policy.dtype=float32"):
@@ -71,14 +71,14 @@ def test_a_configuration_with_fp8_and_float32_is_refused_before_anything_starts(
     check_config(config, command="train")
 
 
-def test_layers_can_only_be_kept_from_a_checkpoint(tmp_path: Path) -> None:
+def test_mtp_layers_can_be_kept_only_from_a_checkpoint(tmp_path: Path) -> None:
     config = load(tmp_path, DENSE)
     config.policy.mtp, config.policy.init = Mtp.keep, Init.random
     with pytest.raises(ConfigError, match="policy.mtp=keep: random weights .* have no layers to keep; set it to drop"):
         check_config(config, command="train")
 
 
-def test_attached_servers_are_not_taken_for_ones_that_were_told(
+def test_attached_servers_are_not_assumed_to_use_fp32_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, Any] = {"dtype": "bfloat16", "enable_fp32_lm_head": False}
@@ -101,7 +101,7 @@ def test_attached_servers_are_not_taken_for_ones_that_were_told(
 
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("given", [{}, {"enable-fp32-lm-head": True}, {"--enable_fp32_lm_head": True}])
-def test_servers_that_are_started_compute_float32_logits_as_the_trainer_does(
+def test_started_servers_compute_float32_logits(
     dtype: Dtype, given: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
@@ -113,13 +113,13 @@ def test_servers_that_are_started_compute_float32_logits_as_the_trainer_does(
     assert server_command(started[0], 1).count("--enable-fp32-lm-head") == expected
 
 
-def test_who_wants_rounded_logits_can_say_so() -> None:
+def test_server_arguments_can_disable_float32_logits() -> None:
     options = ServerOptions(model_path="m", dtype="bfloat16", server_args={"enable-fp32-lm-head": False})
     assert "--enable-fp32-lm-head" not in server_command(options, 1)
 
 
 @pytest.mark.parametrize("own", [None, *Dtype])
-def test_the_critic_computes_as_the_policy_unless_it_is_told_otherwise(own: Dtype | None, tmp_path: Path) -> None:
+def test_critic_precision_defaults_to_the_policy(own: Dtype | None, tmp_path: Path) -> None:
     config = load(tmp_path, DENSE)
     config.policy.dtype = Dtype.bfloat16
     assert config.critic.dtype is None

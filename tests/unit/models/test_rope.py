@@ -25,30 +25,30 @@ def group(size: int, rank: int) -> Any:
     latent=st.booleans(),
     mscale=st.sampled_from([1.0, 1.2]),
 )
-def test_it_gives_megatrons_numbers(
+def test_rotate_pack_equals_megatron(
     parts: list[int], cp: tuple[int, int], whole: bool, latent: bool, mscale: float
 ) -> None:
     lengths = torch.tensor(parts) * (2 * cp[0] if cp[0] > 1 else 1)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(int(lengths.sum()) // cp[0], 3, 8, generator=generator)
-    # The first of the dimensions rotate. One more position than needed, unless each row has its own.
+    # Only the first dimensions rotate. One position more than needed, unless each row has its own angle.
     positions = int(lengths.sum()) if whole else int(lengths.max()) + 1
     freqs = torch.randn(positions, 1, 1, 6, generator=generator)
     options = dict(rotary_interleaved=False, multi_latent_attention=latent, mscale=mscale, cp_group=group(*cp))
     expected = MEGATRONS(rows, cu_seqlens, freqs, **options)
-    for _ in range(2):  # found, then remembered
+    for _ in range(2):  # computed, then cached
         assert torch.equal(rotate_pack(rows, cu_seqlens, freqs, **options), expected)
 
 
-def test_it_stands_in_megatrons_place() -> None:
+def test_rotate_pack_replaces_megatrons_function() -> None:
     assert rope_utils._apply_rotary_pos_emb_thd is rotate_pack is not MEGATRONS
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("positions", [8, 24])
-def test_nothing_is_read_from_the_device(cp_size: int, positions: int) -> None:
-    """Tensors without numbers have nothing that could be read."""
+def test_rotate_pack_reads_nothing_from_the_device(cp_size: int, positions: int) -> None:
+    """Meta tensors have no values, so reading from the device would fail."""
     rows, freqs = torch.empty(24 // cp_size, 2, 8, device="meta"), torch.empty(positions, 1, 1, 8, device="meta")
     cu_seqlens = torch.empty(4, dtype=torch.int32, device="meta")
     assert rotate_pack(rows, cu_seqlens, freqs, cp_group=group(cp_size, 0)).shape == rows.shape

@@ -1,4 +1,4 @@
-"""Yarn's attention factor survives on GPUs, where Megatron's fused rotary embedding of packs leaves it out."""
+"""Yarn's attention factor is applied on GPUs, although Megatron's fused rotary embedding of packs ignores it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ SEQUENCES = [torch.arange(3, 43), torch.arange(50, 60)]
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """As on a GPU with Transformer Engine, whose kernel is stood in for; one entry per call of it."""
+    """Simulate a GPU with Transformer Engine, with a fake kernel; the list has one entry per call of the kernel."""
     calls: list[int] = []
 
     def kernel(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -53,7 +53,7 @@ def logprobs(folder: Path, settings: MegatronSettings = PLAIN) -> Tensor:
 
 @pytest.mark.parametrize("shape,is_fused", [("qwen2_yarn_one_group", False), ("qwen3_wide_heads_yarn", False),
                                             ("llama3_scaled", True), ("llama_linear_tied", True)])
-def test_the_fused_kernel_is_used_where_it_computes_the_same(
+def test_fused_rope_is_used_only_without_a_factor(
     shape: str, is_fused: bool, fused_calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_family_model(tmp_path / "model", shape)
@@ -63,10 +63,10 @@ def test_the_fused_kernel_is_used_where_it_computes_the_same(
     torch.testing.assert_close(found, logprobs(folder), atol=1e-5, rtol=0)
 
 
-def test_megatrons_fused_branch_drops_the_factor(
+def test_megatrons_fused_rope_drops_the_factor(
     fused_calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why fusion is off then; once this fails, Megatron has been fixed and it may be on."""
+    """Reason for disabling fusion with a factor. If this test fails, Megatron is fixed and fusion may be enabled."""
     folder = make_family_model(tmp_path / "model", "qwen2_yarn_one_group")
     right = logprobs(folder)
     monkeypatch.setattr(translation, "_check_rope_fusion", lambda *args: None)
@@ -75,7 +75,7 @@ def test_megatrons_fused_branch_drops_the_factor(
 
 
 @pytest.mark.parametrize("build", [policy.build_policy, critic.build_critic])
-def test_fusion_that_would_drop_the_factor_is_refused(build: Any, fused_calls: list[int], tmp_path: Path) -> None:
+def test_rope_fusion_that_drops_the_factor_is_rejected(build: Any, fused_calls: list[int], tmp_path: Path) -> None:
     config = load_hf_config(make_family_model(tmp_path / "model", "qwen2_yarn_one_group"))
     assert inverse_frequencies(config)[1] == 0.8
     with pytest.raises(ModelError, match=r"apply_rope_fusion=true: .* attention factor of 0.8 \(yarn\)"):

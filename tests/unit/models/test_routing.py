@@ -1,4 +1,4 @@
-"""Laws of routing as numbers: decoding SGLang's records, replay, balance loss, load metrics, expert bias, settings."""
+"""Laws of routing: decoding SGLang's records, replay, balance loss, load metrics, expert bias, settings."""
 
 import base64
 import math
@@ -37,7 +37,7 @@ def encode(ids: list) -> str:
     return base64.b64encode(np.array(ids, dtype=np.int32).tobytes()).decode()
 
 
-def test_decoded_routes_are_one_up_and_zero_where_an_expert_comes_twice():
+def test_decoded_routes_are_ids_plus_one_or_zero_for_duplicates():
     ids = [[[0, 3], [2, 1]], [[1, 0], [0, 0]], [[-1, 2], [3, 2]]]
     expected = [[[1, 4], [3, 2]], [[2, 1], [0, 0]], [[0, 0], [4, 3]]]
     routes = decode_routes(encode(ids), 3, SHAPE)
@@ -54,7 +54,7 @@ def test_decoded_routes_are_one_up_and_zero_where_an_expert_comes_twice():
         (base64.b64encode(b"abcde").decode(), 1, "not base64 of int32"),
     ],
 )
-def test_what_no_server_of_this_model_says_is_refused(encoded, num_tokens, message):
+def test_routes_impossible_for_the_model_are_rejected(encoded, num_tokens, message):
     with pytest.raises(InvalidRoutes, match=message):
         decode_routes(encoded, num_tokens, SHAPE)
 
@@ -71,7 +71,7 @@ def answer_with(**meta) -> dict:
     }
 
 
-def test_a_request_asks_for_routes_and_its_answer_brings_them():
+def test_request_returns_routes_when_asked():
     asking = GenerationRequest("a", (1, 2, 3), 2, routes=SHAPE)
     silent = GenerationRequest("b", (1, 2, 3), 2)
     assert generate_body([asking, silent], ["a", "b"])["return_routed_experts"] is True
@@ -85,7 +85,7 @@ def test_a_request_asks_for_routes_and_its_answer_brings_them():
 @pytest.mark.parametrize(
     "meta,message", [({}, "enable-return-routed-experts"), ({"routed_experts": "AAAA"}, "same model")]
 )
-def test_an_answer_without_usable_routes_is_refused(meta, message):
+def test_replies_without_usable_routes_are_rejected(meta, message):
     with pytest.raises(InvalidReply, match=message):
         parse_generation(GenerationRequest("a", (1, 2, 3), 2, routes=SHAPE), answer_with(**meta))
 
@@ -98,7 +98,7 @@ def segment(num_tokens: int, step: int) -> Segment:
     return Segment((5,) * num_tokens, (-0.5,) * num_tokens, 1, "length", step)
 
 
-def test_routes_of_a_window_lie_at_the_tokens_they_belong_to():
+def test_routes_of_a_window_align_with_their_tokens():
     grown = trajectory_of(segment(2, 0), segment(3, 1))
     grown.routes = RouteRecord(1, np.full((7, 2, 2), 3, dtype=np.int16))
     stale = trajectory_of(segment(2, 0))
@@ -114,7 +114,7 @@ def test_routes_of_a_window_lie_at_the_tokens_they_belong_to():
     assert window_routes([stale], 1) is None
 
 
-def test_routes_stay_out_of_checkpoints():
+def test_checkpoints_contain_no_routes():
     trajectory = trajectory_of(segment(2, 0))
     plain = trajectory.to_dict()
     trajectory.routes = RouteRecord(0, np.ones((4, 2, 2), dtype=np.int16))
@@ -124,7 +124,7 @@ def test_routes_stay_out_of_checkpoints():
 
 
 @given(st.integers(1, 12), st.integers(2, 9), st.data())
-def test_replay_depends_on_the_set_of_experts_and_keeps_the_gradient(num_tokens, num_experts, data):
+def test_replay_depends_on_the_expert_set_and_keeps_gradients(num_tokens, num_experts, data):
     top_k = data.draw(st.integers(1, num_experts))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     scores = torch.randn(num_tokens, num_experts, generator=generator).requires_grad_()
@@ -144,7 +144,7 @@ def test_replay_depends_on_the_set_of_experts_and_keeps_the_gradient(num_tokens,
 def brute_force_balance(
     logits: Tensor, routing_map: Tensor, sequences: Tensor, num_sequences: int, top_k: int
 ) -> Tensor:
-    """DeepSeek-V3 eq. 17 to 20 times T_s, by its sums."""
+    """DeepSeek-V3 eq. 17 to 20 times T_s, computed by the paper's sums."""
     total, num_experts = torch.zeros(()), logits.shape[1]
     for index in range(num_sequences):
         rows = (sequences == index).nonzero()[:, 0].tolist()
@@ -156,7 +156,7 @@ def brute_force_balance(
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(2, 5), st.integers(0, 10**6))
-def test_the_balance_loss_is_that_of_the_paper_and_padding_has_no_part_in_it(lengths, num_experts, seed):
+def test_balance_loss_equals_the_paper_and_ignores_padding(lengths, num_experts, seed):
     generator = torch.Generator().manual_seed(seed)
     sequences = torch.tensor([index for index, length in enumerate(lengths) for _ in range(length)] + [-1, -1])
     logits = torch.randn(len(sequences), num_experts, generator=generator, dtype=torch.float32).requires_grad_()
@@ -170,7 +170,7 @@ def test_the_balance_loss_is_that_of_the_paper_and_padding_has_no_part_in_it(len
     assert (grad[-2:] == 0).all()
 
 
-def test_even_loads_give_one_a_token_and_any_other_more():
+def test_balance_loss_is_minimal_for_even_loads():
     even = torch.zeros(8, 4, dtype=torch.bool)
     even[torch.arange(8), torch.arange(8) % 4] = True
     uniform = torch.full((8, 4), 0.25)
@@ -182,7 +182,7 @@ def test_even_loads_give_one_a_token_and_any_other_more():
     assert sequence_balance_loss(sure, skewed, sequence, lengths, topk=1) == pytest.approx(8 * 4 * 0.7)
 
 
-def test_load_metrics_are_ratios_over_moe_layers():
+def test_load_metrics_cover_moe_layers_only():
     loads = torch.tensor([[2.0, 2, 2, 2], [0, 0, 0, 0], [6, 0, 2, 0]])
     metrics = {name: total / denominator for name, (total, denominator) in load_metrics(loads).items()}
     entropy = (1.0 - (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)) / 2
@@ -190,12 +190,12 @@ def test_load_metrics_are_ratios_over_moe_layers():
     assert load_metrics(torch.zeros(2, 4)) == {}
 
 
-def test_the_bias_rises_for_idle_experts_and_falls_for_busy_ones():
+def test_expert_bias_rises_for_idle_and_falls_for_busy_experts():
     bias = updated_bias(torch.tensor([0.5, 0.0, -0.5]), torch.tensor([9.0, 6.0, 3.0], dtype=torch.float64), 0.1)
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.0, -0.4]))
 
 
-def test_a_layer_that_runs_again_is_counted_and_recorded_once():
+def test_recomputed_layers_are_counted_and_recorded_once():
     rows = torch.tensor([0, 2, -1])
     account = RoutingStats(torch.zeros(2, 4, dtype=torch.float64), recorded=torch.zeros(3, 2, 2, dtype=torch.int16))
     trace = new_trace(rows, torch.tensor([0, 3]), account)
@@ -204,16 +204,16 @@ def test_a_layer_that_runs_again_is_counted_and_recorded_once():
     routing_map = torch.zeros(3, 4, dtype=torch.bool).scatter(1, ids, True)
     assert trace.note(1, routing_map, ids, None)
     assert not trace.note(1, routing_map, ids, None)
-    # A chunk that has other layers of the same micro-batch goes on with the same account.
+    # A chunk with other layers of the same micro-batch uses the same account.
     assert not new_trace(rows, torch.tensor([0, 3]), account).note(1, routing_map, ids, None)
     assert account.loads.tolist() == [[0, 0, 0, 0], [1, 2, 0, 1]]
     assert account.recorded[:, 1].tolist() == [[1, 2], [0, 0], [2, 4]] and (account.recorded[:, 0] == 0).all()
-    # A fused router tells no ids.
+    # A fused router returns no ids.
     assert trace.note(0, routing_map, None, None) and not trace.note(0, routing_map, None, None)
     assert torch.equal(account.loads[0], account.loads[1])
 
 
-def test_padding_and_incomplete_records_are_free():
+def test_padding_and_incomplete_records_are_routed_natively():
     account = RoutingStats(torch.zeros(1, 4, dtype=torch.float64))
     routes = torch.tensor([[[1, 2]], [[3, 4]], [[0, 2]]], dtype=torch.int16)
     trace = new_trace(torch.tensor([1, 0, -1, 2]), torch.tensor([0, 3]), account, replayed=routes)
@@ -237,14 +237,14 @@ def config_of(model_type: str, **fields):
         (MoeConfig(grouped_gemm=GroupedGemm.always), "mixtral", "needs a GPU; none is present; set auto or never"),
     ],
 )
-def test_settings_that_a_model_or_machine_cannot_follow_are_refused(settings, model_type, message):
+def test_unsupported_moe_settings_are_rejected(settings, model_type, message):
     if torch.cuda.is_available() and "GPU" in message:
         pytest.skip("refused only where no GPU is present")
     with pytest.raises(ModelError, match=message):
         check_moe(settings, config_of(model_type), ParallelConfig())
 
 
-def test_defaults_suit_every_model():
+def test_default_moe_settings_fit_every_model():
     for model_type in ("qwen2", "qwen3_moe", "mixtral", "deepseek_v3"):
         check_moe(MoeConfig(), config_of(model_type), ParallelConfig())
     check_moe(MoeConfig(load_balancing=LoadBalancing.bias), config_of("deepseek_v3"), ParallelConfig())

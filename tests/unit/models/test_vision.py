@@ -1,4 +1,4 @@
-"""Images in a pack: their positions against transformers, who encodes them, and what is refused."""
+"""Images in a pack: positions against transformers, assignment to ranks, and rejected batches."""
 
 import functools
 import operator
@@ -27,7 +27,7 @@ IMAGE, START, END = (VISION_TOKENS[name] for name in ("image_token_id", "vision_
 
 
 def make_pack(seed: int) -> tuple[Tensor, list[int], Images]:
-    """Sequences of text and images at random; some have none."""
+    """Random sequences of text and images; some have no image."""
     rng = random.Random(seed)
     sequences, grids, owners = [], [], []
     for index in range(5):
@@ -46,7 +46,7 @@ def make_pack(seed: int) -> tuple[Tensor, list[int], Images]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", VISION_SHAPES)
-def test_positions_and_angles_are_those_of_transformers(shape: str, seed: int) -> None:
+def test_image_positions_and_angles_equal_transformers(shape: str, seed: int) -> None:
     from transformers import AutoModelForImageTextToText
 
     config = AutoConfig.for_model(**VISION_SHAPES[shape])
@@ -77,19 +77,19 @@ def test_positions_and_angles_are_those_of_transformers(shape: str, seed: int) -
 @pytest.mark.parametrize(
     ("tokens", "sequences", "message"),
     [
-        ([7, IMAGE, IMAGE], [0], r"holds 2 image tokens .*stand for 4"),
+        ([7, IMAGE, IMAGE], [0], r"has 2 image tokens .*need 4"),
         ([IMAGE, IMAGE, 7, IMAGE, IMAGE], [0], r"image 0 .* are at 0 to 4"),
-        ([IMAGE] * 4, [1], r"in a row of sequence 1, .* in sequences 0 to 0"),
+        ([IMAGE] * 4, [1], r"consecutive tokens in sequence 1, .* in sequences 0 to 0"),
     ],
     ids=["too few", "apart", "another sequence"],
 )
-def test_images_that_do_not_fit_their_tokens_are_refused(tokens: list[int], sequences: list[int], message: str) -> None:
+def test_images_that_do_not_match_their_tokens_are_rejected(tokens: list[int], sequences: list[int], message: str) -> None:
     images = Images([], torch.tensor([[1, 4, 4]]), torch.tensor(sequences))
     with pytest.raises(ModelError, match=message):
         image_rows(torch.tensor(tokens), [len(tokens), 0], images, IMAGE, 2)
 
 
-def test_an_image_token_without_an_image_is_refused() -> None:
+def test_image_tokens_without_an_image_are_rejected() -> None:
     with pytest.raises(ModelError, match="1 image tokens .* its 0 images"):
         image_rows(torch.tensor([3, IMAGE]), [2], None, IMAGE, 2)
 
@@ -98,7 +98,7 @@ def test_an_image_token_without_an_image_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_no_rank_encodes_more_than_the_mean_and_one_image(seed: int) -> None:
+def test_no_rank_encodes_more_than_the_mean_plus_one_image(seed: int) -> None:
     rng = random.Random(seed)
     num_ranks = rng.randrange(1, 9)
     costs = [rng.lognormvariate(0, 1.5) for _ in range(rng.randrange(0, 40))]
@@ -107,13 +107,13 @@ def test_no_rank_encodes_more_than_the_mean_and_one_image(seed: int) -> None:
     assert len(ranks) == len(costs) and all(0 <= rank < num_ranks for rank in ranks)
     loads = [sum(cost for cost, own in zip(costs, ranks) if own == rank) for rank in range(num_ranks)]
     for cost, rank in zip(costs, ranks):
-        # Without its smallest image, a rank has at most as much as any other.
+        # Without its cheapest image, a rank has at most the load of any other.
         smallest = min(c for c, own in zip(costs, ranks) if own == rank)
         assert loads[rank] - smallest <= min(loads) + 1e-9 and cost <= loads[rank] + 1e-9
     assert assign_images(costs, num_ranks, homes) == ranks
 
 
-def test_equal_images_stay_where_they_are() -> None:
+def test_equal_images_stay_on_their_home_ranks() -> None:
     homes = [range(0, 2), range(2, 4), range(2, 4), range(0, 2)]
     ranks = assign_images([3.0] * 4, 4, homes)
     assert all(rank in home for rank, home in zip(ranks, homes)) and sorted(ranks) == [0, 1, 2, 3]
@@ -121,7 +121,7 @@ def test_equal_images_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize("shape", VISION_SHAPES)
 @pytest.mark.parametrize("grid", [(1, 4, 6), (2, 8, 2)])
-def test_the_cost_of_an_image_is_what_pytorch_counts(shape: str, grid: tuple[int, int, int]) -> None:
+def test_image_flops_equal_pytorchs_count(shape: str, grid: tuple[int, int, int]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     config = AutoConfig.for_model(**VISION_SHAPES[shape]).vision_config
@@ -131,7 +131,7 @@ def test_the_cost_of_an_image_is_what_pytorch_counts(shape: str, grid: tuple[int
     with torch.no_grad(), counter:
         encoder(patches, grid_thw=torch.tensor([grid]))
     counted = counter.get_total_flops()
-    # Left out: the patches' embedding; attention on a CPU, and windows cut off at an image's border, differ.
+    # Not compared: the patches' embedding, attention on a CPU, and windows truncated at an image's border.
     assert image_flops(config, grid) == pytest.approx(counted, rel=0.15)
 
 
@@ -153,16 +153,16 @@ def make_config(shape: str, **overrides: dict[str, Any]) -> Any:
         (dict(text_config=dict(head_dim=24)), r"mrope_section \[4, 3, 3\] .* add up to 12"),
     ],
 )
-def test_a_configuration_that_does_not_fit_together_is_refused(overrides: Any, message: str, tmp_path: Any) -> None:
+def test_inconsistent_vision_configurations_are_rejected(overrides: Any, message: str, tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=message):
         _check_vision(make_config("qwen3_vl", **overrides), tmp_path / "config.json")
 
 
-def test_deepstack_layers_outside_the_first_stage_are_refused() -> None:
+def test_deepstack_layers_outside_the_first_stage_are_rejected() -> None:
     config = make_config("qwen3_vl")
     check_layout(config, ParallelConfig(pipeline_parallel_size=2))
     uneven = ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[1, 3])
     for parallel in (ParallelConfig(pipeline_parallel_size=4), uneven):
-        with pytest.raises(ModelError, match="first 2 layers take image features .* stage holds 1"):
+        with pytest.raises(ModelError, match="first 2 layers take image features .* stage has 1"):
             check_layout(config, parallel)
     check_layout(make_config("qwen2_5_vl"), ParallelConfig(pipeline_parallel_size=4))

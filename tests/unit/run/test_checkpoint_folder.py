@@ -1,4 +1,4 @@
-"""The folder of checkpoints: which one a run goes on from, which are kept, and what damage says."""
+"""The folder of checkpoints: which one a run resumes from, which are kept, and how damage is reported."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSav
 
 
 class Ranks:
-    """Stand in for the trainer ranks: a model is a file of text."""
+    """Replaces the trainer ranks: a model is a text file."""
 
     def __init__(self):
         self.loaded, self.full_disk = [], False
@@ -91,18 +91,18 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("name", "damage"), [(name, d) for name, kinds in DAMAGE.items() for d in kinds])
-def test_a_damaged_checkpoint_is_named_and_auto_takes_the_older_one(tmp_path, name, damage):
+def test_damaged_checkpoint_is_reported_and_auto_loads_the_older_one(tmp_path, name, damage):
     save_steps(make_saver(tmp_path), 3, 6)
     damage(tmp_path / "checkpoints" / "step-6" / name)
     saver = make_saver(tmp_path, resume="auto")
     assert saver.load(lambda state: None)["num_steps_done"] == 3
     assert len(saver.skipped) == 1 and "step-6" in saver.skipped[0] and Path(name).name in saver.skipped[0]
-    with pytest.raises(UserError, match=rf"(?s){Path(name).name}.*step-3 is whole: run.resume=auto"):
+    with pytest.raises(UserError, match=rf"(?s){Path(name).name}.*step-3 is complete: run.resume=auto"):
         make_saver(tmp_path, resume=True).load(lambda state: None)
 
 
 @pytest.mark.parametrize("damage", [truncate, point_outside, lambda path: path.write_text("[1]"), lambda p: p.write_text("")])
-def test_a_damaged_latest_json_is_refused_in_a_line_and_auto_needs_none(tmp_path, damage):
+def test_damaged_latest_json_is_a_one_line_error_and_auto_ignores_it(tmp_path, damage):
     save_steps(make_saver(tmp_path), 3, 6)
     (tmp_path / "metrics.jsonl").touch()
     damage(tmp_path / "checkpoints" / "latest.json")
@@ -112,16 +112,16 @@ def test_a_damaged_latest_json_is_refused_in_a_line_and_auto_needs_none(tmp_path
     assert make_saver(tmp_path, resume="auto").load(lambda state: None)["num_steps_done"] == 6
 
 
-def test_what_was_not_written_to_its_end_is_passed_over(tmp_path):
+def test_load_skips_incomplete_checkpoints(tmp_path):
     save_steps(make_saver(tmp_path), 3, 6)
     (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "step-3"}))
     saver = make_saver(tmp_path, resume="auto")
-    assert saver.load(lambda state: None)["num_steps_done"] == 6  # whole, but killed before it became the latest
+    assert saver.load(lambda state: None)["num_steps_done"] == 6  # complete, but the run was killed before it became the latest
     (tmp_path / "checkpoints" / "step-6" / "manifest.json").unlink()
     assert make_saver(tmp_path, resume="auto").load(lambda state: None)["num_steps_done"] == 3
 
 
-def test_without_a_checkpoint_auto_starts_and_true_names_the_ways_out_before_anything_starts(tmp_path):
+def test_without_a_checkpoint_auto_starts_and_true_lists_remedies(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     check_output_dir(Config(run=RunConfig(output_dir=str(tmp_path), resume="auto")))
     assert make_saver(tmp_path, resume="auto").load(lambda state: None) is None
@@ -129,7 +129,7 @@ def test_without_a_checkpoint_auto_starts_and_true_names_the_ways_out_before_any
         check_output_dir(Config(run=RunConfig(output_dir=str(tmp_path), resume=True)))
 
 
-def test_a_state_that_cannot_be_taken_in_is_damage_too(tmp_path):
+def test_driver_state_that_cannot_be_restored_counts_as_damage(tmp_path):
     save_steps(make_saver(tmp_path), 3, 6)
 
     def take(state):
@@ -137,7 +137,7 @@ def test_a_state_that_cannot_be_taken_in_is_damage_too(tmp_path):
             state["pool"]["lost"]
 
     saver = make_saver(tmp_path, resume="auto")
-    assert saver.load(take)["num_steps_done"] == 3 and "does not hold the state of a run" in saver.skipped[0]
+    assert saver.load(take)["num_steps_done"] == 3 and "does not contain the state of a run" in saver.skipped[0]
 
 
 JSON = st.recursive(
@@ -156,7 +156,7 @@ FILES = ["manifest.json", "driver.json", "driver.int32.npy", "policy/checksums.j
 
 
 @given(name=st.sampled_from(FILES), content=JSON | st.binary(max_size=40))
-def test_whatever_a_file_holds_the_answer_is_a_sentence_or_the_older_checkpoint(tmp_path_factory, name, content):
+def test_any_file_content_gives_a_clear_error_or_the_older_checkpoint(tmp_path_factory, name, content):
     path = tmp_path_factory.mktemp("fuzz")
     save_steps(make_saver(path), 3, 6)
     written = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -179,7 +179,7 @@ def test_whatever_a_file_holds_the_answer_is_a_sentence_or_the_older_checkpoint(
     keep_every_steps=st.integers(0, 4),
     keep_best=st.integers(0, 2),
 )
-def test_the_keep_rules_against_brute_force(tmp_path_factory, steps, unhealthy, accuracies, keep_last, keep_every_steps, keep_best):
+def test_keep_rules_match_brute_force(tmp_path_factory, steps, unhealthy, accuracies, keep_last, keep_every_steps, keep_best):
     path = tmp_path_factory.mktemp("kept")
     rules = dict(keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=keep_best)
     saver = make_saver(path, lambda: accuracies, **rules)
@@ -201,13 +201,13 @@ def test_the_keep_rules_against_brute_force(tmp_path_factory, steps, unhealthy, 
     shutil.rmtree(path)
 
 
-def test_a_future_that_the_run_has_left_goes_with_the_next_checkpoint(tmp_path):
+def test_next_checkpoint_removes_checkpoints_of_an_abandoned_future(tmp_path):
     save_steps(make_saver(tmp_path), 3, 6, 9)
     save_steps(make_saver(tmp_path), 4)
     assert "step-4" in names(tmp_path) and "step-9" not in names(tmp_path)
 
 
-def test_what_could_not_be_written_leaves_nothing_and_is_tried_again_in_the_next_step(tmp_path):
+def test_failed_save_leaves_nothing_and_is_retried_next_step(tmp_path):
     saver = make_saver(tmp_path, save_every_steps=3)
     save_steps(saver, 3)
     saver._group.full_disk = True
@@ -218,7 +218,7 @@ def test_what_could_not_be_written_leaves_nothing_and_is_tried_again_in_the_next
     assert not saver.due(7) and names(tmp_path) == ["step-3", "step-7"]
 
 
-def test_what_is_written_in_the_background_counts_once_it_is_whole(tmp_path):
+def test_background_save_counts_once_it_is_complete(tmp_path):
     saver = make_saver(tmp_path, async_save=True)
     save_steps(saver, 3)
     assert not candidates(tmp_path / "checkpoints") and not saver.finish_background_save(wait=False)
@@ -227,14 +227,14 @@ def test_what_is_written_in_the_background_counts_once_it_is_whole(tmp_path):
     saver._group.written = True
     assert not saver.finish_background_save(wait=False) and not saver.finish_background_save(wait=True)
     assert saver.newest_step == 2 and folders.latest_folder(tmp_path / "checkpoints").name == "step-3"
-    save_steps(saver, 6, 9)  # the later one waits for the one before
+    save_steps(saver, 6, 9)  # the later save waits for the previous one
     assert folders.latest_folder(tmp_path / "checkpoints").name == "step-6"
-    assert saver.newest_healthy.name == "step-9"  # and so does a return
+    assert saver.newest_healthy.name == "step-9"  # newest_healthy also waits
     save_steps(saver, 12)
     assert saver.load(lambda state: None)["num_steps_done"] == 12
 
 
-def test_the_driver_s_part_is_of_the_moment_of_the_save(tmp_path):
+def test_driver_state_is_captured_at_the_moment_of_the_save(tmp_path):
     saver, state = make_saver(tmp_path, async_save=True), {"pool": {"slots": [1]}}
     assert not saver.save(2, state, weight_version=1)
     state["pool"]["slots"].append(2)
@@ -242,7 +242,7 @@ def test_the_driver_s_part_is_of_the_moment_of_the_save(tmp_path):
     assert saver.load(lambda state: None)["pool"] == {"slots": [1]}
 
 
-def test_a_background_save_that_fails_is_counted_and_tried_again(tmp_path):
+def test_failed_background_save_is_counted_and_retried(tmp_path):
     saver = make_saver(tmp_path, save_every_steps=3, async_save=True)
     save_steps(saver, 3, 6)
     saver._group.full_disk = True
@@ -253,7 +253,7 @@ def test_a_background_save_that_fails_is_counted_and_tried_again(tmp_path):
     assert not saver.finish_background_save(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)
 
 
-def test_arrays_of_the_driver_are_files_and_come_back_and_numbers_of_an_older_checkpoint_load_too(tmp_path):
+def test_driver_arrays_round_trip_as_files_and_old_json_lists_load(tmp_path):
     saver = make_saver(tmp_path)
     save_steps(saver, 3)
     folder = tmp_path / "checkpoints" / "step-3"
@@ -267,8 +267,8 @@ def test_arrays_of_the_driver_are_files_and_come_back_and_numbers_of_an_older_ch
     assert folders.read_driver(folder)["pool"]["slots"] == [[3, 3, 3]]
 
 
-def test_a_run_that_is_killed_while_it_writes_a_checkpoint_again_leaves_none_of_that_name(tmp_path):
-    """latest.json names it already, and it has no manifest: neither the old files nor the new ones may count."""
+def test_kill_while_overwriting_a_checkpoint_invalidates_it(tmp_path):
+    """latest.json already names the folder, which has no manifest: neither old nor new files may count."""
     save_steps(make_saver(tmp_path), 3, 6)
     folder = tmp_path / "checkpoints" / "step-6"
     folders.begin(folder)
@@ -276,7 +276,7 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_again_leaves_none_of_
     assert saver.load(lambda state: None)["num_steps_done"] == 3 and "driver.json is missing" in saver.skipped[0]
 
 
-def test_the_drivers_arrays_are_written_from_where_they_lie_and_described_as_they_are_on_the_disk(tmp_path):
+def test_write_driver_returns_the_checksums_of_its_files(tmp_path):
     every_second = np.arange(10, dtype=np.int32)[::2]
     parts = {"int32": [np.zeros(0, np.int32), every_second, np.full(70_000, 3, np.int32)], "float32": [np.zeros(0, np.float32)]}
     found = folders.write_driver_state(tmp_path, {"a": 1}, parts)

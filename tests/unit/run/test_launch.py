@@ -1,4 +1,4 @@
-"""What is held against the data before a run starts."""
+"""Checks before a run starts: data, GPUs, network interface."""
 
 import argparse
 import json
@@ -24,19 +24,19 @@ def recipe(tmp_path, by_type):
     return config
 
 
-def test_numbers_of_samples_are_for_types_that_exist(tmp_path):
+def test_num_samples_by_type_rejects_unknown_types(tmp_path):
     check_rl_inputs(recipe(tmp_path, {"a": 1, "b": 2}))
     with pytest.raises(DataError, match=r"batch.num_samples_by_type: no prompt has the type 'c'; .*'a', 'b'"):
         check_rl_inputs(recipe(tmp_path, {"a": 1, "c": 1}))
 
 
-def test_a_type_that_a_preset_has_a_reward_for_may_be_absent_from_the_data(tmp_path):
+def test_rewards_for_types_absent_from_the_data_are_allowed(tmp_path):
     config = recipe(tmp_path, {"general": 1})
     config.reward.by_type = {name: RewardRouteConfig(name="math") for name in ("a", "b", "general")}
     check_rl_inputs(config)
 
 
-def test_the_rows_of_every_evaluation_set_are_checked(tmp_path):
+def test_rows_of_every_evaluation_set_are_checked(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "p"}\n')
     config = recipe(tmp_path, {})
@@ -47,7 +47,7 @@ def test_the_rows_of_every_evaluation_set_are_checked(tmp_path):
 
 @pytest.fixture
 def model_with_long_context(tmp_path):
-    """What the recipes of examples/gpu need besides themselves, in the folder that they are run in."""
+    """A model and data that the recipes of examples/gpu need, in the folder that they run in."""
     from tests.tiny_models import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32768)
@@ -59,7 +59,7 @@ def model_with_long_context(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["one_node_disaggregated", "one_node_colocated"])
-def test_a_recipe_for_one_node_needs_a_model_and_data_and_nothing_else(name, model_with_long_context, monkeypatch, capsys):
+def test_recipes_for_one_node_need_only_a_model_and_data(name, model_with_long_context, monkeypatch, capsys):
     monkeypatch.chdir(model_with_long_context.parent)
     words = ["train", "--config", str(ROOT / "examples" / "gpu" / f"{name}.yaml"), "--dry-run", f"policy.path={model_with_long_context}"]
     assert cli.main([*words, "--gpus-per-node", "8"]) == 0
@@ -68,7 +68,7 @@ def test_a_recipe_for_one_node_needs_a_model_and_data_and_nothing_else(name, mod
     assert "GPUs" in capsys.readouterr().err or name == "one_node_colocated"
 
 
-def test_the_gpus_of_a_node_are_told_to_a_dry_run_and_counted_by_a_run(model_with_long_context, monkeypatch, capsys):
+def test_gpus_per_node_is_given_to_a_dry_run_and_counted_by_a_run(model_with_long_context, monkeypatch, capsys):
     monkeypatch.chdir(model_with_long_context.parent)
     recipe = str(ROOT / "examples" / "gpu" / "one_node_disaggregated.yaml")
     words = ["train", "--config", recipe, f"policy.path={model_with_long_context}"]
@@ -80,7 +80,7 @@ def test_the_gpus_of_a_node_are_told_to_a_dry_run_and_counted_by_a_run(model_wit
     assert "need 8 GPUs, and it has 6" in said and "rollout.placement=colocated rollout.num_servers=4" in said
 
 
-def test_a_run_that_must_have_a_gpu_does_not_start_on_cpus(model_with_long_context, monkeypatch, capsys):
+def test_run_that_requires_a_gpu_does_not_start_on_cpus(model_with_long_context, monkeypatch, capsys):
     monkeypatch.chdir(model_with_long_context.parent)
     monkeypatch.setenv("MEGATRON_RL_REQUIRE_GPU", "1")
     recipe = str(ROOT / "examples" / "gpu" / "one_node_disaggregated.yaml")
@@ -103,7 +103,7 @@ def test_a_run_that_must_have_a_gpu_does_not_start_on_cpus(model_with_long_conte
         ({"GLOO_SOCKET_IFNAME": "ib0"}, ["http://node7:1"], None, "ib0"),
     ],
 )
-def test_gloo_listens_at_loopback_on_one_machine_and_towards_the_others_on_several(
+def test_gloo_uses_loopback_on_one_node_and_a_common_interface_otherwise(
     monkeypatch, environment, urls, asked, interface
 ):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
@@ -128,7 +128,7 @@ def test_gloo_listens_at_loopback_on_one_machine_and_towards_the_others_on_sever
         ({}, 16, [], Node(8, 8)),  # srun says nothing of the node
     ],
 )
-def test_the_ranks_of_the_drivers_node_are_those_that_the_launcher_says(monkeypatch, environment, world_size, words, node):
+def test_ranks_of_the_driver_node_come_from_the_launcher(monkeypatch, environment, world_size, words, node):
     monkeypatch.setattr("megatron_rl.rollout.sglang.process.server.count_gpus", lambda: 8)
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
     monkeypatch.setattr(os, "environ", {**kept, **environment})
@@ -139,13 +139,13 @@ def test_the_ranks_of_the_drivers_node_are_those_that_the_launcher_says(monkeypa
     assert recipes._driver_node(config, parser.parse_args(["--config", "x", *words]), world_size) == node
 
 
-def test_torch_for_cuda_without_a_gpu_is_said(monkeypatch, capsys):
+def test_torch_built_for_cuda_without_a_gpu_prints_a_note(monkeypatch, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     recipes._prepare_gpus(is_rank=False)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     recipes._prepare_gpus(is_rank=False)
     assert "finds no GPU: this computes on CPUs" in capsys.readouterr().err
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the quickstart does: it is meant
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the quickstart sets this on purpose
     recipes._prepare_gpus(is_rank=False)
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""A run's folder: what a run that was killed has left behind half written."""
+"""A run's folder: unfinished exports of a killed run."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ with atomic_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_what_was_being_saved_when_a_run_was_killed_goes_with_the_next_start_and_nothing_else(tmp_path: Path) -> None:
+def test_locking_the_output_dir_removes_only_unfinished_exports(tmp_path: Path) -> None:
     theirs = [".policy.d", ".policy.backup-1", ".other.abcdefgh", "policies/.step-3.old", "critic/.policy.abcdefgh", "policy"]
     for name in theirs:
         (tmp_path / name).mkdir(parents=True)

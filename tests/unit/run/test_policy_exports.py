@@ -1,4 +1,4 @@
-"""Laws of the policies that a run keeps: one per multiple of the interval, none of steps that a resumed run repeats."""
+"""Laws of exported policies: one per multiple of the interval, none of steps that a resumed run repeats."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,19 +17,19 @@ def keep_at(keeper, times, first_step=0):
         keeper.keep_if_due(step, trained_s)
 
 
-def test_the_first_policy_at_or_after_each_multiple_is_kept_with_its_time(tmp_path):
+def test_first_policy_at_or_after_each_multiple_is_exported(tmp_path):
     keep_at(make_keeper(tmp_path), [4.0, 9.0, 10.0, 14.0, 21.0, 29.9, 47.0, 49.0])
     kept = policy_exports(tmp_path)
     assert [(one.step, one.trained_s) for one in kept] == [(3, 10.0), (5, 21.0), (7, 47.0)]
     assert kept[0].folder == tmp_path / "policies" / "step-3"
 
 
-def test_without_an_interval_nothing_is_kept(tmp_path):
+def test_no_policy_is_exported_without_an_interval(tmp_path):
     keep_at(make_keeper(tmp_path, every_s=0.0), [4.0, 400.0])
     assert policy_exports(tmp_path) == []
 
 
-def test_a_resumed_run_keeps_those_of_the_steps_before_and_repeats_the_others(tmp_path):
+def test_resumed_run_keeps_earlier_exports_and_repeats_later_ones(tmp_path):
     keep_at(make_keeper(tmp_path), [4.0, 11.0, 22.0, 33.0])
     resumed = make_keeper(tmp_path, first_step=2)
     assert [one.step for one in policy_exports(tmp_path)] == [2]
@@ -37,6 +37,6 @@ def test_a_resumed_run_keeps_those_of_the_steps_before_and_repeats_the_others(tm
     assert [(one.step, one.trained_s) for one in policy_exports(tmp_path)] == [(2, 11.0), (4, 25.0)]
 
 
-def test_a_folder_that_was_not_written_to_its_end_does_not_count(tmp_path):
+def test_incomplete_export_does_not_count(tmp_path):
     (tmp_path / "policies" / "step-1").mkdir(parents=True)
     assert policy_exports(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Laws of the driver's part of a checkpoint: what was taken apart comes back as it was, and what is damaged is said to be."""
+"""Laws of the driver's state in a checkpoint: flattening round-trips, and damage is an error."""
 
 import json
 
@@ -32,15 +32,15 @@ def same(one, two):
 
 
 @given(NESTS)
-def test_what_was_taken_apart_comes_back_as_it_was(nest):
+def test_nested_arrays_round_trip(nest):
     plain, parts = flatten_state(nest)
-    arrays = {name: np.concatenate(found) for name, found in parts.items()}
+    arrays = {name: np.concatenate(chunks) for name, chunks in parts.items()}
     assert all(array.dtype.name == name for name, array in arrays.items())
     assert same(unflatten_state(json.loads(json.dumps(plain)), arrays), nest)
 
 
 @given(st.integers(-2, 6), st.integers(-2, 6), st.sampled_from(["int32", "float32"]))
-def test_a_place_outside_the_flat_arrays_is_refused(start, length, name):
+def test_span_outside_the_flat_arrays_is_rejected(start, length, name):
     arrays = {"int32": np.arange(4, dtype=np.int32)}
     nest = {"x": [{"__array__": [name, start, length]}]}
     if name == "int32" and start >= 0 and length >= 0 and start + length <= 4:

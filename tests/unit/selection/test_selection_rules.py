@@ -1,4 +1,4 @@
-"""Laws of the selection rules: shares inside a type, ties by id, the order of rows changes nothing, no score is no 0."""
+"""Laws of the selection rules: shares per type, ties by id, independence of the row order, unscored is not 0."""
 
 import math
 import random
@@ -42,7 +42,7 @@ rules = st.builds(
 
 
 @given(prompt_lists, rules, st.randoms(use_true_random=False))
-def test_the_order_of_prompts_and_of_their_scores_changes_nothing(prompts, rule, rng):
+def test_selection_does_not_depend_on_the_order_of_prompts_or_scores(prompts, rule, rng):
     shuffled = [replace(p, scores=tuple(rng.sample(p.scores, len(p.scores)))) for p in prompts]
     rng.shuffle(shuffled)
     verdicts = {v.id: v for v in select(prompts, rule, correct_from=1.0)}
@@ -52,7 +52,7 @@ def test_the_order_of_prompts_and_of_their_scores_changes_nothing(prompts, rule,
 
 
 @given(prompt_lists, rules)
-def test_a_type_is_judged_as_if_it_were_alone(prompts, rule):
+def test_types_are_selected_independently(prompts, rule):
     verdicts = {v.id: v for v in select(prompts, rule, correct_from=1.0)}
     for name in "abc":
         alone = [p for p in prompts if p.type == name]
@@ -60,8 +60,8 @@ def test_a_type_is_judged_as_if_it_were_alone(prompts, rule):
 
 
 @given(prompt_lists, st.sampled_from([0.1, 0.3, 0.5, 1.0]))
-def test_lowest_keeps_the_share_of_the_lowest_means_of_each_type(prompts, share):
-    """Against sorting by z and id, the paper's rule."""
+def test_lowest_keeps_the_lowest_means_of_each_type(prompts, share):
+    """Equals the paper's rule: sort by z-score and id."""
     z_by_id = dict(zip([p.id for p in prompts], z_scores(prompts), strict=True))
     kept = {prompt_id for prompt_id, reason in reasons(prompts, keep_share=share).items() if not reason}
     for name in "abc":
@@ -76,20 +76,20 @@ def test_lowest_keeps_the_share_of_the_lowest_means_of_each_type(prompts, share)
 @pytest.mark.parametrize(
     ("share", "number", "kept"), [(0.1, 100, 10), (0.1, 30, 3), (0.1, 5, 1), (0.29, 100, 29), (1, 7, 7)]
 )
-def test_the_share_is_exact(share, number, kept):
+def test_kept_share_is_computed_exactly(share, number, kept):
     prompts = [PromptScores(f"{i:03d}", "", (1.0,)) for i in range(number)]
     verdicts = select(prompts, SelectPromptsConfig(keep_share=share), correct_from=1.0)
     assert [v.id for v in verdicts if v.kept] == [p.id for p in prompts[:kept]], "ties go by id"
 
 
-def test_a_hard_type_does_not_crowd_out_the_others():
-    """A share over all prompts would keep the hard type alone (arXiv 2503.22230)."""
+def test_hard_type_does_not_displace_other_types():
+    """A share over all prompts would keep the hard type only (arXiv 2503.22230)."""
     prompts = [PromptScores(f"h{i}", "hard", (0.01 * i,)) for i in range(10)]
     prompts += [PromptScores(f"e{i}", "easy", (0.9 + 0.01 * i,)) for i in range(10)]
     assert {i for i, reason in reasons(prompts, keep_share=0.2).items() if not reason} == {"h0", "h1", "e0", "e1"}
 
 
-def test_z_scores_have_mean_zero_and_deviation_one_inside_a_type():
+def test_z_scores_have_mean_zero_and_deviation_one_per_type():
     rng = random.Random(0)
     prompts = [PromptScores(str(i), "ab"[i % 2], (rng.gauss(5 * (i % 2), 1 + i % 2),)) for i in range(200)]
     z = z_scores(prompts)
@@ -100,14 +100,14 @@ def test_z_scores_have_mean_zero_and_deviation_one_inside_a_type():
     assert z_scores([PromptScores("a", "", (0.3,)), PromptScores("b", "", (0.1, 0.5))]) == [0.0, 0.0]
 
 
-def test_pass_rates_above_zero_and_up_to_the_limit_are_kept():
+def test_pass_rate_keeps_rates_above_zero_up_to_the_limit():
     prompts = [PromptScores(f"{k}/16", "", (1.0,) * k + (0.0,) * (16 - k)) for k in range(17)]
     found = reasons(prompts, rule=SelectionRule.pass_rate, max_pass_rate=0.75)
     assert [i for i, reason in found.items() if not reason] == [f"{k}/16" for k in range(1, 13)]
     assert found["0/16"] == NEVER_SOLVED and found["13/16"] == found["16/16"] == SOLVED_TOO_OFTEN
 
 
-def test_unscored_responses_leave_the_pass_rate_alone():
+def test_unscored_responses_do_not_change_the_pass_rate():
     prompts = [PromptScores("a", "", (1.0, 0.0), num_unscored=14), PromptScores("b", "", (1.0,), num_unscored=3)]
     assert reasons(prompts, rule=SelectionRule.pass_rate) == {"a": "", "b": SOLVED_TOO_OFTEN}
 
@@ -124,14 +124,14 @@ def test_spread_is_best_minus_mean():
 
 
 @pytest.mark.parametrize("rule", SelectionRule)
-def test_prompts_without_scores_are_dropped_and_say_so(rule):
+def test_prompts_without_scores_are_dropped_with_the_reason(rule):
     prompts = [PromptScores("a", "", (), num_unscored=2), PromptScores("b", "", ()), PromptScores("c", "", (0.2, 1.0))]
     assert reasons(prompts, rule=rule) == {"a": NO_SCORE, "b": NO_ROW, "c": ""}
     first, *_ = select(prompts, SelectPromptsConfig(rule=rule), correct_from=1.0)
     assert (first.mean, first.best, first.z, first.num_unscored) == (None, None, None, 2)
 
 
-def test_the_summary_adds_up():
+def test_summary_counts_add_up():
     prompts = [PromptScores(f"a{i}", "a", (0.0, 0.1 * i), num_unscored=i % 2) for i in range(10)]
     prompts.append(PromptScores("b", "b", ()))
     a, b = summarize(select(prompts, SelectPromptsConfig(keep_share=0.2), correct_from=1.0))

@@ -1,4 +1,4 @@
-"""Supervised batches: every row once an epoch, and only responses are learned."""
+"""Supervised batches: every row once per epoch, and only responses are trained."""
 
 from itertools import islice
 
@@ -9,34 +9,34 @@ from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.supervised.fine_tuning import solution_batch, tail_mask
 
 
-def test_an_epoch_shows_every_row_once_when_batches_divide_it():
+def test_epoch_has_every_row_once_if_batches_divide_it():
     batches = list(islice(epoch_batches(12, 4, seed=1), 6))
     for epoch in (batches[:3], batches[3:]):
         assert sorted(row for batch in epoch for row in batch) == list(range(12))
     assert batches[:3] != batches[3:]
 
 
-def test_batches_keep_their_size_when_they_do_not_divide_the_rows():
+def test_batches_keep_their_size_if_they_do_not_divide_the_rows():
     assert {len(batch) for batch in islice(epoch_batches(10, 4, seed=1), 9)} == {4}
 
 
-def test_too_few_rows_make_smaller_batches_instead_of_none():
+def test_too_few_rows_make_smaller_batches():
     assert [sorted(batch) for batch in islice(epoch_batches(3, 8, seed=1), 2)] == [[0, 1, 2]] * 2
 
 
-def test_the_same_seed_gives_the_same_order():
+def test_same_seed_gives_the_same_epoch_order():
     one, two = (list(islice(epoch_batches(50, 8, seed=5), 20)) for _ in range(2))
     assert one == two != list(islice(epoch_batches(50, 8, seed=6), 20))
 
 
-def test_the_mask_is_on_the_response_alone():
+def test_sft_mask_covers_only_the_response():
     batch = solution_batch([PromptWithResponse([5, 6, 7], [8, 1]), PromptWithResponse([5], [9, 9, 1])])
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 5, 9, 9, 1]
     assert batch.fields["mask"].tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
     assert batch.cu_seqlens.tolist() == [0, 5, 9]
 
 
-def test_tail_mask_against_brute_force():
+def test_tail_mask_equals_brute_force():
     lengths, tails = [5, 1, 4], [2, 0, 4]
     expected = [i >= n - t for n, t in zip(lengths, tails) for i in range(n)]
     assert tail_mask(torch.tensor(lengths), torch.tensor(tails)).tolist() == expected

@@ -1,4 +1,4 @@
-"""A judge is asked what it was trained on, token for token, whatever the texts hold."""
+"""A judge's requests equal its training texts token for token, for any responses."""
 
 import json
 import re
@@ -33,7 +33,7 @@ PAIRS = st.tuples(*[st.one_of(SOLUTIONS, THOUGHTFUL, TEXTS).filter(str.strip)] *
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Of single characters, and the two words of a judge."""
+    """A tokenizer of single characters and the two words of a judge."""
     folder = tmp_path_factory.mktemp("judge")
     characters = sorted({*string.printable, *"".join(PIECES)})
     tokens = ["<pad>", "<eos>", "<unk>", "YES", "NO", *characters]
@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def asked(tokenizer):
-    """(response, anchor, prompt) -> the token ids that the reward ``pairwise`` asks its judge about, in both orders."""
+    """Function (response, anchor, prompt) that returns the token ids the reward ``pairwise`` sends its judge, in both orders."""
     bodies = []
 
     def handler(path, body):
@@ -70,7 +70,7 @@ def asked(tokenizer):
 
 
 def trained(tokenizer, folder, row):
-    """The ids of both orders, without the judgement; DataError for a row that teaches nothing."""
+    """Token ids of both orders, without the judgment. Raises DataError for a row that cannot be trained on."""
     config = Config(data=DataConfig(), reward_train=RewardTrainConfig(kind=RewardModelKind.pairwise))
     path = folder / "row.jsonl"
     path.write_text(json.dumps(row) + "\n")
@@ -80,13 +80,13 @@ def trained(tokenizer, folder, row):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompt=TEXTS, pair=PAIRS)
-def test_the_text_trained_is_the_text_asked(prompt, pair, tokenizer, asked, tmp_path):
+def test_training_text_equals_the_judges_request(prompt, pair, tokenizer, asked, tmp_path):
     chosen, rejected = pair
     row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     try:
         learned = trained(tokenizer, tmp_path, row)
     except DataError as error:
-        # What cannot be learned from: not judged when it is asked about either, or no pair.
+        # A row is not trainable if a judge is not called for such a response either, or if the row is not a pair.
         assert "row.jsonl:1: field" in str(error)
         if "proper form" in str(error):
             assert solution_of(chosen) is None or solution_of(rejected) is None
@@ -99,7 +99,7 @@ def test_the_text_trained_is_the_text_asked(prompt, pair, tokenizer, asked, tmp_
     assert learned == asked(chosen, rejected, prompt)
 
 
-def test_thoughts_and_control_tokens_are_no_part_of_what_a_judge_learns(tokenizer, asked, tmp_path):
+def test_judge_texts_omit_thoughts_and_control_tokens(tokenizer, asked, tmp_path):
     row = {"prompt": "a", "chosen": "<think> 42 </think>42\n", "rejected": " a<eos>YES"}
     learned = trained(tokenizer, tmp_path, row)
     assert learned == asked(row["chosen"], row["rejected"], "a")
@@ -118,6 +118,6 @@ def test_thoughts_and_control_tokens_are_no_part_of_what_a_judge_learns(tokenize
         ("<think>t</think>42", "42\n", "have the same solution, '42'"),
     ],
 )
-def test_a_row_that_a_judge_could_not_be_asked_about_is_named(chosen, rejected, words, tokenizer):
+def test_rows_that_a_judge_cannot_get_are_reported(chosen, rejected, words, tokenizer):
     with pytest.raises(DataError, match="f.jsonl:7: field.*" + words.removeprefix("field")):
         training_texts("p", chosen, rejected, place="f.jsonl:7", tokenizer_path=str(tokenizer.path))

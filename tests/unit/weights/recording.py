@@ -1,4 +1,4 @@
-"""A backend of torch.distributed that keeps NCCL's rules of who may join, and writes down who sent what in which order."""
+"""A backend of torch.distributed that enforces NCCL's rules for members and records all broadcasts in order."""
 
 import threading
 from collections import defaultdict
@@ -16,7 +16,11 @@ TIMEOUT_S = 10.0
 
 
 class Record:
-    """``devices``: of the source rank of each group, by the end of the group's name. ``seen``: (group, number) by participant."""
+    """Record of groups and broadcasts.
+
+    ``devices``: device of each group's source rank, keyed by the end of the group's name. ``seen``: (group, number) pairs,
+    keyed by participant.
+    """
 
     def __init__(self) -> None:
         self.devices: dict[str, str] = {}
@@ -31,7 +35,7 @@ class RecordingGroup(dist.ProcessGroup):
         store.set(f"device/{rank}", device)
         devices = [store.get(f"device/{other}").decode() for other in range(size)]
         if doubled := {one for one in devices if devices.count(one) > 1}:
-            # src/init.cc of NCCL: ncclInvalidUsage.
+            # Same error as in NCCL (src/init.cc): ncclInvalidUsage.
             raise RuntimeError(f"Duplicate GPU detected: {', '.join(sorted(doubled))} in {devices}")
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
@@ -53,7 +57,7 @@ class RecordingGroup(dist.ProcessGroup):
 
 
 def install(record: Record) -> None:
-    """From now on a process group with BACKEND is one of ``record``; its rank 0 is a source of the trainer."""
+    """Register BACKEND, so that its process groups write to ``record``; rank 0 of a group is a source of the trainer."""
 
     def create(options: Any, ignored: object) -> RecordingGroup:
         name = str(options.group_id)
@@ -70,7 +74,7 @@ def install(record: Record) -> None:
 
 
 class Workers:
-    """A server's workers in the groups of a trainer; ``devices`` are theirs."""
+    """A server's workers in the groups of a trainer; ``devices`` are the workers' devices."""
 
     def __init__(self, record: Record, who: str, devices: list[str]) -> None:
         self._record, self._who, self._devices = record, who, devices
@@ -78,7 +82,7 @@ class Workers:
         self.failures: list[str] = []
 
     def join(self, body: dict[str, Any]) -> None:
-        """As SGLang at /init_weights_update_group: returns once the group is there."""
+        """Join a group as SGLang does at /init_weights_update_group; returns once the group is complete."""
         joined: list[RecordingGroup] = []
         threads = [threading.Thread(target=self._join_one, args=(body, i, joined)) for i in range(len(self._devices))]
         for thread in threads:
@@ -98,7 +102,7 @@ class Workers:
         store = dist.TCPStore(
             body["master_address"], body["master_port"], body["world_size"], False, timeout=timedelta(seconds=TIMEOUT_S)
         )
-        # As torch nests the prefixes of a group's store.
+        # Same nesting of store prefixes as in torch.
         for prefix in (name, f"{name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
         try:
@@ -113,7 +117,7 @@ class Workers:
 
 
 def open_group(group: Any, workers: list[Workers]) -> str:
-    """Have the workers join ``group`` (a SyncGroup) while it opens; why it did not come about, or nothing."""
+    """Make the workers join ``group`` (a SyncGroup) while it opens; returns the failure, or an empty string."""
     threads = [
         threading.Thread(target=one.join, args=(body,)) for one, body in zip(workers, group.join_bodies(), strict=True)
     ]

@@ -43,17 +43,17 @@ def by_bucket(slices: list[Slice]) -> list[list[Slice]]:
 
 
 @given(spec_lists, st.integers(1, 400))
-def test_every_tensor_is_placed_once_and_in_order(specs, bucket_bytes):
+def test_tensors_are_placed_once_and_in_order(specs, bucket_bytes):
     slices = place_all(specs, bucket_bytes)
     assert [slice_.spec for slice_ in slices] == specs
     indices = [slice_.bucket for slice_ in slices]
-    # Buckets are numbered without gaps and only the newest is filled: streaming is possible.
+    # Buckets are numbered without gaps and only the last is being filled, so streaming is possible.
     assert all(later - earlier in (0, 1) for earlier, later in itertools.pairwise(indices))
     assert indices[:1] in ([], [0])
 
 
 @given(spec_lists, st.integers(1, 400))
-def test_tensors_lie_back_to_back_and_aligned_inside_a_bucket(specs, bucket_bytes):
+def test_tensors_are_contiguous_and_aligned_inside_a_bucket(specs, bucket_bytes):
     for bucket in by_bucket(place_all(specs, bucket_bytes)):
         position = 0
         for slice_ in bucket:
@@ -69,7 +69,7 @@ def test_only_a_single_oversized_tensor_exceeds_the_bucket_size(specs, bucket_by
 
 
 @given(spec_lists, st.integers(1, 400))
-def test_a_bucket_is_closed_only_when_the_next_tensor_cannot_join_it(specs, bucket_bytes):
+def test_bucket_is_closed_only_if_the_next_tensor_does_not_fit(specs, bucket_bytes):
     buckets = by_bucket(place_all(specs, bucket_bytes))
     for bucket, following in itertools.pairwise(buckets):
         first = following[0].spec
@@ -78,24 +78,24 @@ def test_a_bucket_is_closed_only_when_the_next_tensor_cannot_join_it(specs, buck
         assert too_large or unaligned
 
 
-def test_a_tensor_that_would_be_unaligned_opens_a_new_bucket():
+def test_unaligned_tensor_opens_a_new_bucket():
     odd = TensorSpec("odd", (3,), torch.bfloat16)
     wide = TensorSpec("wide", (1,), torch.float32)
     assert [slice_.bucket for slice_ in place_all([odd, wide], 1000)] == [0, 1]
     assert [slice_.bucket for slice_ in place_all([wide, odd], 1000)] == [0, 0]
 
 
-def test_a_scalar_has_the_bytes_of_one_item():
+def test_scalar_tensor_has_the_bytes_of_one_item():
     assert TensorSpec("scale", (), torch.float32).num_bytes == 4
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
-def test_a_bucket_without_room_is_refused(bucket_bytes):
+def test_bucket_size_of_zero_is_rejected(bucket_bytes):
     with pytest.raises(ValueError, match="bucket_bytes"):
         place(TensorSpec("weight", (1,), torch.float32), None, bucket_bytes)
 
 
-def test_a_tensor_without_elements_is_refused():
+def test_empty_tensors_are_rejected_for_publishing():
     with pytest.raises(ValueError, match="without elements"):
         place(TensorSpec("empty", (3, 0), torch.float32), None, 100)
 
@@ -106,14 +106,14 @@ def group_of(tp_sizes: list[int]) -> GroupSpec:
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=10))
-def test_server_ranks_tile_the_world_behind_the_source(tp_sizes):
+def test_server_ranks_follow_the_source_without_gaps(tp_sizes):
     group = group_of(tp_sizes)
     ranks = [0] + [first + i for first, tp_size in zip(group.first_ranks, tp_sizes, strict=True) for i in range(tp_size)]
     assert ranks == list(range(group.world_size))
 
 
 @pytest.mark.parametrize("tp_sizes", [[], [1, 0]])
-def test_a_world_without_workers_is_refused(tp_sizes):
+def test_groups_without_workers_are_rejected(tp_sizes):
     with pytest.raises(ValueError, match="tp_size"):
         group_of(tp_sizes)
 
@@ -123,7 +123,7 @@ EMBED, NORM = TensorSpec("embed", (8, 4), torch.float32), TensorSpec("norm", (4,
 
 
 def check_coverage(specs: list[TensorSpec], expected: dict[str, tuple[int, ...]]) -> None:
-    """What a publish does with a whole stream."""
+    """Check a whole stream as a publish does."""
     coverage = Coverage(expected)
     for spec in specs:
         coverage.add(spec)
@@ -143,17 +143,17 @@ def test_exact_coverage_passes():
         ([TensorSpec("embed", (4, 8), torch.float32), NORM], r"wrong shape: embed \[4, 8\], the model has \[8, 4\]"),
     ],
 )
-def test_coverage_names_what_is_wrong(specs, message):
+def test_coverage_reports_wrong_tensors_by_name(specs, message):
     with pytest.raises(CoverageError, match=message):
         check_coverage(specs, EXPECTED)
 
 
-def test_all_kinds_of_problems_are_reported_together():
+def test_coverage_reports_all_kinds_of_problems_together():
     with pytest.raises(CoverageError, match=r"unexpected: head.*duplicate: head.*missing: embed, norm"):
         check_coverage([TensorSpec("head", (1,), torch.float32)] * 2, EXPECTED)
 
 
-def test_a_stream_is_refused_at_its_first_bad_tensor_but_not_for_what_may_still_come():
+def test_incomplete_stream_is_rejected_only_for_bad_tensors():
     coverage = Coverage(EXPECTED)
     coverage.add(NORM)
     coverage.check(complete=False)
@@ -162,12 +162,12 @@ def test_a_stream_is_refused_at_its_first_bad_tensor_but_not_for_what_may_still_
         coverage.check(complete=False)
 
 
-def test_an_empty_stream_is_refused_even_without_expected_names():
+def test_empty_stream_is_rejected_without_expected_names():
     with pytest.raises(CoverageError, match="empty"):
         Coverage().check(complete=True)
 
 
-def test_long_lists_of_names_are_cut_with_a_count():
+def test_long_lists_of_names_are_shortened_with_a_count():
     expected = {f"layer.{i:02d}": (1,) for i in range(_MAX_NAMES_SHOWN + 3)}
     with pytest.raises(CoverageError, match="layer.08 and 2 more"):
         check_coverage([TensorSpec("layer.00", (1,), torch.float32)], expected)

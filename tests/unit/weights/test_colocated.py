@@ -1,4 +1,4 @@
-"""Laws of weights that go from memory to memory: what a handle says, who waits for whom, and failures; the servers are stubs."""
+"""Laws of colocated publishes: handles, synchronization of ranks, and failures; the servers are stubs."""
 
 import base64
 import pickle
@@ -30,7 +30,7 @@ NUM_BUCKETS = 3
 
 
 def read(handle: str) -> dict[str, torch.Tensor]:
-    """What a server makes of a handle."""
+    """The tensors that a server reads through a handle."""
     payload = pickle.loads(base64.b64decode(handle))
     return {
         meta.name: payload["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
@@ -38,7 +38,7 @@ def read(handle: str) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_handle_lets_another_read_the_bucket_where_it_lies():
+def test_handle_lets_another_process_read_the_bucket_in_place():
     flat = torch.zeros(64, dtype=torch.uint8)
     specs = (TensorSpec("a", (2, 3), torch.float32), TensorSpec("b", (), torch.bfloat16))
     flat[:24].view(torch.float32).copy_(torch.arange(6.0))
@@ -53,7 +53,7 @@ def test_a_handle_lets_another_read_the_bucket_where_it_lies():
 
 
 class Room:
-    """What the ranks of one trainer say to each other, for ranks that are threads; ``said`` counts it."""
+    """Messaging between the ranks of one trainer, for ranks that are threads; ``said`` counts the messages."""
 
     def __init__(self) -> None:
         self._queues = {(a, b): Queue() for a in range(NUM_RANKS) for b in range(NUM_RANKS)}
@@ -89,7 +89,7 @@ class Room:
 
 
 class Server:
-    """A stub that reads what it is handed; ``refuses``: the bucket, by number, that it answers with an error."""
+    """A stub server that reads its handles; ``refuses``: number of the bucket to which it replies with an error."""
 
     def __init__(self, refuses: int | None = None) -> None:
         self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(TP_SIZE)]
@@ -118,15 +118,15 @@ class Server:
 
 def stream_of(rank: int, walked: list[str], barrier: threading.Barrier, fails_at: str = ""):
     for name, weight in WEIGHTS.items():
-        barrier.wait(TIMEOUT_S)  # as in the collectives of an export
+        barrier.wait(TIMEOUT_S)  # like the collectives of an export
         walked.append(name)
         if name == fails_at:
             raise OSError("no memory")
-        yield name, weight + 100 * rank  # ranks differ here, so that it shows whose memory was read
+        yield name, weight + 100 * rank  # different per rank, to show whose memory was read
 
 
 def publish(*servers: Server, only: int | None = None, change: dict | None = None, failing: int | None = None):
-    """One publish to ``servers`` (or ``only`` to that one); returns what was said and the result. All ranks get through.
+    """Run one publish to ``servers`` (or ``only`` to one); returns the messaging and the result. All ranks must finish.
 
     ``change``: of what rank 0 expects; ``failing``: the rank whose last tensor cannot be had.
     """
@@ -153,7 +153,7 @@ def publish(*servers: Server, only: int | None = None, change: dict | None = Non
     return room.said, result
 
 
-def test_each_worker_reads_the_rank_beside_it_and_every_tensor_arrives_once():
+def test_each_worker_reads_its_own_rank_and_gets_every_tensor_once():
     servers = [Server(), Server()]
     _, result = publish(*servers)
     for index, server in enumerate(servers):
@@ -162,11 +162,11 @@ def test_each_worker_reads_the_rank_beside_it_and_every_tensor_arrives_once():
             assert list(tensors) == list(WEIGHTS)
             assert all(torch.equal(tensors[name], WEIGHTS[name] + 100 * rank) for name in WEIGHTS)
         assert server.versions == [None] * (NUM_BUCKETS - 1) + ["7"]
-        assert not server.changed  # memory that a server reads is not filled again
+        assert not server.changed  # memory is not refilled while a server reads it
     assert (result.num_buckets, result.num_bytes) == (NUM_BUCKETS, sum(weight.nbytes for weight in WEIGHTS.values()))
 
 
-def test_the_driver_speaks_to_all_ranks_twice_and_buckets_concern_the_ranks_of_one_server():
+def test_driver_uses_two_collectives_per_colocated_publish():
     said, _ = publish(Server(), Server())
     words = {key: number for key, number in said.items() if key[0] in ("tell", "report")}
     assert set(words.values()) == {1} and len(words) == 2 * NUM_RANKS
@@ -174,8 +174,8 @@ def test_the_driver_speaks_to_all_ranks_twice_and_buckets_concern_the_ranks_of_o
     assert between == dict.fromkeys([(1, 0), (0, 1), (3, 2), (2, 3)], NUM_BUCKETS)
 
 
-def test_one_server_of_two_can_be_brought_up_to_date():
-    """As after it was started again: the others' ranks come along, and its own may be without the driver."""
+def test_colocated_publish_can_update_one_of_two_servers():
+    """Simulates a publish after a restart: the other servers' ranks take part, and the server's own ranks may not include the driver."""
     servers = [Server(), Server()]
     _, result = publish(*servers, only=1)
     assert servers[1].versions[-1] == "7" and not servers[0].versions
@@ -184,7 +184,7 @@ def test_one_server_of_two_can_be_brought_up_to_date():
 
 @pytest.mark.parametrize("at", range(NUM_BUCKETS))
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_server_that_refuses_a_bucket_is_named_and_all_ranks_get_through(which, at):
+def test_refused_bucket_is_reported_and_all_ranks_finish(which, at):
     servers = [Server(), Server()]
     servers[which] = Server(refuses=at)
     with pytest.raises(WeightSyncError, match="http.* 400: it hurts.*mix of old and new"):
@@ -192,7 +192,7 @@ def test_a_server_that_refuses_a_bucket_is_named_and_all_ranks_get_through(which
     assert len(servers[which].versions) == at and "7" not in servers[which].versions
 
 
-def test_a_server_that_opens_no_session_is_an_error_before_any_bucket():
+def test_refused_session_fails_before_any_bucket():
     class Closed(Server):
         def answer(self, path, body):
             return web.Response(status=500) if path == "/begin_weight_update" else super().answer(path, body)
@@ -204,7 +204,7 @@ def test_a_server_that_opens_no_session_is_an_error_before_any_bucket():
 
 
 @pytest.mark.parametrize("change", [{"absent": (1,)}, {"layer2": (9,)}])
-def test_wrong_tensors_are_refused_and_all_ranks_get_through(change):
+def test_wrong_tensors_are_rejected_and_all_ranks_finish(change):
     servers = [Server(), Server()]
     with pytest.raises(WeightSyncError, match="not the served model"):
         publish(*servers, change=change)
@@ -213,7 +213,7 @@ def test_wrong_tensors_are_refused_and_all_ranks_get_through(change):
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_a_rank_without_a_tensor_ends_the_publish_of_its_server(rank):
+def test_missing_tensor_on_a_rank_ends_its_servers_publish(rank):
     servers = [Server(), Server()]
     with pytest.raises(WeightSyncError, match=f"rank {rank}: .*OSError: no memory"):
         publish(*servers, failing=rank)

@@ -1,4 +1,4 @@
-"""Laws of the two streams of a publish on a GPU, under a device that only writes down who was asked for what."""
+"""Laws of the two streams of a publish on a GPU, tested with a fake device that only records enqueued work."""
 
 import threading
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from megatron_rl.weights.sync_group import SyncGroup
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer{i}": torch.full((4,), float(i)) for i in range(7)}
 BUCKET_BYTES = 32
-"""Two tensors."""
+"""Bucket size: two tensors."""
 
 
 class Device:
-    """The log of a GPU: (stream, what it was asked for)."""
+    """Log of a GPU: pairs (stream, enqueued work)."""
 
     def __init__(self):
         self.log = []
@@ -98,7 +98,7 @@ def publish(connections, weights):
     return sender
 
 
-def test_buckets_are_filled_on_one_stream_and_sent_on_another_once_they_are_filled(device, monkeypatch):
+def test_buckets_are_filled_and_sent_on_different_streams_in_order(device, monkeypatch):
     def gathered():
         for name, tensor in WEIGHTS.items():
             device.note(f"gathers {name}")
@@ -113,17 +113,17 @@ def test_buckets_are_filled_on_one_stream_and_sent_on_another_once_they_are_fill
     assert len(sends) == len(received) == 4
     filled = [what for stream, what in log if stream == "fill" and what.startswith("event")]
     for bucket, place in enumerate(sends):
-        # The stream that sends waits for the event behind the bucket's own tensors, and the host for the broadcast.
+        # The sending stream waits for the event after the bucket's tensors, and the host waits for the broadcast.
         waits = [what for stream, what in log[:place] if stream == "send" and what.startswith("waits for event")]
         assert waits[-1] == f"waits for {filled[bucket]}"
         assert ("send", "is waited for") in log[place:]
-    # The update that follows must not change weights that are still being read.
+    # The next update must not change weights that are still being read.
     assert log[-1] == ("default", "waits for fill")
     assert log[0] == ("fill", "waits for default")
 
 
-def test_the_next_bucket_is_filled_while_one_is_sent_and_not_in_its_memory():
-    """On the host, whose order both devices share."""
+def test_next_bucket_is_filled_in_other_memory_during_a_send():
+    """Work on the host, in the same log as both devices."""
     changed, copied_bytes, sent = threading.Condition(), [0], []
 
     class Group:
@@ -149,7 +149,7 @@ def test_the_next_bucket_is_filled_while_one_is_sent_and_not_in_its_memory():
     assert sender.peak_buffer_bytes == 2 * BUCKET_BYTES
 
 
-def test_memory_of_buckets_is_two_of_them_and_what_does_not_fit_one():
+def test_bucket_memory_is_two_buffers_plus_oversized_tensors():
     def peak(sizes, **options):
         weights = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
         stream, last = buckets.BucketStream(weights.items(), 64, CPU, **options), False
@@ -164,7 +164,7 @@ def test_memory_of_buckets_is_two_of_them_and_what_does_not_fit_one():
     assert peak([60] * 9, reuse_buffers=False) == 128
 
 
-def test_on_a_cpu_there_is_no_stream_and_nothing_to_wait_for():
+def test_side_streams_do_nothing_on_a_cpu():
     side = cuda_streams.side_stream(CPU, "fill")
     with side.active(after=side.work_enqueued()):
         pass

@@ -49,7 +49,7 @@ def filled(weights=WEIGHTS, bucket_bytes=64):
 
 
 class OtherSource:
-    """A source on another rank, without the rank."""
+    """Fake of a source on another rank."""
 
     def __init__(self, stream, bucket_bytes):
         self._stream = BucketStream(stream.items(), bucket_bytes, CPU)
@@ -61,7 +61,7 @@ class OtherSource:
 
 
 class NoGroup:
-    """Connections whose broadcasts go nowhere."""
+    """Connections whose broadcasts do nothing."""
 
     broadcast = staticmethod(lambda flat: None)
 
@@ -70,7 +70,7 @@ class NoGroup:
 
 
 def bodies_of(*streams, bucket_bytes=64, expected=None):
-    """What the servers are asked, bucket by bucket; one stream per source."""
+    """The requests to the servers, one per bucket; one stream per source."""
     own, *others = streams
     remote = [OtherSource(stream, bucket_bytes) for stream in others]
     sender = GroupSender(NoGroup(), remote, own.items(), bucket_bytes, CPU)
@@ -82,7 +82,7 @@ def bodies_of(*streams, bucket_bytes=64, expected=None):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 100, 10_000])
-def test_a_receiver_rebuilds_every_tensor_from_names_shapes_and_dtypes(bucket_bytes):
+def test_receiver_rebuilds_tensors_from_names_shapes_and_dtypes(bucket_bytes):
     received = {}
     for bucket in filled(bucket_bytes=bucket_bytes):
         received |= unpack(bucket)
@@ -92,7 +92,7 @@ def test_a_receiver_rebuilds_every_tensor_from_names_shapes_and_dtypes(bucket_by
         assert torch.equal(received[name], weight)
 
 
-def test_a_bucket_stays_intact_while_the_next_one_is_filled():
+def test_bucket_stays_intact_while_the_next_is_filled():
     previous = None
     for bucket in filled(bucket_bytes=64):
         if previous is not None:
@@ -100,13 +100,13 @@ def test_a_bucket_stays_intact_while_the_next_one_is_filled():
         previous = bucket
 
 
-def test_only_the_final_bucket_is_marked_as_last():
+def test_only_the_final_bucket_is_marked_last():
     marks = [bucket.last for bucket in filled(bucket_bytes=64)]
     assert len(marks) > 2
     assert marks == [False] * (len(marks) - 1) + [True]
 
 
-def test_a_bucket_with_an_unexpected_tensor_is_never_given_out():
+def test_bucket_with_an_unexpected_tensor_is_never_sent():
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items() if name != "odd"}
     given_out = []
     with pytest.raises(CoverageError, match="unexpected: odd"):
@@ -115,7 +115,7 @@ def test_a_bucket_with_an_unexpected_tensor_is_never_given_out():
     assert given_out in ([], ["embed"])
 
 
-def test_the_final_bucket_is_held_back_when_a_tensor_is_missing():
+def test_final_bucket_is_not_sent_if_a_tensor_is_missing():
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()} | {"absent": (1,)}
     versions = []
     with pytest.raises(CoverageError, match="missing: absent"):
@@ -124,7 +124,7 @@ def test_the_final_bucket_is_held_back_when_a_tensor_is_missing():
     assert versions and set(versions) == {None}
 
 
-def test_sources_take_turns_and_the_version_goes_with_the_last_bucket_of_all():
+def test_sources_alternate_and_the_last_bucket_has_the_version():
     names = list(WEIGHTS)
     first, second = ({n: WEIGHTS[n] for n in part} for part in (names[:5], names[5:]))
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
@@ -137,7 +137,7 @@ def test_sources_take_turns_and_the_version_goes_with_the_last_bucket_of_all():
 
 
 class Loading:
-    """Two servers' loading of buckets; ``slow`` ends with each only when ``quick`` has been asked for the next one."""
+    """Two servers that load buckets; ``slow`` finishes a bucket only after ``quick`` got the request for the next."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str, int]] = []
@@ -164,7 +164,7 @@ class Loading:
             self._changed.notify_all()
 
 
-def test_a_slow_server_holds_up_no_other_s_next_bucket_and_no_bucket_changes_while_it_travels():
+def test_slow_server_does_not_delay_other_servers_next_bucket():
     class SlowGroup(NoGroup):
         def broadcast(self, bucket):
             before = bucket.flat.clone()
@@ -187,16 +187,16 @@ def test_a_slow_server_holds_up_no_other_s_next_bucket_and_no_bucket_changes_whi
         assert service.most_in_progress == 1
     at = loading.log.index
     for number in range(transfer.num_buckets - 2):
-        assert at(("quick", "asked", number + 2)) > at(("slow", "loaded", number))  # one ahead, and no further
+        assert at(("quick", "asked", number + 2)) > at(("slow", "loaded", number))  # at most one bucket ahead
 
 
-def test_a_tensor_that_two_stages_send_is_refused():
+def test_tensor_sent_by_two_stages_is_rejected():
     with pytest.raises(CoverageError, match="duplicate: embed"):
         list(bodies_of({"embed": WEIGHTS["embed"]}, {"embed": WEIGHTS["embed"]}))
 
 
 @pytest.mark.parametrize(("shard_bytes", "num_files"), [(64, 4), (10_000, 2)])
-def test_a_written_version_declares_the_shapes_it_was_given(tmp_path, shard_bytes, num_files):
+def test_written_version_has_the_given_shapes(tmp_path, shard_bytes, num_files):
     folder = write_version(WEIGHTS.items(), tmp_path, 3, shard_bytes, Coverage())
     assert folder == tmp_path / "weights-3"
     files = list(folder.glob("*.safetensors"))
@@ -205,19 +205,19 @@ def test_a_written_version_declares_the_shapes_it_was_given(tmp_path, shard_byte
     assert len(files) == num_files
 
 
-def test_a_refused_version_leaves_no_files(tmp_path):
+def test_rejected_version_leaves_no_files(tmp_path):
     with pytest.raises(CoverageError):
         write_version(WEIGHTS.items(), tmp_path, 3, 64, Coverage({"embed": (3, 4)}))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_the_kept_version_survives(tmp_path):
+def test_only_the_kept_version_remains(tmp_path):
     folders = [write_version(WEIGHTS.items(), tmp_path, version, 64, Coverage()) for version in (1, 2)]
     remove_other_versions(tmp_path, keep=folders[1])
     assert list(tmp_path.iterdir()) == [folders[1]]
 
 
-def test_a_server_that_is_still_busy_with_its_last_answer_is_asked_again_before_it_loads_files(tmp_path):
+def test_disk_publish_waits_until_a_busy_server_is_idle(tmp_path):
     refusals = [True, True]
 
     def answer(path, body):
@@ -233,7 +233,7 @@ def test_a_server_that_is_still_busy_with_its_last_answer_is_asked_again_before_
     assert asked == ["/flush_cache"] * 3 + ["/update_weights_from_disk", "/model_info"]
 
 
-def test_a_publish_into_running_requests_pauses_them_before_anything_changes_and_lets_them_go_on_at_its_end(tmp_path):
+def test_in_flight_publish_pauses_requests_first_and_resumes_them_last(tmp_path):
     with local_service(lambda path, body: {"weight_version": "3", "success": True}) as service:
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path, pauses=True)
         publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
@@ -257,7 +257,7 @@ def test_a_publish_into_running_requests_pauses_them_before_anything_changes_and
         ),
     ],
 )
-def test_after_a_failed_publish_only_requests_on_unchanged_weights_go_on(tmp_path, fails_at, afterwards):
+def test_failed_publish_resumes_requests_only_on_unchanged_weights(tmp_path, fails_at, afterwards):
     def answer(path, body):
         return web.json_response({}, status=500) if path == fails_at else {"weight_version": "3", "success": True}
 
@@ -270,7 +270,7 @@ def test_after_a_failed_publish_only_requests_on_unchanged_weights_go_on(tmp_pat
     assert service.requests[paths.index(fails_at) + 1 :] == afterwards
 
 
-def test_older_files_stay_until_a_version_was_loaded(tmp_path):
+def test_older_files_remain_until_a_version_is_loaded(tmp_path):
     with local_service(lambda path, body: web.json_response({}, status=500 if "disk" in path else 200)) as service:
         write_version(WEIGHTS.items(), tmp_path, 2, 64, Coverage())
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
@@ -280,11 +280,11 @@ def test_older_files_stay_until_a_version_was_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("servers", [[], [("http://a:1", 1, 0), ("http://a:1/", 1, 1)]])
-def test_no_servers_and_a_server_twice_are_refused(servers):
+def test_publish_rejects_empty_and_duplicate_server_lists(servers):
     with pytest.raises(ValueError, match="every URL once"):
         unique_addresses(servers)
 
 
-def test_the_disk_method_needs_a_folder():
+def test_disk_method_needs_a_folder():
     with pytest.raises(ValueError, match="folder"):
         WeightPublisher(64, 1.0, method=WeightMethod.disk)

@@ -1,4 +1,4 @@
-"""Laws of calls to servers: what is believed of an answer, what carries the key, and how long leaving takes."""
+"""Laws of calls to servers: accepted replies, API keys, and the time to close connections."""
 
 import asyncio
 import threading
@@ -39,8 +39,8 @@ PAGE = b"<html><body>502 Bad Gateway</body></html>"
     ids=str,
 )
 @pytest.mark.parametrize("at", ["/update_weights_from_disk", "/model_info"])
-def test_a_publish_believes_only_what_a_server_would_answer(tmp_path, at, bad):
-    """A page of a gateway with status 200 once passed for weights that had arrived."""
+def test_publish_accepts_only_valid_server_replies(tmp_path, at, bad):
+    """A gateway's page with status 200 must not count as a successful transfer."""
     content, status, headers = bad.body, bad.status, dict(bad.headers)
 
     def answer(path, body):
@@ -50,19 +50,19 @@ def test_a_publish_believes_only_what_a_server_would_answer(tmp_path, at, bad):
 
     with local_service(answer) as service:
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
-        with pytest.raises(WeightSyncError, match=f"{service.url} answered (POST|GET) {at}"):
+        with pytest.raises(WeightSyncError, match=f"{service.url} replied to (POST|GET) {at}"):
             publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
 
 
 @pytest.mark.parametrize("version", [None, 3, "2", ["3"]])
-def test_a_version_that_is_not_the_published_one_is_an_error(tmp_path, version):
+def test_publish_fails_if_a_server_reports_another_version(tmp_path, version):
     with local_service(lambda path, body: {"weight_version": version, "success": True}) as service:
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
         with pytest.raises(WeightSyncError, match="weight.version"):
             publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
 
 
-def test_a_key_travels_with_every_call_and_stands_in_no_message(tmp_path):
+def test_api_key_is_sent_with_every_call_and_never_shown(tmp_path):
     seen = []
     app_answer = {"weight_version": "3", "success": True}
 
@@ -75,11 +75,11 @@ def test_a_key_travels_with_every_call_and_stands_in_no_message(tmp_path):
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
         publisher.publish(WEIGHTS.items(), [address], 3)
         assert set(seen) == {"Bearer secret"} and "secret" not in f"{address} {address!r}"
-        with pytest.raises(WeightSyncError, match=f"{url} answered .* with 401: .*rollout.api_key_env"):
+        with pytest.raises(WeightSyncError, match=f"{url} replied to .* with 401: .*rollout.api_key_env"):
             publisher.publish(WEIGHTS.items(), [(url, 1, 1)], 3)
 
 
-def test_leaving_takes_seconds_though_servers_are_mute_or_gone():
+def test_closing_takes_seconds_with_silent_or_dead_servers():
     with local_service(lambda path, body: Sleep(60)) as mute:
         gone = ServerAddress("http://127.0.0.1:9", 1, 1)
         connections = Connections("gloo", 300.0)
@@ -92,7 +92,7 @@ def test_leaving_takes_seconds_though_servers_are_mute_or_gone():
         connections.release_servers(0.5, but={gone.url, mute.url})
 
 
-def test_the_stores_of_a_group_listen_where_the_servers_look_for_them():
+def test_group_stores_listen_at_the_address_sent_to_servers():
     spec = GroupSpec("name", (ServerAddress("http://127.0.0.1:9", 1, 1),), "gloo", 5.0)
     group = SyncGroup(spec)
     connections = psutil.Process().net_connections("inet")
@@ -102,7 +102,7 @@ def test_the_stores_of_a_group_listen_where_the_servers_look_for_them():
 
 @contextmanager
 def running(handle):
-    """A small server whose handler sees the whole request."""
+    """A small server whose handler gets the whole request."""
     loop = asyncio.new_event_loop()
 
     async def start():
@@ -125,8 +125,8 @@ def running(handle):
         loop.close()
 
 
-def test_a_server_that_failed_is_not_asked_again_while_the_others_go_on():
-    """Else it would wait in a broadcast that the one before it broke."""
+def test_failed_server_gets_no_more_buckets_while_others_continue():
+    """Otherwise the server would wait in a broadcast after a failed one."""
     bad = web.json_response({"success": False, "message": "wrong shape"}, status=400)
     content, seen = bad.body, []
 
@@ -140,4 +140,4 @@ def test_a_server_that_failed_is_not_asked_again_while_the_others_go_on():
         assert [body["bucket"] for _, body in first.requests] == [0, 1]
         assert [body["bucket"] for body in seen] == [0, 1, 2, 3]
     assert [error is None for error, _ in found] == [True, False, False, False]
-    assert "wrong shape" in str(found[1][0]) and "not asked" in str(found[2][0])
+    assert "wrong shape" in str(found[1][0]) and "no further request" in str(found[2][0])

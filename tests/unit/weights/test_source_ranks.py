@@ -1,4 +1,4 @@
-"""Laws of sources on other ranks: what they offer, how they fail, and that their streams are walked to the end."""
+"""Laws of sources on other ranks: offered buckets, failures, and exhausted streams."""
 
 import threading
 from queue import Queue
@@ -17,7 +17,7 @@ NOBODY = (ServerAddress("http://127.0.0.1:9", 1, 1),)
 
 
 class QueueLink:
-    """One end of a pair of queues; ``None`` in them says that the other rank is gone."""
+    """One end of a pair of queues; ``None`` in a queue means that the other rank is lost."""
 
     def __init__(self, rank: int, outgoing: Queue, incoming: Queue) -> None:
         self.rank, self._outgoing, self._incoming = rank, outgoing, incoming
@@ -33,7 +33,7 @@ class QueueLink:
 
 
 class Stage:
-    """A StageRank in a thread, and the driver's view of it."""
+    """A StageRank in a thread, and the driver's proxy of it."""
 
     def __init__(self, stream) -> None:
         there, back = Queue(), Queue()
@@ -54,7 +54,7 @@ class Stage:
         return not self._thread.is_alive()
 
 
-def test_a_source_offers_its_first_bucket_and_is_let_go_without_sending_it():
+def test_source_can_be_released_after_offering_a_bucket():
     stage = Stage(WEIGHTS.items())
     offer = stage.source.offer()
     assert [spec.name for spec in offer.specs] == ["layer0", "layer1"]
@@ -64,7 +64,7 @@ def test_a_source_offers_its_first_bucket_and_is_let_go_without_sending_it():
     assert stage.has_ended() and stage.walked == list(WEIGHTS)
 
 
-def test_a_stream_that_fails_is_told_with_its_rank_and_reason():
+def test_stream_failure_is_reported_with_rank_and_reason():
     def broken():
         yield "layer0", torch.zeros(4)
         raise OSError("gather timed out")
@@ -76,7 +76,7 @@ def test_a_stream_that_fails_is_told_with_its_rank_and_reason():
     assert stage.has_ended()
 
 
-def test_a_stream_that_fails_after_its_buckets_were_given_up_is_reported():
+def test_stream_failure_after_an_abort_is_reported():
     def broken():
         yield from WEIGHTS.items()
         raise OSError("gather timed out")
@@ -87,14 +87,14 @@ def test_a_stream_that_fails_after_its_buckets_were_given_up_is_reported():
     assert stage.has_ended()
 
 
-def test_a_rank_that_is_lost_is_named_and_not_waited_for():
+def test_lost_source_rank_is_reported_and_not_waited_for():
     stage = Stage(WEIGHTS.items())
     stage.back.put(None)
     assert stage.source.finish(failed=True) == "rank 3 is lost: rank 0 lost rank 3"
     assert stage.source.finish(failed=True) == ""
 
 
-def test_a_group_that_no_server_joins_is_an_error_of_the_driver_and_the_source_serves_on(monkeypatch):
+def test_group_without_servers_fails_and_the_source_continues(monkeypatch):
     monkeypatch.setattr("megatron_rl.weights.sync_group.MAX_CONNECT_S", 0.5)
     stage = Stage(WEIGHTS.items())
     with ServerCalls(NOBODY, 5.0) as calls, pytest.raises(ServerCallError, match="127.0.0.1:9 is unreachable"):

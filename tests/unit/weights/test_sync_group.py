@@ -1,4 +1,4 @@
-"""Laws of the groups of trainer and servers: whose GPU is in them, in which order they send, and what a failure may end."""
+"""Laws of the groups of trainer and servers: their GPUs, the order of broadcasts, and the effects of a failure."""
 
 import os
 import threading
@@ -38,7 +38,7 @@ def record():
 
 
 def devices_of_servers(config, num_gpus, num_ranks, monkeypatch, tmp_path):
-    """The GPUs of each server's workers, as their command lines say them."""
+    """The GPUs of each server's workers, from the servers' command lines."""
     started = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     monkeypatch.setattr(server_pool, "count_gpus", lambda: num_gpus)
@@ -64,7 +64,7 @@ def devices_of_servers(config, num_gpus, num_ranks, monkeypatch, tmp_path):
         ("tppo", ["rollout.num_servers=3"], 6, False),
     ],
 )
-def test_what_a_node_s_check_lets_through_has_a_gpu_for_everybody_in_a_group_and_nothing_else_has(
+def test_node_check_accepts_exactly_layouts_with_a_gpu_per_member(
     record, monkeypatch, tmp_path, recipe, overrides, num_ranks, fits
 ):
     config = load_config([ROOT / "examples" / "gpu" / f"{recipe}.yaml"], overrides)
@@ -81,8 +81,8 @@ def test_what_a_node_s_check_lets_through_has_a_gpu_for_everybody_in_a_group_and
     assert any(failures) is not fits
 
 
-def test_no_participant_sees_the_broadcasts_of_two_groups_in_another_order(record):
-    """Two servers that waited for different groups would wait forever."""
+def test_all_members_see_broadcasts_of_two_groups_in_one_order(record):
+    """Two servers that wait in different groups would wait forever."""
     weights = {f"layer{i}": torch.full((5,), float(i)) for i in range(9)}
     names = list(weights)
     record.devices = {"0": "gpu0", "1": "gpu1"}
@@ -123,7 +123,7 @@ def test_no_participant_sees_the_broadcasts_of_two_groups_in_another_order(recor
 
 @pytest.fixture
 def made(monkeypatch):
-    """What torch is asked for when a group is made, without making one."""
+    """Record the arguments with which torch is called to create a group, without creating the group."""
     seen = {}
 
     def helper(*arguments, timeout, **named):
@@ -144,8 +144,8 @@ class _ById(dict):
 
 
 @pytest.mark.parametrize(("backend", "longest_s"), [("nccl", 360.0), ("gloo", 300.0)])
-def test_the_servers_answers_are_given_up_before_nccl_gives_up_the_broadcast(made, backend, longest_s):
-    """Its watchdog says less, and says it by ending things. gloo's time-out is an error like any other."""
+def test_http_timeout_is_shorter_than_the_nccl_timeout(made, backend, longest_s):
+    """NCCL's watchdog aborts with a less specific message; gloo's timeout is an ordinary error."""
     group = SyncGroup(GroupSpec("g", SERVERS, backend, 300.0))
     group.open()
     assert made["timeouts"] == [timedelta(seconds=60), timedelta(seconds=longest_s)]
@@ -154,7 +154,7 @@ def test_the_servers_answers_are_given_up_before_nccl_gives_up_the_broadcast(mad
     assert ("aborted" in made) is (backend == "nccl")
 
 
-def test_a_failed_broadcast_does_not_end_the_trainer_and_other_groups_keep_their_watchdog(made, monkeypatch):
+def test_failed_broadcast_spares_trainer_and_other_watchdogs(made, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
     SyncGroup(GroupSpec("g", SERVERS, "nccl", 300.0)).open()
@@ -163,7 +163,7 @@ def test_a_failed_broadcast_does_not_end_the_trainer_and_other_groups_keep_their
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
 
 
-def test_an_error_of_nccl_says_which_variables_must_agree(made, monkeypatch):
+def test_nccl_errors_report_the_variables_that_must_agree(made, monkeypatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
 
     def fail(*arguments, **named):
@@ -172,7 +172,7 @@ def test_an_error_of_nccl_says_which_variables_must_agree(made, monkeypatch):
     group = SyncGroup(GroupSpec("g", SERVERS, "nccl", 300.0))
     group.open()
     monkeypatch.setattr(torch.distributed, "broadcast", fail)
-    with pytest.raises(ServerCallError, match="NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=0.*same in their environment"):
+    with pytest.raises(ServerCallError, match="NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=0.*same environment"):
         group.broadcast(SimpleNamespace(flat=torch.zeros(4, dtype=torch.uint8), num_bytes=4, ready=None))
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", fail)
     with pytest.raises(ServerCallError, match="NCCL_CUMEM_ENABLE=1"):

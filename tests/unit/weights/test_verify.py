@@ -42,36 +42,36 @@ def compare(trainer: dict, server: dict = SERVER, dtype: torch.dtype = torch.flo
     return _compare_with_trainer({URL: [server]}, dtype, iter(trainer.items()))
 
 
-def test_parts_in_any_order_give_the_joined_and_padded_parameter():
+def test_parts_in_any_order_give_the_joined_padded_parameter():
     for weights in (TRAINER, dict(reversed(TRAINER.items()))):
         report = compare(weights)
         assert (report.num_compared, dict(report.differing), report.uncompared) == (4, {}, ())
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_change_in_any_part_is_found(name):
+def test_changed_part_is_a_difference(name):
     changed = TRAINER | {name: TRAINER[name] + 1e-6 + TRAINER[name].abs() * 1e-6}
     assert len(compare(changed).differing[URL]) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINER if name != "embed_tokens.weight"])
-def test_a_missing_part_is_a_difference(name):
+def test_missing_part_is_a_difference(name):
     report = compare({other: weight for other, weight in TRAINER.items() if other != name})
     assert len(report.differing[URL]) == 1
 
 
-def test_a_server_in_another_dtype_may_keep_single_parameters_in_the_trainers():
+def test_server_may_keep_some_parameters_in_the_trainers_dtype():
     trainer = {"norm.weight": torch.randn(4), "bias": torch.randn(4)}
     server = {"norm.weight": checksum(trainer["norm.weight"].bfloat16()), "bias": checksum(trainer["bias"])}
     assert compare(trainer, server, torch.bfloat16).differing == {}
 
 
-def test_parameters_of_one_side_only_are_listed():
+def test_parameters_of_only_one_side_are_listed():
     report = compare({"norm.weight": torch.ones(1), "lm_head.weight": torch.ones(1)}, {"norm.weight": "x", "bias": "y"})
     assert report.uncompared == ("lm_head.weight", "bias")
 
 
-def test_servers_are_compared_rank_by_rank_with_one_of_the_same_size():
+def test_servers_of_the_same_size_are_compared_rank_by_rank():
     report = _compare_with_each_other(
         {"a": [{"w": "1"}, {"w": "2"}], "b": [{"w": "1"}], "c": [{"w": "1"}, {"w": "3"}]}, "note"
     )

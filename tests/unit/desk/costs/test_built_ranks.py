@@ -1,4 +1,4 @@
-"""The planner's weights, gradients and optimizer state are those of ranks that Megatron builds, byte for byte."""
+"""The planner's weights, gradients and optimizer state equal the bytes of ranks that Megatron builds."""
 
 import itertools
 from pathlib import Path
@@ -41,11 +41,11 @@ REAL = [
     ("glm-4.5-air", "tp4+sp+pp2+ep8+etp2+layers24/22", 128),
     ("deepseek-v3", "tp8+sp+pp4+cp2+ep64+etp1+layers15/15/16/15", 1024),
 ]
-"""A layout with its number of ranks."""
+"""Model, layout and number of ranks."""
 
 
 def counted(chunks, num_ranks: int, parallel: ParallelConfig) -> tuple[int, float]:
-    """(parameters on this rank, of them its share of the optimizer's), with the sizes of Megatron's own groups."""
+    """(parameters on this rank, the rank's share of the optimizer state), with the sizes of Megatron's own groups."""
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     of_expert = parallel_state.get_expert_data_parallel_world_size()
     held, share = 0, 0.0
@@ -57,7 +57,7 @@ def counted(chunks, num_ranks: int, parallel: ParallelConfig) -> tuple[int, floa
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
 @pytest.mark.parametrize(("name", "layout", "num_ranks"), REAL)
-def test_real_models_on_the_meta_device(name: str, layout: str, num_ranks: int, role: str) -> None:
+def test_planned_states_equal_real_models_on_the_meta_device(name: str, layout: str, num_ranks: int, role: str) -> None:
     parallel, _ = parse_layout(layout)
     assert list(layout_problems(parallel, num_ranks)) == []
     planned = memory_by_rank(
@@ -65,7 +65,7 @@ def test_real_models_on_the_meta_device(name: str, layout: str, num_ranks: int, 
     )
     stages = parallel.pipeline_parallel_size
     for stage in {0, stages - 1}:
-        # The last rank of a stage: any of them would do.
+        # The last rank of a stage; any other rank of the stage would also do.
         rank = (stage + 1) * (num_ranks // stages) - 1
         with fake_rank(rank, num_ranks, parallel), torch.device("meta"):
             chunks = BUILD[role](load_hf_config(MODELS / name), parallel, dtype=torch.bfloat16, seed=None)
@@ -77,7 +77,7 @@ def test_real_models_on_the_meta_device(name: str, layout: str, num_ranks: int, 
 
 @st.composite
 def models(draw) -> Any:
-    """A tiny model of any family with other sizes than the tests' own."""
+    """A tiny model of any family, with sizes that differ from the test suite's."""
     name = draw(st.sampled_from([*SHAPES, *VISION_SHAPES]))
     fields = {**COMMON, **{**SHAPES, **VISION_SHAPES}[name]}
     text = fields["text_config"] = dict(fields["text_config"]) if "text_config" in fields else fields
@@ -93,7 +93,7 @@ def models(draw) -> Any:
 
 @st.composite
 def layouts(draw, config: Any) -> tuple[ParallelConfig, int]:
-    """One of at most 8 ranks, with that number."""
+    """A layout of at most 8 ranks, and its number of ranks."""
     tp, pp, cp, ep, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [1, 2], [1, 2, 3]))
     has = any(has_experts(config))
     ep = ep if has else 1
@@ -125,7 +125,7 @@ def num_layers_of(config: Any) -> int:
 
 
 def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, vision: VisionConfig) -> ParameterBytes:
-    """Bytes that the tensors of this rank have, in the places of ``ParameterBytes``."""
+    """Bytes of this rank's tensors, in the fields of ``ParameterBytes``."""
     chunks = BUILD[role](config, parallel, dtype=dtype, seed=None)
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     freeze(chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
@@ -139,14 +139,14 @@ def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, 
         for parameter in itertools.chain(*(group["params"] for group in part.optimizer.param_groups)):
             moments = part.optimizer.state[parameter]
             state += [moments["exp_avg"], moments["exp_avg_sq"]]
-            # Main weights of a float32 model are views of its own.
+            # Main weights of a float32 model are views of the model's own.
             state += [parameter] if dtype is not torch.float32 else []
     return ParameterBytes(*(sum(t.numel() * t.element_size() for t in tensors) for tensors in (weights, gradients, state)))
 
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
-def test_any_tiny_model_in_any_layout_has_the_bytes_that_are_planned(data: st.DataObject) -> None:
+def test_planned_states_equal_any_tiny_model_in_any_layout(data: st.DataObject) -> None:
     config = data.draw(models())
     parallel, num_ranks = data.draw(layouts(config))
     role, dtype = data.draw(st.sampled_from(["policy", "critic"])), data.draw(st.sampled_from(Dtype))
@@ -162,10 +162,10 @@ def test_any_tiny_model_in_any_layout_has_the_bytes_that_are_planned(data: st.Da
         stage = planned[rank // in_stage]
         assert (stage.weights, stage.gradients) == (found.weight, found.gradient)
         optimizer += found.optimizer
-    # Which rank holds how much of it depends on where buffers are cut; together they hold all of it, once.
+    # Bucket boundaries decide which rank stores how much of the state; all ranks together store it exactly once.
     assert sum(stage.optimizer for stage in planned) * in_stage == pytest.approx(optimizer, rel=1e-12)
 
 
-def test_logits_are_counted_in_the_chunks_that_the_engine_takes() -> None:
+def test_logits_are_estimated_for_the_chunk_sizes_of_the_engine() -> None:
     assert engine.DEFAULT_CHUNK_SIZE == activations._TOKENS_PER_CHUNK
     assert engine._LOGITS_PER_CHUNK == activations._LOGITS_PER_CHUNK

@@ -1,4 +1,4 @@
-"""Memory of a rank against sums over single tensors, and its laws: desk/costs: counts, activations, rank_memory."""
+"""A rank's memory against sums over single tensors, and its laws: desk/costs: counts, activations, rank_memory."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def config_of(name: str):
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *VISION_SHAPES])
-def test_parameters_are_those_of_the_files(name, tmp_path):
+def test_parameter_counts_equal_the_checkpoint_files(name, tmp_path):
     config = config_of(name)
     shapes = {name: shape for entry in entries(config, "policy") for name, shape in entry.hf.items()}
     assert num_parameters(config) == sum(map(math.prod, shapes.values()))
@@ -37,16 +37,16 @@ def test_parameters_are_those_of_the_files(name, tmp_path):
 
 
 def on_rank(config, parallel, stage, role):
-    """(dense, expert) parameters of a rank of ``stage``, one tensor after the other."""
+    """(dense, expert) parameters of a rank of ``stage``, summed tensor by tensor."""
     layers = config.num_hidden_layers // parallel.pipeline_parallel_size
     vocabulary = padded_vocab_size(config.vocab_size, parallel.tensor_parallel_size)
     dense = expert = 0.0
     for entry in entries(config, role):
         if entry.megatron.startswith("decoder.layers."):
-            place = int(entry.megatron.split(".")[2]) // layers
+            owner = int(entry.megatron.split(".")[2]) // layers
         else:
-            place = 0 if entry.megatron.startswith("embedding") else parallel.pipeline_parallel_size - 1
-        if place != stage or entry.megatron.endswith(".expert_bias"):
+            owner = 0 if entry.megatron.startswith("embedding") else parallel.pipeline_parallel_size - 1
+        if owner != stage or entry.megatron.endswith(".expert_bias"):
             continue
         shapes = entry.shapes
         if isinstance(entry.transform, VocabParallel):
@@ -64,7 +64,7 @@ def on_rank(config, parallel, stage, role):
 @pytest.mark.parametrize("role", ["policy", "critic"])
 @pytest.mark.parametrize("layout", ["tp1", "tp2+pp2", "pp2+ep2", "tp2+pp2+ep2+etp1+cp2"])
 @pytest.mark.parametrize("name", ["qwen2_gqa7_tied", "qwen3_moe_sparse_step", "deepseek_v3_yarn", "glm4_moe_partial_rotary"])
-def test_states_of_a_stage_are_those_of_its_tensors(name, layout, role):
+def test_states_of_a_stage_equal_the_sum_over_its_tensors(name, layout, role):
     config, (parallel, _) = config_of(name), parse_layout(layout)
     ranks = 16
     for stage, memory in enumerate(
@@ -81,7 +81,7 @@ def test_states_of_a_stage_are_those_of_its_tensors(name, layout, role):
 
 
 @pytest.mark.parametrize("name", ["llama3_scaled", "qwen3_moe_sparse_step"])
-def test_uneven_stages_hold_what_they_are_given(name):
+def test_uneven_stages_have_their_configured_layers(name):
     config = config_of(name)
     layers = config.num_hidden_layers
     parallel = ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[1, layers - 1])
@@ -92,16 +92,16 @@ def test_uneven_stages_hold_what_they_are_given(name):
 
 
 def test_activations_of_a_dense_layer_by_hand():
-    """hidden 48, 4 heads of 26, 4 groups, MLP 80: 48 x 4 + (104 x 3) + (104 x 2) + 104 + 80 x 3 numbers, and 4 float32."""
+    """hidden 48, 4 heads of 26, 4 groups, MLP 80: 48 x 4 + (104 x 3) + (104 x 2) + 104 + 80 x 3 values, and 4 in float32."""
     tensors = layer_tensors(config_of("llama3_scaled"), with_experts=False)
     assert sum(tensor.width * (4 if tensor.in_float32 else 2) for tensor in tensors) == 2 * (192 + 312 + 208 + 104 + 240) + 16
 
 
 @pytest.mark.parametrize(("name", "norms"), [("qwen3_wide_heads_yarn", True), ("qwen2_gqa7_tied", False)])
-def test_norms_of_queries_and_keys_keep_what_they_are_given(name, norms):
+def test_norms_of_queries_and_keys_save_their_inputs(name, norms):
     config = config_of(name)
     widths = {tensor.name: tensor.width for tensor in layer_tensors(config, with_experts=False)}
-    # Once before the norms, once rotated.
+    # One copy before the norms, one rotated.
     assert widths.get("queries and keys before their norms", 0) == (widths["rotated queries and keys"] if norms else 0)
 
 
@@ -109,17 +109,17 @@ def activations(parallel: ParallelConfig, tokens: int = 64, name: str = "qwen3_m
     return [rank.activations for rank in memory_by_rank(config_of(name), parallel, PassSettings(tokens, **passes), num_ranks=8)]
 
 
-def test_context_and_sequence_parallelism_share_what_they_share():
+def test_context_and_sequence_parallelism_shard_activations():
     whole = activations(ParallelConfig())[0]
     assert activations(ParallelConfig(context_parallel_size=4))[0] == pytest.approx(whole / 4)
     sharded = ParallelConfig(tensor_parallel_size=2, expert_tensor_parallel_size=1, expert_parallel_size=2, sequence_parallel=True)
     assert activations(sharded)[0] == pytest.approx(whole / 2)
-    # Without sequence parallelism norms and residuals stay whole; experts shared by tensor parallelism see all tokens.
+    # Without sequence parallelism norms and residuals stay whole; experts under tensor parallelism process all tokens.
     assert whole / 2 < activations(replace(sharded, sequence_parallel=False))[0] < whole
     assert whole / 2 < activations(replace(sharded, expert_tensor_parallel_size=2))[0] < whole
 
 
-def test_earlier_stages_hold_more_packs():
+def test_earlier_stages_save_more_microbatches():
     one = activations(ParallelConfig(), name="deepseek_v3_plain_query")[0]
     deep = ParallelConfig(pipeline_parallel_size=4)
     first, *_, last = activations(deep, num_packs=100)
@@ -128,7 +128,7 @@ def test_earlier_stages_hold_more_packs():
     assert first < 4 * one
 
 
-def test_recomputation_keeps_inputs_of_layers_and_one_layer():
+def test_full_recomputation_saves_layer_inputs_and_one_layer():
     parallel, name = ParallelConfig(), "llama3_scaled"
     none, selective, full = (activations(parallel, name=name, recompute=recompute)[0] for recompute in Recompute)
     tensors = layer_tensors(config_of(name), with_experts=False)
@@ -139,6 +139,6 @@ def test_recomputation_keeps_inputs_of_layers_and_one_layer():
     assert full < selective < none
 
 
-def test_kept_logits_are_counted_in_both_precisions():
+def test_saved_logits_are_counted_in_both_precisions():
     kept = activations(ParallelConfig(), keeps_logits=True)[0]
     assert kept - activations(ParallelConfig())[0] == 64 * 6 * 101

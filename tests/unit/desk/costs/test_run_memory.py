@@ -1,4 +1,4 @@
-"""What a run keeps on a GPU by stage, its verdict and its remedies: desk/costs/run_memory.py, desk/plan/memory_fit.py."""
+"""A run's memory per stage, the fit and its remedies: desk/costs/run_memory.py, desk/plan/memory_fit.py."""
 
 from enum import Enum
 from pathlib import Path
@@ -34,21 +34,21 @@ H100, H200 = gpu("H100-80G"), gpu("H200")
 COLOCATED = ("rollout.placement=colocated", "rollout.num_servers=2", "rollout.tensor_parallel_size=4")
 
 
-def words_of(model: str, *words: str) -> list[str]:
+def overrides_of(model: str, *overrides: str) -> list[str]:
     common = ("batch.max_prompt_tokens=2048", "batch.max_response_tokens=14336", "policy.dtype=bfloat16")
-    return [f"policy.path={MODELS / model}", "preset=ppo", "parallel.num_ranks=8", *common, *words]
+    return [f"policy.path={MODELS / model}", "preset=ppo", "parallel.num_ranks=8", *common, *overrides]
 
 
-def configured(model: str, *words: str) -> Config:
-    return load_config(None, words_of(model, *words))
+def configured(model: str, *overrides: str) -> Config:
+    return load_config(None, overrides_of(model, *overrides))
 
 
 def layout(**sizes: Any) -> list[str]:
     """tp, pp, ep, ranks, layers; with tensor parallelism also sequence parallelism and whole experts."""
     names = {**SHORT_NAMES, "ranks": "num_ranks", "layers": "pipeline_layers"}
-    words = [f"parallel.{names[name]}={size}" for name, size in sizes.items()]
-    words += ["parallel.sequence_parallel=true"] if sizes.get("tp", 1) > 1 else []
-    return words + (["parallel.expert_tensor_parallel_size=1"] if "ep" in sizes else [])
+    overrides = [f"parallel.{names[name]}={size}" for name, size in sizes.items()]
+    overrides += ["parallel.sequence_parallel=true"] if sizes.get("tp", 1) > 1 else []
+    return overrides + (["parallel.expert_tensor_parallel_size=1"] if "ep" in sizes else [])
 
 
 DENSE = configured("qwen2.5-math-7b", *layout(tp=4))
@@ -85,20 +85,20 @@ def held(config: Config, stage: str, *models: str) -> float:
     ],
 )
 def test_static_bytes_of_a_policy_with_a_critic(model, sizes, at_most, together):
-    """While the policy trains; ``together``: with both models' weights, gradients and optimizer state at once."""
+    """``at_most``: while the policy trains; ``together``: weights, gradients and optimizer state of both models."""
     config = configured(model, *layout(**sizes))
     assert held(config, "update_policy", "policy", "critic") <= at_most
     both = held(config, "update_policy", "policy") + held(config, "update_critic", "critic")
     assert both == pytest.approx(together, rel=0.01)
 
 
-def test_a_table_of_components_leaves_nothing_out():
+def test_every_component_of_a_stage_is_listed():
     config = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), *COLOCATED, "algorithm.kl.place=loss", "policy.moe.routing_replay=R2")
     names = {f"{model.name}: {state}" for model in models_in(config) for state in STATES} | set(COMPONENTS)
     assert {name for stage in stages_of(config).values() for name in stage.parts} <= names
 
 
-def test_models_wait_on_the_device_where_they_may_not_leave_it():
+def test_models_that_never_offload_stay_on_the_device():
     for stage, other in (("update_policy", "critic"), ("update_critic", "policy")):
         assert held(DENSE, stage, other) == 0
         stays = configured("qwen2.5-math-7b", *layout(tp=4), f"{other}.offload=never")
@@ -109,27 +109,27 @@ def test_models_wait_on_the_device_where_they_may_not_leave_it():
         assert stages_of(stays)[stage].total == pytest.approx(without + weights_and_optimizer)
 
 
-def test_host_memory_has_what_waits():
+def test_host_memory_includes_offloaded_models():
     all_away = run_memory(DENSE, models_in(DENSE)).host["models that wait, 8 ranks"]
     in_update = held(DENSE, "update_policy", "policy") + held(DENSE, "update_critic", "critic")
     gradients = sum(stages_of(DENSE)[f"update_{name}"].parts[f"{name}: gradients"] for name in ("policy", "critic"))
     assert all_away == pytest.approx(8 * (in_update - gradients))
 
 
-def test_moments_in_bfloat16_are_a_third_less_of_the_optimizer():
+def test_bfloat16_moments_save_a_third_of_the_optimizer_state():
     small = configured("qwen2.5-math-7b", *layout(tp=4), "policy.optimizer.moments=bfloat16")
     before, after = (stages_of(config)["update_policy"].parts["policy: optimizer"] for config in (DENSE, small))
     assert after == before * 8 / 12
 
 
-def test_a_lonely_model_never_waits():
+def test_single_model_is_never_offloaded():
     alone = configured("qwen2.5-math-7b", *layout(tp=4), "preset=grpo", "algorithm.kl.place=none")
     assert set(stages_of(alone)) == {"old_logprobs", "update_policy", "publish"}
     assert held(alone, "publish", "policy") > held(DENSE, "publish", "policy") - 1
     assert not any(name.startswith("models") for name in run_memory(alone, models_in(alone)).host)
 
 
-def test_a_reference_is_there_for_its_own_pass_alone():
+def test_reference_is_on_the_device_only_for_its_own_pass():
     config = configured("qwen2.5-math-7b", *layout(tp=4), "algorithm.kl.place=loss")
     stages = stages_of(config)
     assert stages["reference_logprobs"].parts["reference: weights"] == stages["update_policy"].parts["policy: weights"]
@@ -138,15 +138,15 @@ def test_a_reference_is_there_for_its_own_pass_alone():
 
 
 def test_optimizer_state_stays_until_another_model_trains():
-    """It does not leave for a pass of the model itself, and does not come back for one."""
+    """A pass of the model itself neither offloads nor reloads its optimizer state."""
     with_critic, alone = DENSE, configured("qwen2.5-math-7b", *layout(tp=4), "preset=grpo", "algorithm.kl.place=loss")
     assert "policy: optimizer" not in stages_of(with_critic)["old_logprobs"].parts
     assert "policy: optimizer" in stages_of(alone)["old_logprobs"].parts
     assert "policy: optimizer" in stages_of(with_critic)["publish"].parts
 
 
-def test_each_stage_is_of_the_rank_that_holds_most():
-    """The first stage has the embedding and most packs; the critic is cut at other ranks."""
+def test_stage_memory_is_that_of_the_fullest_rank():
+    """The first stage has the embedding and most micro-batches; the critic is split at other ranks."""
     config = configured("qwen2.5-math-7b", *layout(pp=4), "critic.parallel.pipeline_parallel_size=2", "critic.offload=never")
     models = models_in(config)
     run = _Run(config, models)
@@ -156,7 +156,7 @@ def test_each_stage_is_of_the_rank_that_holds_most():
         assert min(by_rank) < max(by_rank)
 
 
-def test_colocated_servers_have_the_device_to_themselves():
+def test_models_are_offloaded_while_colocated_servers_generate():
     config = configured("qwen2.5-math-7b", *layout(tp=4), *COLOCATED)
     generate = stages_of(config)["generate"].parts
     assert held(config, "generate", "policy", "critic") == 0
@@ -167,15 +167,15 @@ def test_colocated_servers_have_the_device_to_themselves():
     assert held(stays, "generate", "policy") > 10e9
 
 
-def test_routes_are_kept_where_they_are_replayed():
+def test_routes_take_memory_only_if_they_are_replayed():
     moe = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), "policy.moe.routing_replay=R2")
     of_pack = 48 * 8 * max(16384, moe.batch.max_tokens_per_microbatch)
     assert stages_of(moe)["update_policy"].parts["routes"] == of_pack  # 128 experts: a byte each
-    assert stages_of(moe)["old_logprobs"].parts["routes"] == 2 * of_pack  # it records them
+    assert stages_of(moe)["old_logprobs"].parts["routes"] == 2 * of_pack  # this pass records the routes in int16
     assert not stages_of(DENSE)["update_policy"].parts["routes"]
 
 
-def test_routes_of_servers_lie_on_each_machine_once_and_ranks_hold_those_that_come_from_others():
+def test_server_routes_are_stored_once_per_node_and_cached_if_remote():
     def host_of(num_ranks: int, *more: str) -> dict[str, float]:
         config = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), f"parallel.num_ranks={num_ranks}", *more)
         found = run_memory(config, models_in(config)).host
@@ -189,23 +189,23 @@ def test_routes_of_servers_lie_on_each_machine_once_and_ranks_hold_those_that_co
     assert host_of(8, replay("R3"), workers) == {"driver: routes": all_routes}
     assert host_of(16, replay("R3"), workers)["driver: routes"] == all_routes / 2
     assert host_of(16, replay("R3"), "rollout.num_workers=0")["driver: routes"] == all_routes
-    # Eight ranks of the sixteen, four of which share a quarter of the sequences.
+    # Eight of the sixteen ranks are on the node; four share a quarter of the sequences.
     assert host_of(16, replay("R3"), workers)["routes held, 8 ranks"] == pytest.approx(8 * all_routes / 4)
     assert host_of(16, replay("R2"), workers) == {"routes held, 8 ranks": pytest.approx(8 * all_routes / 4)}
 
 
-def test_a_reference_gets_no_routes():
-    words = (*layout(tp=4, ep=8), "policy.moe.routing_replay=R3", "algorithm.kl.place=loss")
-    stages = stages_of(configured("qwen3-30b-a3b", *words))
+def test_reference_needs_no_routes():
+    overrides = (*layout(tp=4, ep=8), "policy.moe.routing_replay=R3", "algorithm.kl.place=loss")
+    stages = stages_of(configured("qwen3-30b-a3b", *overrides))
     assert stages["reference_logprobs"].parts["routes"] == 0 < stages["old_logprobs"].parts["routes"]
 
 
-def test_packs_of_a_pipeline_are_there_until_their_backward_pass():
-    """As many as its activations are of: the first stage has started one for each stage."""
+def test_pipeline_microbatches_stay_until_their_backward_pass():
+    """The first stage has started one micro-batch per stage, so it has as many batches as activations."""
     one, four = (configured("qwen2.5-math-7b", *layout(pp=size)) for size in (1, 4))
     batch = [stages_of(config)["update_policy"].parts["batch"] for config in (one, four)]
     assert batch[1] == 4 * batch[0]
-    # A pass without one holds a pack, and what it has answered so far.
+    # A forward-only pass keeps one micro-batch on the device, and the outputs so far.
     answers = 4 * 16384 * four.batch.num_prompts_per_step * four.batch.num_samples_per_prompt / 2
     assert stages_of(four)["old_logprobs"].parts["batch"] == pytest.approx(answers, rel=0.01)
 
@@ -219,18 +219,18 @@ def test_copies_in_8_bits_are_counted():
     assert servers[0] - servers[1] == pytest.approx(6.53e9, rel=0.01)
 
 
-def test_more_groups_take_more_buffers():
+def test_more_groups_need_more_nccl_buffers():
     one = configured("qwen2.5-math-7b", "parallel.num_ranks=1")
     assert stages_of(one)["publish"].parts["NCCL"] == GROUP_BYTES
     assert stages_of(DENSE)["publish"].parts["NCCL"] > 3 * GROUP_BYTES
 
 
-def test_a_cache_has_the_tokens_that_the_simulation_gives_it():
+def test_kv_cache_tokens_equal_those_of_the_simulation():
     assert int(decide(DENSE).kv_tokens) == estimated_kv_tokens(DENSE, H100)
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "overrides"),
     [
         ("qwen2.5-math-7b", [*layout(tp=1)]),
         ("qwen2.5-math-7b", [*layout(tp=1), *COLOCATED, "policy.offload=never", "critic.offload=never"]),
@@ -239,14 +239,14 @@ def test_a_cache_has_the_tokens_that_the_simulation_gives_it():
         ("qwen3-235b-a22b", [*layout(tp=4, pp=2, ep=16, ranks=64)]),
     ],
 )
-def test_keys_that_are_recommended_make_it_fit(model, words):
-    config = configured(model, *words)
+def test_recommended_keys_make_the_run_fit(model, overrides):
+    config = configured(model, *overrides)
     found = decide(config)
     assert found.problem and found.changes and found.needed_after <= H100.hbm_bytes
 
     def after(changes) -> Config:
         shown = {key: value.value if isinstance(value, Enum) else value for key, value in changes.items()}
-        return configured(model, *words, *(f"{key}={value}" for key, value in shown.items()))
+        return configured(model, *overrides, *(f"{key}={value}" for key, value in shown.items()))
 
     changed = after(found.changes)
     assert not decide(changed).problem
@@ -259,14 +259,14 @@ def test_keys_that_are_recommended_make_it_fit(model, words):
         assert not _is_possible(fewer, facts_of(fewer)) or decide(fewer).problem, key
 
 
-def test_what_nothing_helps_has_no_recommendation():
+def test_run_that_cannot_fit_has_no_recommendation():
     huge = configured("deepseek-v3", "parallel.num_ranks=1")
     found = decide(huge, H200)
     assert found.problem and not found.changes and found.needed_after == found.needed
 
 
 @pytest.mark.parametrize("share", ["auto", 0, 1.5, "true"])
-def test_a_share_that_is_none_is_refused_by_its_key(share):
+def test_invalid_memory_fraction_is_rejected_by_its_key(share):
     config = configured("qwen2.5-math-7b", f"rollout.server_args={{mem-fraction-static: {share}}}")
     with pytest.raises(ConfigError, match="mem-fraction-static: expected a number"):
         memory_fraction(config)

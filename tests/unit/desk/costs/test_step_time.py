@@ -1,4 +1,4 @@
-"""What a step waits for: megatron_rl/desk/costs/step_time.py."""
+"""Closed forms of a step's seconds: megatron_rl/desk/costs/step_time.py."""
 
 import random
 
@@ -7,13 +7,13 @@ import pytest
 from megatron_rl.desk.costs.step_time import asynchronous_step_seconds, straggler_factor
 
 
-def test_equal_sequences_wait_for_nobody():
+def test_equal_sequences_have_no_stragglers():
     assert straggler_factor([2.0] * 64, num_replicas=4, sequences_per_update=16) == pytest.approx(1.0)
     assert straggler_factor([1.0, 9.0, 3.0], num_replicas=1, sequences_per_update=1) == pytest.approx(1.0)
 
 
-def test_one_long_sequence_stops_all_replicas_of_its_update():
-    """15 of cost 1 and one of 17: two updates of 8 on 4 replicas take 2 and 18 of what evenly shared are 8 seconds."""
+def test_one_long_sequence_delays_all_replicas_of_its_update():
+    """15 of cost 1 and one of 17: two updates of 8 on 4 replicas take 2 and 18 instead of 4 each when balanced."""
     assert straggler_factor([1.0] * 15 + [17.0], num_replicas=4, sequences_per_update=8) == pytest.approx(20 / 8)
 
 

@@ -33,7 +33,7 @@ def config_of(name: str):
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def test_a_dense_model_trains_at_its_share_of_the_peak():
+def test_dense_model_trains_at_its_fraction_of_the_peak():
     config, lengths = config_of("llama3_scaled"), [30, 50, 50]
     seconds = training_seconds(config, ParallelConfig(), H100, TrainingBatchWork(lengths), num_ranks=4)
     flops = 3 * sum(map(flops_cost(config), lengths))
@@ -48,7 +48,7 @@ def test_a_pipeline_idles_while_it_fills():
     assert training_seconds(config, parallel, H100, TrainingBatchWork([64], num_packs=6), num_ranks=4) == pytest.approx(1.25 * one)
 
 
-def test_experts_cost_more_the_more_machines_they_are_on():
+def test_experts_on_more_nodes_cost_more():
     config = config_of("qwen3_moe")
     times = [
         training_seconds(config, parse_layout(f"ep{size}")[0], H100, TrainingBatchWork([64] * 8), num_ranks=32) for size in (1, 8, 16, 32)
@@ -83,23 +83,23 @@ def test_few_sequences_read_few_experts():
     assert steps[1] - steps[0] == pytest.approx(experts / 4)
 
 
-def test_a_cache_holds_what_the_weights_leave():
+def test_kv_cache_gets_the_memory_that_weights_leave_free():
     config = config_of("llama3_scaled")
     assert kv_tokens(config, H100, num_gpus=1, memory_fraction=0.5) * kv_bytes(config, 1) < 40e9
     assert kv_tokens(config, H100, num_gpus=1, memory_fraction=0.0) < 0
-    # More GPUs than key and value heads hold copies of them.
+    # Key and value heads are copied once each GPU has only one.
     assert kv_bytes(config, 8) == kv_bytes(config, 4) == kv_bytes(config, 1) / 4
     assert kv_bytes(config_of("deepseek_v3_yarn"), 8) == 2 * (18 + 6) * 2
 
 
-def test_prefill_is_its_products():
+def test_prefill_takes_the_seconds_of_its_matrix_products():
     config = config_of("llama3_scaled")
     expected = flops_cost(config)(100) / (2 * H100.flops["bfloat16"] * ServerCosts().products)
     assert prefill_seconds(config, H100, num_gpus=2, lengths=[100]) == pytest.approx(expected)
 
 
 def brute_force(step_seconds, lengths, prompt_tokens, max_running):
-    """One decode step after the other; a mean context of the step's beginning."""
+    """Simulates one decode step at a time, with the mean context at the middle of the step."""
     waiting, running, seconds = list(lengths), [], 0.0
     while waiting or running:
         while waiting and len(running) < max_running:
@@ -113,7 +113,7 @@ def brute_force(step_seconds, lengths, prompt_tokens, max_running):
 
 
 @pytest.mark.parametrize("max_running", [1, 3, 7, 100])
-def test_generation_is_its_decode_steps(max_running):
+def test_generation_equals_the_sum_of_its_decode_steps(max_running):
     rng = random.Random(max_running)
     lengths = [min(1 + int(rng.paretovariate(1.1) * 4), 200) for _ in range(40)]
 
@@ -135,7 +135,7 @@ def test_servers_across_machines_pay_for_their_all_reduces():
 
 
 def test_a_stream_does_not_wait_for_the_longest():
-    """Steps of one second: 4 places are always full, so a batch takes its tokens / 4, and to its end 100 seconds."""
+    """Steps of one second: 4 slots are always full, so a batch takes its tokens / 4 seconds; a drained batch takes 100."""
     lengths = [100] + [10] * 30
 
     def step(running: float, context: float) -> float:
@@ -158,7 +158,7 @@ def test_a_publish_grows_with_bytes_and_servers():
     assert seconds(way="point_to_point", gpus=64) == seconds(way="point_to_point")
 
 
-def test_a_publish_waits_for_the_driver_s_requests_only_where_buckets_are_small_for_its_servers():
+def test_requests_slow_a_publish_only_if_buckets_are_small():
     def seconds(bucket_bytes: int, gpus: int) -> float:
         return publish_seconds(
             1e11, H100, way="broadcast", num_stages=1, num_server_gpus=gpus, gpus_per_server=8, bucket_bytes=bucket_bytes

@@ -1,4 +1,4 @@
-"""The table of `doctor` is readable in a narrow terminal, and says how a layout was run."""
+"""`doctor --invariance`: its table fits a narrow terminal."""
 
 import io
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from megatron_rl.desk.doctor.layout_comparison import LayoutResult, findings_table
 
 
-def test_numbers_and_short_names_stay_whole_in_80_columns() -> None:
+def test_figures_and_short_names_do_not_wrap_in_80_columns() -> None:
     rows = [
         LayoutResult("reference", 1, 8.705087, 123.4567, 0.0, "reference"),
         LayoutResult("tp2+sp+pp2+vpp2+ep2+etp1+cp2+layers1/2/3/4", 16, 8.705087, 0.01234567, 1.2e-7, "DIFFERS: loss, weights"),

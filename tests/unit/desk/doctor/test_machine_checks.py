@@ -1,4 +1,4 @@
-"""The lines of ``megatron-rl doctor``: what is OK, what is not, what to do, and how it looks in a terminal."""
+"""Checks of ``megatron-rl doctor``: states, remedies, and layout in a terminal."""
 
 import io
 from pathlib import Path
@@ -39,14 +39,14 @@ LINES = (
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_lines_fit_the_terminal_and_lose_no_word(width: int) -> None:
+def test_results_fit_the_terminal_and_lose_no_word(width: int) -> None:
     output = io.StringIO()
     for line in LINES:
         show(line, Console(file=output, width=width))
     printed = output.getvalue().splitlines()
     assert max(map(len, printed)) <= width
     assert [text.split()[0] for text in printed if not text.startswith(" ")] == [OK, WARN, FAIL]
-    # Cut only between words, and nothing cut off.
+    # Lines wrap only between words, and no word is lost.
     words = " ".join(printed).split()
     for line in LINES:
         for word in f"{line.name} {line.found} {line.remedy}".split():
@@ -57,33 +57,33 @@ def states(lines: Any) -> dict[str, str]:
     return {line.name: line.state for line in lines}
 
 
-def test_libraries_are_held_against_the_pins_and_a_build_tag_is_no_other_version() -> None:
+def test_library_versions_are_compared_with_pins_ignoring_build_tags() -> None:
     installed = {"torch": "2.14.1+cu130", "sglang": "0.5.9", "megatron-core": "", "numpy": "2.3.5"}
     lines = list(library_lines(installed, {"torch": "2.14.1", "sglang": "0.5.23", "megatron-core": "0.16.1"}))
     assert states(lines) == {"torch": OK, "sglang": WARN, "megatron-core": FAIL, "numpy": OK}
-    assert "0.5.9; requirements/ says 0.5.23" in lines[1].found and "0.16.1" in lines[2].remedy
+    assert "0.5.9; requirements/ pins 0.5.23" in lines[1].found and "0.16.1" in lines[2].remedy
 
 
 @pytest.mark.parametrize("flavor", ["cpu", "gpu"])
-def test_the_pins_of_the_checkout_are_found(flavor: str) -> None:
+def test_pinned_versions_reads_the_requirements_of_the_checkout(flavor: str) -> None:
     pins = pinned_versions(flavor)
     assert {"torch", "megatron-core", "sglang", "transformers"} <= pins.keys()
     assert all(version[0].isdigit() for version in pins.values())
 
 
-def test_a_gpu_that_torch_does_not_see_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_line_fails_if_torch_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device_line(has_driver=False).state == SKIPPED
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    blind = device_line(has_driver=True)
-    assert blind.state == FAIL and "CUDA_VISIBLE_DEVICES=''" in blind.found and blind.remedy
+    hidden = device_line(has_driver=True)
+    assert hidden.state == FAIL and "CUDA_VISIBLE_DEVICES=''" in hidden.found and hidden.remedy
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert device_line(has_driver=True).found.startswith("8 (NVIDIA H200, 141 GiB, sm_90)")
 
 
-def test_what_only_gpus_need_is_no_fault_of_a_machine_without_one() -> None:
+def test_gpu_requirements_are_skipped_on_nodes_without_gpus() -> None:
     missing = Requirement("Transformer Engine", "none", "its three packages", "build it", is_needed=False)
     bare = Requirement("Transformer Engine", "transformer_engine 2.20.2", "its three packages", "build it")
     glibc, disk = Requirement("glibc", "2.31", "2.34", "upgrade"), Requirement("free disk", "1 MiB", "2048 MiB", "free some space")
@@ -99,14 +99,14 @@ def test_what_only_gpus_need_is_no_fault_of_a_machine_without_one() -> None:
     [
         ({}, {}, OK, "fused (cuDNN 9.24)"),
         ({"flash_attn": "2.8.3"}, {}, OK, "flash-attn 2.8.3"),
-        ({"cudnn": 90500}, {}, WARN, "unfused alone"),
-        ({}, {"NVTE_FUSED_ATTN": "0"}, WARN, "unfused alone"),
+        ({"cudnn": 90500}, {}, WARN, "only the unfused kernel"),
+        ({}, {"NVTE_FUSED_ATTN": "0"}, WARN, "only the unfused kernel"),
         ({"flash_attn_3": "3.0"}, {"NVTE_FUSED_ATTN": "0"}, OK, "flash-attn 3.0"),
-        ({"flash_attn": "2.8.3"}, {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}, WARN, "unfused alone"),
+        ({"flash_attn": "2.8.3"}, {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}, WARN, "only the unfused kernel"),
         ({"error": "ImportError: undefined symbol"}, {}, FAIL, "undefined symbol"),
     ],
 )
-def test_attention_kernels(facts: dict[str, Any], environ: dict[str, str], state: str, words: str) -> None:
+def test_attention_line_lists_the_usable_kernels(facts: dict[str, Any], environ: dict[str, str], state: str, words: str) -> None:
     line = attention_line({**ENGINE, **facts}, environ)
     assert line.state == state and words in line.found and bool(line.remedy) is (state != OK)
 
@@ -123,20 +123,20 @@ def test_attention_kernels(facts: dict[str, Any], environ: dict[str, str], state
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {"NCCL variables": OK, "allocator": WARN}),
     ],
 )
-def test_variables(environ: dict[str, str], expected: dict[str, str]) -> None:
+def test_variable_lines_check_nccl_interfaces_and_allocator(environ: dict[str, str], expected: dict[str, str]) -> None:
     lines = list(variable_lines(environ, {"lo", "eth0"}))
     assert states(lines) == expected
     assert all(f"{name}={value}" in lines[0].found for name, value in environ.items() if name.startswith(("NCCL", "GLOO")))
 
 
-def test_this_environment_has_a_line_for_everything_and_none_of_them_fails() -> None:
+def test_environment_lines_cover_all_checks_and_none_fails_here() -> None:
     found = states(environment_lines())
     assert FAIL not in found.values(), found
-    assert {"torch", "sglang", "GPUs that torch sees", "NVIDIA driver", "glibc", "C++ compiler", "free disk"} <= found.keys()
+    assert {"torch", "sglang", "GPUs visible to torch", "NVIDIA driver", "glibc", "C++ compiler", "free disk"} <= found.keys()
     assert {"Transformer Engine", "package apex", "NCCL variables"} <= found.keys()
 
 
-def test_a_recipe_whose_servers_and_ranks_have_too_few_gpus_is_refused(
+def test_doctor_rejects_a_recipe_with_too_few_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load(tmp_path, DENSE)
@@ -150,12 +150,12 @@ def test_a_recipe_whose_servers_and_ranks_have_too_few_gpus_is_refused(
     [
         (["--invariance"], "needs --model FOLDER and --layouts"),
         (["--invariance", "--model=m", "--layouts=tp2", "--config=a.yaml"], "no recipe"),
-        (["--model=m", "--config=a.yaml"], "in the place of a recipe"),
-        (["policy.path=m"], "belongs to a recipe"),
+        (["--model=m", "--config=a.yaml"], "replaces a recipe"),
+        (["policy.path=m"], "overrides a recipe"),
         (["--model=/no/such/folder"], "has no config.json"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_doctor_rejects_bad_arguments_before_anything_starts(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *words]) == 2

@@ -1,4 +1,4 @@
-"""What ranks and engines say to ``megatron-rl doctor``, judged without starting any; and what layouts may differ by."""
+"""Results of ``megatron-rl doctor`` for ranks and servers, judged without starting any; tolerances of layouts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,22 +18,22 @@ def rank(host: str = "a", device: str = "GPU 0", nccl: str = "0", torch: str = "
     return {"host": host, "device": device, "nccl": {"NCCL_CUMEM_ENABLE": nccl}, "versions": {"torch": torch}}
 
 
-def test_equal_ranks_on_devices_of_their_own_have_nothing_to_say() -> None:
+def test_difference_lines_are_empty_for_equal_ranks_on_separate_devices() -> None:
     assert difference_lines([rank(), rank(device="GPU 1"), rank(host="b")]) == []
     assert difference_lines([rank(device="CPU"), rank(device="CPU")]) == []
 
 
 @pytest.mark.parametrize(
-    ("everybody", "words"),
+    ("ranks", "words"),
     [
-        ([rank(), rank()], "2 ranks have GPU 0 of a"),
-        ([rank(), rank(host="b", device="CPU")], "ranks 1 see no GPU"),
+        ([rank(), rank()], "2 ranks use GPU 0 of a"),
+        ([rank(), rank(host="b", device="CPU")], "ranks 1 have no GPU"),
         ([rank(), rank(host="b", nccl="1")], "1 (rank 1, b), 0 (rank 0, a)"),
         ([rank(), rank(host="b"), rank(host="c", torch="2.13.0")], "2.13.0 (rank 2, c)"),
     ],
 )
-def test_what_ranks_must_not_share_or_not_differ_in(everybody: list[dict[str, Any]], words: str) -> None:
-    (line,) = difference_lines(everybody)
+def test_difference_lines_report_shared_devices_and_other_versions(ranks: list[dict[str, Any]], words: str) -> None:
+    (line,) = difference_lines(ranks)
     assert line.state == FAIL and words in line.found and line.remedy
 
 
@@ -42,7 +42,7 @@ def report(**fields: Any) -> ChecksumReport:
     return ChecksumReport(**{**defaults, **fields})
 
 
-def test_checksums() -> None:
+def test_checksum_line_reports_differing_parameters() -> None:
     equal = checksum_line(report())
     assert equal.state == OK and equal.found == "40 parameters compared with the trainer's: equal."
     wrong = checksum_line(report(differing={"u": tuple(f"layer.{i}" for i in range(9))}))
@@ -51,7 +51,7 @@ def test_checksums() -> None:
     assert "between servers" in checksum_line(report(reference="servers")).found
 
 
-def test_prompts_of_the_check_have_ordinary_tokens_alone() -> None:
+def test_random_prompts_have_only_ordinary_tokens() -> None:
     tokenizer: Any = SimpleNamespace(special_ids={0, 1}, vocab_size=20, vision=SimpleNamespace(banned_token_ids=(7, 8)))
     prompts = random_prompts(Config(), tokenizer)
     tokens = {token for prompt in prompts for token in prompt.token_ids}
@@ -59,7 +59,7 @@ def test_prompts_of_the_check_have_ordinary_tokens_alone() -> None:
     assert prompts == random_prompts(Config(), tokenizer)
 
 
-def test_a_cpu_in_float32_keeps_its_tight_bound_and_rounding_gets_room() -> None:
+def test_tolerances_grow_with_the_rounding_of_the_dtype() -> None:
     def bounds(dtype: str, **where: bool) -> Tolerances:
         return tolerances_for(dtype, **{"on_gpu": True, "has_engine": True, "has_experts": False, **where})
 
@@ -75,7 +75,7 @@ def test_a_cpu_in_float32_keeps_its_tight_bound_and_rounding_gets_room() -> None
 
 BASE = {"loss": 5.0, "grad_norm": 2.0, "difference": 0.0}
 NOISE = {"loss": 5.0 * (1 + 2e-4), "grad_norm": 2.0 * (1 - 2.6e-3), "difference": 0.023}
-"""The most that was measured between layouts of a dense model in bfloat16."""
+"""Largest differences measured between layouts of a dense model in bfloat16."""
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ NOISE = {"loss": 5.0 * (1 + 2e-4), "grad_norm": 2.0 * (1 - 2.6e-3), "difference"
         ({**NOISE, "difference": float("nan")}, ["weights"]),
     ],
 )
-def test_bfloat16_lets_noise_pass_and_faults_not(row: dict[str, float], expected: list[str]) -> None:
+def test_bfloat16_tolerances_pass_noise_and_reject_faults(row: dict[str, float], expected: list[str]) -> None:
     half = tolerances_for("bfloat16", on_gpu=True, has_engine=True, has_experts=False)
     assert differing(row, BASE, half) == expected
     assert differing(NOISE, BASE, tolerances_for("float32", on_gpu=False, has_engine=False, has_experts=False))
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-def test_layouts_are_compared_in_the_dtype_that_was_asked_for(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 with a longer step, so that the update is more than a weight's last bit."""
+def test_layouts_are_compared_in_the_requested_dtype(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 uses a higher learning rate, so that the update exceeds a weight's last bit."""
     built: dict[str, Any] = {}
 
     class Stop(Exception):

@@ -1,4 +1,4 @@
-"""Who waits for whom, decided from what processes were seen to do."""
+"""Findings about which process waits for which, from snapshots of processes."""
 
 from megatron_rl.desk.doctor.wait_graph import RunSnapshot, ServerSnapshot, rank_lines, verdict
 from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot
@@ -27,10 +27,10 @@ def working(frames, since_s=60.0, **options):
 
 
 def texts(run):
-    return [found.text for found in verdict(run)]
+    return [finding.text for finding in verdict(run)]
 
 
-def test_ranks_that_do_the_same_share_a_line_and_the_missing_one_is_named():
+def test_equal_ranks_share_a_line_and_the_missing_rank_is_reported():
     ranks = {rank: working(REDUCE) for rank in (0, 1, 2, 5)} | {3: working(ELSEWHERE, pid=33, cpu=0.98), 4: working(REDUCE)}
     run = RunSnapshot(ranks, now_s=101.0)
     assert rank_lines(run) == [
@@ -42,7 +42,7 @@ def test_ranks_that_do_the_same_share_a_line_and_the_missing_one_is_named():
     assert found.startswith("ranks 0-2 and 4-5 wait for rank 3 (process 33 on node1), which is in sort, called by my_loss (/home/me")
 
 
-def test_a_collective_without_a_name_is_that_of_its_caller_and_what_has_just_begun_is_no_hang():
+def test_unnamed_collective_has_its_caller_and_a_recent_wait_is_no_hang():
     nameless = (
         Frame("/x/torch/distributed/distributed_c10d.py", 90, "_coalescing_manager"),
         Frame("/lib/python3.11/contextlib.py", 9, "__exit__"),
@@ -53,7 +53,7 @@ def test_a_collective_without_a_name_is_that_of_its_caller_and_what_has_just_beg
     (found,) = verdict(run)
     assert found.text.startswith("rank 0 waits for rank 1") and found.hangs
     (calm,) = verdict(RunSnapshot(run.ranks, now_s=62.0))
-    assert calm.text.startswith("nothing stands still: what is waited for has just begun. rank 0") and not calm.hangs
+    assert calm.text.startswith("nothing hangs: the work that others wait for has just started. rank 0") and not calm.hangs
 
 
 def test_followers_without_a_command_wait_for_the_driver():
@@ -62,37 +62,37 @@ def test_followers_without_a_command_wait_for_the_driver():
     assert texts(run)[0].startswith("rank 1 waits for rank 0 (process 1 on node1), which is in sort")
 
 
-def test_ranks_in_different_collectives_took_different_ways():
+def test_ranks_in_different_collectives_are_reported_as_diverged():
     (found,) = texts(RunSnapshot({0: working(REDUCE), 1: working(GATHER)}))
-    assert "all ranks are in a collective (all_gather, all_reduce): in different ones" in found
+    assert "all ranks are in a collective (all_gather, all_reduce): they are in different ones" in found
     (found,) = texts(RunSnapshot({0: working(REDUCE), 1: working(REDUCE)}))
-    assert "a message is lost" in found
+    assert "a message was lost" in found
 
 
-def test_a_dead_and_a_stopped_process_come_first():
+def test_gone_and_stopped_processes_are_reported_first():
     run = RunSnapshot({0: working(REDUCE), 1: seen(state="gone", pid=7), 2: working(ELSEWHERE, state="stopped", pid=8)})
     found = texts(run)
     assert len(found) == 2
     assert found[0].startswith("rank 1 is gone (process 7 on node1)") and found[1].endswith("kill -CONT 8")
 
 
-def test_a_driver_that_waits_for_stages_waits_for_a_slow_grader_or_a_server():
+def test_waiting_driver_blames_a_slow_reward_worker_or_busy_server():
     driver = seen(RUNNER, **{"score of step 3": ("rollout", 10.0)})
     grader = seen(ELSEWHERE, pid=5, scores=("a response of 9 characters", 20.0))
     follower = seen(COMMAND, waits=("the driver's next command", 1.0))
     run = RunSnapshot({0: driver, 1: follower}, graders=[grader], programs={5: [seen(pid=6)]}, now_s=61.0)
     assert "the driver runs the stage score of step 3 since 51 s" in rank_lines(run)
     (found,) = texts(run)
-    assert "that for a grader:" in found and "scores a response of 9 characters since 41 s" in found and "process 6" in found
+    assert "which waits for a reward worker:" in found and "scores a response of 9 characters since 41 s" in found and "process 6" in found
     quick = RunSnapshot({0: driver}, [ServerSnapshot("http://a", load="2 requests running, 0 waiting")], [grader], now_s=22.0)
     assert texts(quick) == [
-        "the driver waits for score of step 3; its servers answer and work: http://a (2 requests running, 0 waiting)"
+        "the driver waits for score of step 3; its servers reply and are busy: http://a (2 requests running, 0 waiting)"
     ]
-    dead = RunSnapshot({0: driver}, [ServerSnapshot("http://a", problem="no answer")])
-    assert texts(dead)[0].startswith("server http://a hangs: no answer")
+    dead = RunSnapshot({0: driver}, [ServerSnapshot("http://a", problem="no reply")])
+    assert texts(dead)[0].startswith("server http://a hangs: no reply")
 
 
-def test_nothing_found_and_a_silent_machine_are_said():
+def test_verdict_reports_no_hang_and_silent_nodes():
     (calm,) = verdict(RunSnapshot({0: seen(RUNNER)}))
-    assert calm.text.startswith("nothing stands still") and not calm.hangs
-    assert "node2 did not answer" in texts(RunSnapshot({0: seen(RUNNER)}, silent_hosts=["node2"]))[0]
+    assert calm.text.startswith("nothing hangs") and not calm.hangs
+    assert "node2 did not reply" in texts(RunSnapshot({0: seen(RUNNER)}, silent_hosts=["node2"]))[0]

@@ -1,4 +1,4 @@
-"""A run's folder with stored responses that nobody sampled: words as tokens, numbers from a seed."""
+"""Synthetic stored responses in a run's folder: words as tokens, values from a seed."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ _WORDS = [
 
 
 def columns_of(step, num_responses=12, *, max_tokens=120, seed=0, group_size=4, dialogue=False):
-    """What ``write_samples`` wants; some responses are not finished, not scored, not trained."""
+    """Columns for ``write_samples``; some responses are not finished, not scored or not trained."""
     rng = np.random.default_rng(1000 * seed + step)
     rows = []
     for i in range(num_responses):
@@ -74,7 +74,7 @@ def columns_of(step, num_responses=12, *, max_tokens=120, seed=0, group_size=4, 
 
 
 def write_run(folder, steps=range(1, 7), **how):
-    """Returns the columns that were written, by step."""
+    """Write samples. Returns the written columns by step."""
     written = {step: columns_of(step, **how) for step in steps}
     for step, columns in written.items():
         write_samples(folder, step, columns)

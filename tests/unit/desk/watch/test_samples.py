@@ -1,4 +1,4 @@
-"""Stored responses: what is written is read, filters mean what Python means, and what is shown is what is stored."""
+"""Stored responses: reading returns the written rows, filters agree with Python, and displays match the stored values."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def rows_of(written):
 
 
 def kept_by(text, row):
-    """As Python sees it; a comparison with None is not true, whatever is around it."""
+    """Evaluate the filter in Python; a comparison with None is not true, in any context."""
     names = {**row["reward_metrics"], **row}
     if "depth" in text and "depth" not in names:
         return False
@@ -62,7 +62,7 @@ def kept_by(text, row):
         return False if " or " not in text else bool(not row["finished"]) or False
 
 
-def test_what_is_written_is_read(run):
+def test_read_samples_returns_the_written_rows(run):
     folder, written = run
     assert list(sample_files(folder)) == [1, 2, 3, 4]
     for step, columns in written.items():
@@ -80,7 +80,7 @@ def test_what_is_written_is_read(run):
 
 
 @pytest.mark.parametrize("text", FILTERS)
-def test_a_filter_keeps_what_python_would_keep(run, text):
+def test_filter_keeps_the_rows_that_python_would_keep(run, text):
     folder, written = run
     found = find_rows(sample_files(folder), steps=[1, 2, 3, 4], where=text, limit=1000)
     wanted = {(row["step"], row["id"]) for row in rows_of(written) if kept_by(text, row)}
@@ -89,7 +89,7 @@ def test_a_filter_keeps_what_python_would_keep(run, text):
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="the page's script needs node to be run here")
-def test_the_pages_filter_means_the_same_as_the_terminals(run):
+def test_filter_of_the_page_agrees_with_the_terminal(run):
     folder, _ = run
     page = samples_html(folder)
     script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[0]
@@ -115,37 +115,37 @@ def test_the_pages_filter_means_the_same_as_the_terminals(run):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("reward = 0.5", "equality is =="),
-        ("rewards < 0.5", "there is no column 'rewards'; columns are advantage, "),
+        ("rewards < 0.5", "column 'rewards' does not exist; columns are advantage, "),
         ("reward < 'low'", "'reward' is a number and .* is a text"),
         ("finished > 1", "'finished' is true or false and '1' is a number"),
-        ("finished < finished", "has no order"),
+        ("finished < finished", "cannot be ordered"),
         ("length", "'length' is a number, not true or false"),
-        ("__import__('os').system('true')", "is no condition"),
+        ("__import__('os').system('true')", "is not a condition"),
         ("length.__class__ == 1", "expected a column, a number or a text"),
         ("(lambda: 1)() == 1", "expected a column"),
-        ("reward is 1", "only None is asked for"),
-        ("reward in response", "`in` asks for"),
-        ("type in (1, 2)", "the list has to hold such values"),
+        ("reward is 1", "compares only with None"),
+        ("reward in response", "`in` needs"),
+        ("type in (1, 2)", "the list must contain such values"),
         ("", "invalid syntax"),
         ("(" * 500, "nested|too many|never closed"),
         ("1 < " * 800 + "2", "characters, at most"),
         ("not " * 450 + "finished", ""),
     ],
 )
-def test_what_is_no_filter_is_refused_and_runs_nothing(run, text, said):
+def test_row_mask_rejects_invalid_filters_and_runs_no_code(run, text, message):
     table = read_samples(sample_files(run[0]).values())
     try:
         mask = row_mask(text, table, ROW_COLUMNS)
     except UserError as error:
-        assert re.search(said, str(error)) and "Filters look like" in str(error)
+        assert re.search(message, str(error)) and "Filters look like" in str(error)
     else:
         assert text.startswith("not not") and mask.type == pyarrow.bool_()
 
 
-def test_rows_are_sorted_with_missing_ones_last_and_cut(run):
+def test_find_rows_sorts_missing_values_last_and_limits(run):
     folder, written = run
     files = sample_files(folder)
     rewards = [row["reward"] for row in find_rows(files, steps=[1, 2, 3, 4], sort="reward:desc", limit=1000).rows]
@@ -160,7 +160,7 @@ def test_rows_are_sorted_with_missing_ones_last_and_cut(run):
         find_rows(files, steps=[1], sort="rewards")
 
 
-def test_tokens_are_coloured_by_what_trained_them():
+def test_tokens_are_colored_by_advantage_mismatch_and_version():
     columns = columns_of(9, 1)
     row = {name: values[0] for name, values in columns.items()}
     segment_names = ("num_tokens", "step", "weight_version", "turn", "role", "finish_reason")
@@ -174,7 +174,7 @@ def test_tokens_are_coloured_by_what_trained_them():
     assert len(token_colors(row, "version").of_tokens) == sum(s["num_tokens"] for s in row["segments"])
 
 
-def test_the_terminal_shows_a_table_one_response_and_rows_for_programs(run, capsys, monkeypatch):
+def test_samples_command_prints_table_single_response_and_jsonl(run, capsys, monkeypatch):
     folder, written = run
     assert main(["samples", str(folder), "--where", "reward < 0.5", "--limit", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -195,7 +195,7 @@ def test_the_terminal_shows_a_table_one_response_and_rows_for_programs(run, caps
     assert len(rows) == 24 and {row["step"] for row in rows} == {2, 3} and len(rows[0]["mask"]) == rows[0]["length"]
 
 
-def test_colours_reach_a_terminal_and_control_characters_do_not(tmp_path, capsys, monkeypatch):
+def test_colors_reach_a_terminal_but_control_characters_do_not(tmp_path, capsys, monkeypatch):
     columns = columns_of(1, 1)
     text = "\x1b[31mred\x07 [bold]not markup[/bold]\x9b0m\n" + "x" * columns["length"][0]
     columns["response"], columns["question"] = [text], ["\x1b]0;title\x07?"]
@@ -214,7 +214,7 @@ def test_colours_reach_a_terminal_and_control_characters_do_not(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--step", "9"], "--step 9: stored are step 1, 2, 3, 4"),
         (["--step", "a"], "expected a step like 5"),
@@ -223,23 +223,23 @@ def test_colours_reach_a_terminal_and_control_characters_do_not(tmp_path, capsys
         (["--where", "reward = 1"], "equality is =="),
     ],
 )
-def test_a_users_mistake_is_told_without_a_traceback(run, capsys, arguments, said):
+def test_samples_command_rejects_bad_arguments_without_a_traceback(run, capsys, arguments, message):
     assert main(["samples", str(run[0]), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_folder_without_stored_responses_says_what_to_do(tmp_path, capsys):
+def test_folder_without_stored_responses_names_the_config_key(tmp_path, capsys):
     assert main(["samples", str(tmp_path)]) == 2
     assert "tracking.samples_per_step" in capsys.readouterr().err
     assert "tracking.samples_per_step" in samples_html(tmp_path)
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_000001.parquet").write_text("torn")
     assert main(["samples", str(tmp_path)]) == 2
-    assert "not a whole file of samples" in capsys.readouterr().err
-    assert "not a whole file of samples" in samples_html(tmp_path)
+    assert "not a complete file of samples" in capsys.readouterr().err
+    assert "not a complete file of samples" in samples_html(tmp_path)
 
 
-def test_the_page_holds_a_bounded_part_whatever_it_spells_and_asks_no_network(tmp_path):
+def test_sample_page_is_bounded_escaped_and_offline(tmp_path):
     write_run(tmp_path, range(1, 31), num_responses=20, max_tokens=60)
     evil = columns_of(31, 2, max_tokens=4000)
     evil["response"][0] = "</script><script>alert(1)</script>" + evil["response"][0][34:]

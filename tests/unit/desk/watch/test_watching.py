@@ -1,4 +1,4 @@
-"""A run is seen from its files alone: going, finished, failed, stopped or killed, on a screen of any width."""
+"""A run's view comes from its files only: running, finished, failed, stopped or killed, at any terminal width."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def drawn(folder, width=100):
     return out.getvalue()
 
 
-def test_a_status_says_what_runs_and_how_it_ended(tmp_path):
+def test_status_reports_running_stages_and_the_outcome(tmp_path):
     stages = [("generate", 3.0)]
     status = StatusFile(tmp_path, lambda: {"step": 7, "stages": stages, "warnings": ["w"], "num_warnings": 1})
     status.training()
@@ -56,13 +56,13 @@ def test_a_status_says_what_runs_and_how_it_ended(tmp_path):
     assert os.listdir(tmp_path) == ["status.json"]
 
 
-def test_a_status_that_cannot_be_written_disturbs_nobody(tmp_path):
+def test_status_that_cannot_be_written_raises_nothing(tmp_path):
     status = StatusFile(tmp_path / "gone", dict)
     status.end("finished")
     assert read_status(tmp_path / "gone").state == "unknown"
 
 
-def test_silence_is_death_and_on_the_same_machine_a_missing_process_is_too(tmp_path):
+def test_silent_run_or_missing_local_process_counts_as_dead(tmp_path):
     write_status(tmp_path, silent_s=SILENT_S + 1)
     assert read_status(tmp_path).state == "dead"
     write_status(tmp_path, silent_s=SILENT_S / 2)
@@ -78,7 +78,7 @@ def test_silence_is_death_and_on_the_same_machine_a_missing_process_is_too(tmp_p
         assert read_status(tmp_path).state == "unknown"
 
 
-def test_a_tail_reads_what_is_new_and_a_replaced_file_whole(tmp_path):
+def test_metrics_tail_reads_new_rows_and_rereads_a_replaced_file(tmp_path):
     file = tmp_path / "metrics.jsonl"
     tail = MetricsTail(file)
     assert not tail.look() and tail.rows == []
@@ -93,13 +93,13 @@ def test_a_tail_reads_what_is_new_and_a_replaced_file_whole(tmp_path):
         torn.write(b'ics": {"a": 2.0}}\n')
     assert tail.look() and [row.metrics["a"] for row in tail.rows] == [1.0, 2.0]
     writer.close()
-    with MetricsWriter(file, resume_step=2) as again:  # drops step 2: another file takes the name
+    with MetricsWriter(file, resume_step=2) as again:  # drops step 2: a new file replaces the old one
         again.log(2, {"a": 5.0})
     assert tail.look() and [row.metrics["a"] for row in tail.rows] == [1.0, 5.0]
 
 
 @pytest.mark.parametrize("width", [20, 50, 80, 120, 200])
-def test_every_screen_fits_its_width_and_says_where_the_run_is(tmp_path, width):
+def test_screen_fits_every_width_and_shows_the_progress(tmp_path, width):
     write_status(write_run(tmp_path), stages=[["generate", 3.0]], warnings=["10:00:00 grader slow"], num_warnings=1)
     text = drawn(tmp_path, width)
     assert max(map(len, text.splitlines())) <= width
@@ -111,7 +111,7 @@ def test_every_screen_fits_its_width_and_says_where_the_run_is(tmp_path, width):
     assert "nan" not in text
 
 
-def test_a_run_from_before_status_files_is_judged_by_its_summary_and_its_silence(tmp_path):
+def test_run_without_status_file_is_judged_by_summary_and_silence(tmp_path):
     write_run(tmp_path)
     assert "no status.json" in drawn(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"num_steps": 12, "wall_s": 24.0}))
@@ -120,7 +120,7 @@ def test_a_run_from_before_status_files_is_judged_by_its_summary_and_its_silence
     assert RunFolder(tmp_path).poll().status.state == "finished" and "to go" not in drawn(tmp_path)
 
 
-def test_a_failed_run_shows_why_and_the_end_of_its_newest_log(tmp_path):
+def test_failed_run_shows_its_reason_and_the_end_of_the_newest_log(tmp_path):
     write_status(write_run(tmp_path), "failed", reason="RuntimeError: out of [bold]memory[/bold]")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "sglang-0.log").write_text("a\nb\n\nlast [red] words\n")
@@ -128,8 +128,8 @@ def test_a_failed_run_shows_why_and_the_end_of_its_newest_log(tmp_path):
     assert "out of [bold]memory[/bold]" in text and "logs/sglang-0.log" in text and "last [red] words" in text
 
 
-def test_an_empty_folder_is_told_and_a_low_window_says_what_it_hides(tmp_path):
-    assert "No step is done yet" in drawn(tmp_path)
+def test_screen_handles_empty_folders_and_low_terminals(tmp_path):
+    assert "No step has finished yet" in drawn(tmp_path)
     write_status(write_run(tmp_path))
     out = io.StringIO()
     console = Console(file=out, width=80, height=10, force_terminal=True)
@@ -138,7 +138,7 @@ def test_an_empty_folder_is_told_and_a_low_window_says_what_it_hides(tmp_path):
     assert len(lines) == 10 and "more lines" in lines[-1]
 
 
-def test_a_clock_that_is_ahead_is_noticed_once_the_run_has_written_again(tmp_path):
+def test_clock_difference_is_detected_at_the_second_status(tmp_path):
     folder = RunFolder(write_run(tmp_path))
     write_status(tmp_path, silent_s=500.0)
     assert folder.poll().status.state == "dead"
@@ -146,7 +146,7 @@ def test_a_clock_that_is_ahead_is_noticed_once_the_run_has_written_again(tmp_pat
     assert folder.poll().status.state == "running"
 
 
-def test_a_status_that_cannot_be_read_for_a_moment_changes_nothing(tmp_path):
+def test_status_that_is_briefly_unreadable_changes_nothing(tmp_path):
     folder = RunFolder(write_run(tmp_path))
     write_status(tmp_path)
     assert folder.poll().status.state == "running"
@@ -154,7 +154,7 @@ def test_a_status_that_cannot_be_read_for_a_moment_changes_nothing(tmp_path):
     assert folder.poll().status.state == "running"
 
 
-def test_a_run_that_grew_reads_as_if_it_were_read_whole(tmp_path):
+def test_incremental_reads_equal_a_full_read(tmp_path):
     folder = RunFolder(write_run(tmp_path, num_rows=3))
     folder.poll()
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
@@ -162,7 +162,7 @@ def test_a_run_that_grew_reads_as_if_it_were_read_whole(tmp_path):
         folder.poll()
         writer.log(5, {"reward/mean": 0.25})
         folder.poll()
-        writer.log(5, {"late": 3.0})  # of a step that is there
+        writer.log(5, {"late": 3.0})  # a second line of the same step
         grown = folder.poll().run
     whole = RunFolder(tmp_path).poll().run
     assert grown.steps.tolist() == whole.steps.tolist() == [1, 2, 3, 4, 5]

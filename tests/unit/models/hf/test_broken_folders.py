@@ -1,4 +1,4 @@
-"""A broken model folder is loaded, or refused in words that name the file and the field, by whoever reads it."""
+"""Every reader loads a broken model folder or rejects it with the file and the field."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def write(folder: Path, text: str | bytes) -> Path:
 
 
 def read_by_all(folder: Path) -> None:
-    """As convert, doctor and Engine read it, and as the check of a recipe does."""
+    """Read the folder as convert, doctor and Engine do, and as the check of a recipe does."""
     config = Config()
     config.policy.path = str(folder)
     list(folder_problems(config, "train"))
@@ -76,7 +76,7 @@ def refusal(folder: Path, **fields: Any) -> str:
         ("rope_scaling", ["linear", [1], {"type": 5}, {"rope_type": "linear", "factor": -2}]),
     ],
 )
-def test_a_field_that_cannot_be_right_is_refused_by_its_name(field: str, values: list[Any], tmp_path: Path) -> None:
+def test_impossible_config_fields_are_rejected_by_name(field: str, values: list[Any], tmp_path: Path) -> None:
     for value in values:
         assert field in refusal(tmp_path / "model", **{field: value}), value
 
@@ -85,14 +85,14 @@ def test_a_field_that_cannot_be_right_is_refused_by_its_name(field: str, values:
     ("text", "words"),
     [
         ("[" * 100_000, "not a JSON object"),
-        ('{"model_type": "qwen2", "model_type": "llama"}', "'model_type' stands in it twice"),
+        ('{"model_type": "qwen2", "model_type": "llama"}', "'model_type' occurs twice"),
         (b"\xff\xfe{}", "not a JSON object"),
         ('{"model_type": "qwen2", "hidden_size": ' + "1" * 5000 + "}", "not a JSON object"),
         ("", "not a JSON object"),
         ("null", "not a JSON object, but a NoneType"),
     ],
 )
-def test_a_file_that_is_no_single_object_is_refused(text: str | bytes, words: str, tmp_path: Path) -> None:
+def test_config_files_must_be_one_json_object(text: str | bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="config.json is") as error:
         read_by_all(write(tmp_path / "model", text))
     assert words in str(error.value)
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_single_object_is_refused(text: str | bytes, words: st
 
 @mutations(250)
 @given(data=st.data())
-def test_broken_configs_are_loaded_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_broken_configs_load_or_raise_a_model_error(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = data.draw(mutated(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))], at_most=2))
     folder = write(Path(tmp_path_factory.getbasetemp()) / "broken_config", json.dumps(config))
     with taken_or_refused("config.json"):
@@ -109,7 +109,7 @@ def test_broken_configs_are_loaded_or_refused(data: st.DataObject, tmp_path_fact
 
 @mutations(100)
 @given(data=st.data())
-def test_damaged_configs_are_loaded_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_damaged_config_bytes_load_or_raise_a_model_error(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = json.dumps(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))]).encode()
     folder = write(Path(tmp_path_factory.getbasetemp()) / "damaged_config", data.draw(mutated_bytes(text)))
     with taken_or_refused("config.json"):
@@ -136,7 +136,7 @@ def add(folder: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_of_the_tied_embedding_is_taken_and_another_head_refused(
+def test_tied_head_may_be_a_copy_but_not_another_head(
     tied: Path, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     config = load_hf_config(tied)
@@ -154,11 +154,11 @@ def test_a_copy_of_the_tied_embedding_is_taken_and_another_head_refused(
     with pytest.raises(WeightsError, match="lm_head.weight differs"):
         convert(tied, tmp_path / "out", to="megatron", max_shard_bytes=10**9)
     assert not (tmp_path / "out").exists()
-    # A critic has no such head, so that nothing of it is lost.
+    # Accepted for a critic, which has no such head, so that no weights are lost.
     checked_source(config, tied, "critic")
 
 
-def test_what_is_left_unread_is_named_and_what_has_no_place_refused(tied: Path) -> None:
+def test_unread_tensors_are_reported_and_unknown_ones_rejected(tied: Path) -> None:
     config = load_hf_config(tied)
     add(tied, "score.weight", torch.ones(1, config.hidden_size))
     add(tied, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(3))
@@ -166,11 +166,11 @@ def test_what_is_left_unread_is_named_and_what_has_no_place_refused(tied: Path) 
         checked_source(config, tied, role)
         assert words in unread_tensors_note(config, tied, role)
     add(tied, "model.layers.0.self_attn.q_norm.weight", torch.ones(6))
-    with pytest.raises(WeightsError, match=r"no place for: model.layers.0.self_attn.q_norm.weight"):
+    with pytest.raises(WeightsError, match=r"does not have: model.layers.0.self_attn.q_norm.weight"):
         checked_source(config, tied, "policy")
 
 
-def test_tensors_without_elements_say_nothing(tied: Path) -> None:
+def test_empty_tensors_are_ignored(tied: Path) -> None:
     add(tied, "model.layers.0.mlp.shared_experts.gate_proj.weight", torch.ones(0, 84))
     checked_source(load_hf_config(tied), tied, "policy")
 
@@ -191,7 +191,7 @@ def read_weights(folder: Path) -> None:
 
 @mutations(150)
 @given(data=st.data())
-def test_lying_headers_are_read_or_refused(
+def test_inconsistent_headers_are_read_or_rejected(
     data: st.DataObject, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = Path(tmp_path_factory.getbasetemp()) / "lying"
@@ -208,7 +208,7 @@ def test_lying_headers_are_read_or_refused(
 
 @mutations(100)
 @given(data=st.data())
-def test_broken_indices_are_read_or_refused(
+def test_broken_indices_are_read_or_rejected(
     data: st.DataObject, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = Path(tmp_path_factory.getbasetemp()) / "index"
@@ -225,7 +225,7 @@ def test_broken_indices_are_read_or_refused(
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", "../x.safetensors", "/etc/passwd", "a/..", "x\0y"])
-def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
+def test_index_may_list_only_files_of_its_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(WeightsError, match="is not the name of a file in its folder"):
         CheckpointSource(tmp_path)

@@ -1,4 +1,4 @@
-"""Folders of safetensors that contradict themselves: refused by name, whichever reader meets them."""
+"""Contradictory folders of safetensors are rejected by name, by every reader."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def flip_header(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_whole_folder_is_read(folder: Path) -> None:
+def test_complete_folder_is_read(folder: Path) -> None:
     source = CheckpointSource(folder)
     assert source.files == {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
     assert source.read("c", (4,))[1:].tolist() == [1, 1, 1]
@@ -44,53 +44,53 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda f: (f / "two.safetensors").unlink(), "two.safetensors is missing, but .* names it"),
-        (lambda f: (f / "two.safetensors").write_bytes(b""), "two.safetensors is not a whole safetensors file"),
-        (lambda f: (f / "one.safetensors").write_bytes((f / "one.safetensors").read_bytes()[:-4]), "not a whole"),
-        (lambda f: flip_header(f / "one.safetensors"), "one.safetensors is not a whole safetensors file"),
+        (lambda f: (f / "two.safetensors").unlink(), "two.safetensors is missing, but .* lists it"),
+        (lambda f: (f / "two.safetensors").write_bytes(b""), "two.safetensors is not a complete safetensors file"),
+        (lambda f: (f / "one.safetensors").write_bytes((f / "one.safetensors").read_bytes()[:-4]), "not a complete"),
+        (lambda f: flip_header(f / "one.safetensors"), "one.safetensors is not a complete safetensors file"),
         (
             lambda f: add(f / "two.safetensors", "a", torch.zeros(2, 3)),
             "a is in one.safetensors and in two.safetensors",
         ),
         (
             lambda f: write_index(f, {"a": "one.safetensors", "b": "one.safetensors", "c": "one.safetensors"}),
-            "one.safetensors holds no tensor c, .*index.json says so",
+            "one.safetensors has no tensor c, .*index.json lists it there",
         ),
         (
             lambda f: write_index(f, {"a": "two.safetensors", "b": "one.safetensors", "c": "two.safetensors"}),
-            "two.safetensors holds no tensor a, .*; it is in one.safetensors",
+            "two.safetensors has no tensor a, .*; it is in one.safetensors",
         ),
         (lambda f: write_index(f, {"a": "../one.safetensors"}), "'../one.safetensors' is not the name of a file"),
         (lambda f: write_index(f, {"a": 1}), "not an object of tensor names and file names"),
         (lambda f: write_index(f, ["a"]), "not an object of tensor names and file names"),
-        (lambda f: save_file({"a": torch.ones(2, 3)}, f / SINGLE_FILE), "holds both model.safetensors and"),
+        (lambda f: save_file({"a": torch.ones(2, 3)}, f / SINGLE_FILE), "has both model.safetensors and"),
     ],
 )
-def test_a_folder_that_contradicts_itself_is_refused(edit: Callable[[Path], None], message: str, folder: Path) -> None:
+def test_contradictory_folders_are_rejected(edit: Callable[[Path], None], message: str, folder: Path) -> None:
     edit(folder)
     with pytest.raises(WeightsError, match=message):
         CheckpointSource(folder)
 
 
-def test_a_tensor_that_the_index_forgot_is_found_where_it_is(folder: Path) -> None:
+def test_tensors_missing_from_the_index_are_found(folder: Path) -> None:
     write_index(folder, {"a": "one.safetensors", "c": "two.safetensors"})
     assert CheckpointSource(folder).files["b"] == "one.safetensors"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn])
-def test_quantised_weights_are_refused_by_name_and_dtype(dtype: torch.dtype, folder: Path) -> None:
+def test_quantized_weights_are_rejected_by_name_and_dtype(dtype: torch.dtype, folder: Path) -> None:
     add(folder / "two.safetensors", "c", torch.ones(4).to(dtype))
-    with pytest.raises(WeightsError, match=r"two.safetensors: c is \w+: quantised weights are not read; .* bfloat16"):
+    with pytest.raises(WeightsError, match=r"two.safetensors: c is \w+: quantized weights are not supported; .* bfloat16"):
         CheckpointSource(folder).read("c", (4,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_all_floating_point_weights_are_read(dtype: torch.dtype, folder: Path) -> None:
+def test_weights_of_all_float_dtypes_are_read(dtype: torch.dtype, folder: Path) -> None:
     add(folder / "two.safetensors", "c", torch.ones(4).to(dtype))
     assert CheckpointSource(folder).read("c", (4,))[:].dtype == dtype
 
 
-def test_pickled_weights_are_told_from_none(tmp_path: Path) -> None:
+def test_folders_of_pickled_weights_are_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="pickled weights"):
         CheckpointSource(tmp_path)

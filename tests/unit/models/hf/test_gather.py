@@ -1,4 +1,4 @@
-"""Laws of the messages that bring whole tensors together; no process group."""
+"""Laws of the messages from which full tensors are assembled; no process group."""
 
 import itertools
 from dataclasses import replace
@@ -39,7 +39,7 @@ PARAMETERS = st.lists(
 
 
 @given(PARAMETERS, st.sampled_from(GatherTarget))
-def test_messages_hold_what_one_rank_sends_in_order_and_no_more_than_the_limit(parameters: list[ShardedParameter], to: GatherTarget):
+def test_messages_have_one_sender_and_at_most_the_byte_limit(parameters: list[ShardedParameter], to: GatherTarget):
     found = list(messages(parameters, to))
     assert [one for message in found for one in message] == parameters
 
@@ -58,16 +58,16 @@ def test_messages_hold_what_one_rank_sends_in_order_and_no_more_than_the_limit(p
         assert kind(message[0]) != kind(following[0]) or not travels(message[0]) or size > LIMIT
 
 
-def test_a_layer_of_experts_is_a_message_for_each_rank_that_holds_some():
-    """128 experts on four ranks, two parameters each; the first rank's are where they are wanted."""
+def test_experts_of_a_layer_are_one_message_per_owning_rank():
+    """128 experts on four ranks, two parameters each; the first rank is the destination."""
     experts = [held(2 * e + i, 0, e // 32, torch.bfloat16, 1) for e in range(128) for i in range(2)]
     found = list(messages(experts, GatherTarget.stage))
     assert [len(message) for message in found if message[0].owner.first > 0] == [50, 14] * 3
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_message_from_rank_to_rank_needs_no_communicator_of_the_two(rank: int, monkeypatch: pytest.MonkeyPatch):
-    """NCCL makes one for every pair that sends outside a batch."""
+def test_messages_between_two_ranks_create_no_communicator(rank: int, monkeypatch: pytest.MonkeyPatch):
+    """NCCL creates a communicator for every pair of ranks that sends outside a batch."""
     sent = []
     message = [held(i, 0, 1, torch.bfloat16, 3) for i in range(2)]
     if rank == 1:

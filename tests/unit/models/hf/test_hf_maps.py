@@ -77,7 +77,7 @@ def make_config(family: str, **overrides: Any) -> PretrainedConfig:
             **{**shape, "text_config": {**shape["text_config"], **heads}, "vision_config": vision}
         )
     if family == "qwen2":
-        # Its heads are always hidden_size / num_attention_heads wide.
+        # The heads of this family are always hidden_size / num_attention_heads wide.
         sizes.pop("head_dim")
     return AutoConfig.for_model(family, **{**sizes, **EXTRA.get(family, {}), **overrides})
 
@@ -89,7 +89,7 @@ def shards_of(transform: Transform, tensors: list[Tensor], sizes: dict[str, int]
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_shards_put_together_are_the_original_bits(family: str, role: str, tp: int) -> None:
+def test_assembled_shards_are_bit_equal_to_the_original(family: str, role: str, tp: int) -> None:
     config = make_config(family)
     source = RandomSource(seed=1, std=1.0)
     for entry in entries(config, role):
@@ -102,7 +102,7 @@ def test_shards_put_together_are_the_original_bits(family: str, role: str, tp: i
             assert torch.equal(before, after), name
 
 
-def test_qkv_holds_for_each_group_its_queries_then_its_key_then_its_value() -> None:
+def test_qkv_orders_queries_key_and_value_within_each_group() -> None:
     sizes = {"groups": 2, "head_dim": 3, "q": 4 * 3, "kv": 2 * 3}
     q, k, v = torch.arange(12.0), 100 + torch.arange(6.0), 200 + torch.arange(6.0)
     first, second = shards_of(QKV(), [q, k, v], sizes, 2)
@@ -110,38 +110,38 @@ def test_qkv_holds_for_each_group_its_queries_then_its_key_then_its_value() -> N
     assert second.tolist() == [6, 7, 8, 9, 10, 11, 103, 104, 105, 203, 204, 205]
 
 
-def test_gated_mlp_splits_gate_and_up_alike() -> None:
+def test_gated_mlp_splits_gate_and_up_equally() -> None:
     gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
     first, second = shards_of(GatedMLP(), [gate, up], {}, 2)
     assert first.flatten().tolist() == [0, 1, 10, 11]
     assert second.flatten().tolist() == [2, 3, 12, 13]
 
 
-def test_the_vocabulary_is_padded_with_zeros_at_its_end() -> None:
+def test_vocabulary_is_padded_with_zeros_at_the_end() -> None:
     embedding = 1 + torch.arange(5.0)[:, None]
     shards = shards_of(VocabParallel(), [embedding], {"vocab": 5}, 4)
     assert [shard.flatten().tolist() for shard in shards] == [[1, 2], [3, 4], [5, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(("transform", "dim"), [(ColumnParallel(), 0), (RowParallel(), 1)])
-def test_an_uneven_split_is_refused(transform: Transform, dim: int) -> None:
+def test_uneven_splits_are_rejected(transform: Transform, dim: int) -> None:
     with pytest.raises(ValueError, match="5 rows do not divide by parallel.tensor_parallel_size 2"):
         transform.load([torch.zeros((5, 4) if dim == 0 else (4, 5))], {}, Shard(0, 2))
 
 
-def test_replicated_tensors_are_the_same_everywhere() -> None:
+def test_replicated_tensors_are_equal_on_all_ranks() -> None:
     norm = torch.randn(7)
     assert all(torch.equal(shard, norm) for shard in shards_of(Replicated(), [norm], {}, 4))
 
 
 @pytest.mark.parametrize("is_as_on_the_hub", [True, False])
-def test_stacked_experts_are_read_part_by_part_and_put_together_again(is_as_on_the_hub: bool, tmp_path: Path) -> None:
+def test_stacked_experts_survive_a_round_trip_by_slices(is_as_on_the_hub: bool, tmp_path: Path) -> None:
     config = make_config("qwen3_vl_moe")
     stacked = [entry for entry in entries(config, "policy") if entry.part is not None]
     shapes = {name: shape for entry in stacked for name, shape in entry.hf.items()}
     assert len(stacked) == 4 * len(shapes) == 4 * 2 * 4  # experts, tensors of a layer, layers
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    # transformers 5 saves them transposed.
+    # transformers 5 saves stacked experts transposed.
     files = tensors if is_as_on_the_hub else {name: t.transpose(1, 2).contiguous() for name, t in tensors.items()}
     save_file(files, tmp_path / "model.safetensors")
     source, sizes = CheckpointSource(tmp_path, shapes), dims(config)
@@ -154,7 +154,7 @@ def test_stacked_experts_are_read_part_by_part_and_put_together_again(is_as_on_t
         assert name == expected_name and torch.equal(tensor, expected)
 
 
-def test_a_square_stack_of_experts_follows_the_others(tmp_path: Path) -> None:
+def test_square_stacked_experts_follow_the_other_tensors(tmp_path: Path) -> None:
     square, other = torch.randn(2, 6, 6), torch.randn(2, 3, 6)
     shapes = {"square": (2, 6, 6), "other": (2, 3, 6)}
     save_file(dict(square=square, other=other.transpose(1, 2).contiguous()), tmp_path / "model.safetensors")
@@ -169,7 +169,7 @@ def test_a_square_stack_of_experts_follows_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", DENSE)
-def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> None:
+def test_names_and_shapes_equal_transformers(family: str, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     config = make_config(family, tie_word_embeddings=tied)
@@ -181,14 +181,14 @@ def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> 
 
 
 @pytest.mark.parametrize("family", families())
-def test_a_critic_has_a_value_head_in_place_of_the_language_model_head(family: str) -> None:
+def test_critic_has_a_value_head_instead_of_the_lm_head(family: str) -> None:
     config = make_config(family)
     names = {role: {n for entry in entries(config, role) for n in entry.hf} for role in ("policy", "critic")}
     assert names["policy"] - names["critic"] == {"lm_head.weight"}
     assert names["critic"] - names["policy"] == {VALUE_HEAD}
 
 
-def test_transformer_engine_names_mean_the_same_parameters() -> None:
+def test_transformer_engine_names_map_to_the_same_parameters() -> None:
     layer = "decoder.layers.3."
     assert canonical_name(layer + "self_attention.linear_qkv.layer_norm_weight") == layer + "input_layernorm.weight"
     assert canonical_name(layer + "mlp.linear_fc1.layer_norm_weight") == layer + "pre_mlp_layernorm.weight"
@@ -208,7 +208,7 @@ def write_config(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_model_folders_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         load_hf_config(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no config.json"):
@@ -265,7 +265,7 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=3), "best 3 experts"),
     ],
 )
-def test_features_that_megatron_would_compute_otherwise_are_refused(
+def test_features_that_megatron_computes_differently_are_rejected(
     family: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -279,13 +279,13 @@ def test_features_that_megatron_would_compute_otherwise_are_refused(
         (ParallelConfig(pipeline_parallel_size=3), "num_hidden_layers 2 .* parallel.pipeline_parallel_size 3"),
     ],
 )
-def test_a_layout_that_the_model_does_not_fit_is_refused(parallel: ParallelConfig, message: str) -> None:
+def test_layouts_that_do_not_fit_the_model_are_rejected(parallel: ParallelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         megatron_config(make_config("qwen3"), parallel, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rotary_frequencies_are_those_of_the_model_of_transformers(shape: str) -> None:
+def test_rotary_frequencies_equal_transformers(shape: str) -> None:
     from transformers import AutoModel
 
     config = AutoConfig.for_model(**{**COMMON, **SHAPES[shape]})
@@ -295,7 +295,7 @@ def test_rotary_frequencies_are_those_of_the_model_of_transformers(shape: str) -
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
 
 
-def test_layers_of_multi_token_prediction_are_told_from_all_others() -> None:
+def test_mtp_layers_are_distinguished_from_other_layers() -> None:
     config = make_config("deepseek_v3", num_nextn_predict_layers=1)
     assert is_mtp(config, "model.layers.2.eh_proj.weight")
     assert not is_mtp(config, "model.layers.1.input_layernorm.weight")
@@ -316,7 +316,7 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
     assert a.std().item() == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path: Path) -> None:
+def test_sharded_checkpoints_are_read_through_the_index(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(3)}, tmp_path / "two.safetensors")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
@@ -325,18 +325,18 @@ def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path: Path)
     assert source.read("b", (3,))[1:].tolist() == [0, 0]
     with pytest.raises(WeightsError, match="no tensor d"):
         source.read("d", (1,))
-    with pytest.raises(WeightsError, match=r"two.safetensors: b has shape \(3,\), config.json asks for \(4,\)"):
+    with pytest.raises(WeightsError, match=r"two.safetensors: b has shape \(3,\), config.json requires \(4,\)"):
         source.read("b", (4,))
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]"])
-def test_a_broken_index_is_named(content: str, tmp_path: Path) -> None:
+def test_broken_index_is_reported(content: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(content)
     with pytest.raises(WeightsError, match=INDEX_FILE):
         CheckpointSource(tmp_path)
 
 
-def test_a_folder_without_weights_says_how_to_start_fresh(tmp_path: Path) -> None:
+def test_folder_without_weights_reports_how_to_start_fresh(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="policy.init=random"):
         CheckpointSource(tmp_path)
 
@@ -345,7 +345,7 @@ def test_a_folder_without_weights_says_how_to_start_fresh(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (3, 0, 200, 1, 7, 7, 90), tuple(range(20, 84)), (1000, 1, 1)])
-def test_an_attention_plan_finds_every_row_again_and_never_mixes_sequences(lengths: tuple[int, ...]) -> None:
+def test_attention_plan_round_trips_rows_without_mixing_sequences(lengths: tuple[int, ...]) -> None:
     plan = plan_attention(lengths, torch.device("cpu"))
     total = sum(lengths)
     assert len(plan.pad) == sum(n * longest for n, longest in plan.shapes)
@@ -357,21 +357,21 @@ def test_an_attention_plan_finds_every_row_again_and_never_mixes_sequences(lengt
             owners = set(sequence_of_row[row].tolist())
             assert len(owners) == 1
             (owner,) = owners
-            # The sequence's rows in order, then its last row again and again.
+            # The sequence's rows in order, then its last row repeated.
             assert row.diff().clamp(min=0).sum() == lengths[owner] - 1
             seen.append(owner)
         start += n * longest
     assert sorted(seen) == [i for i, length in enumerate(lengths) if length > 0]
 
 
-def test_an_attention_plan_keeps_padding_below_a_single_padded_call() -> None:
+def test_attention_plan_pads_less_than_a_single_call() -> None:
     lengths = tuple(range(20, 111))
     plan = plan_attention(lengths, torch.device("cpu"))
     assert len(plan.pad) < 1.2 * sum(lengths) and len(plan.shapes) <= 12
 
 
 HUB_CONFIGS: dict[str, dict[str, Any]] = {
-    # Qwen2.5-VL-7B: the language model's fields lie beside the encoder's configuration.
+    # Qwen2.5-VL-7B: the language model's fields are at the top, next to the encoder's configuration.
     "qwen2_5_vl": dict(
         hidden_size=3584,
         intermediate_size=18944,
@@ -410,7 +410,7 @@ HUB_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("family", "billions"), [("qwen2_5_vl", 8.292166656), ("qwen3_vl_moe", 31.070754032)])
-def test_vision_language_files_of_the_hub_have_as_many_parameters_as_published(
+def test_vision_language_models_have_the_published_parameter_count(
     family: str, billions: float, tmp_path: Path
 ) -> None:
     config = load_hf_config(write_config(tmp_path, model_type=family, tie_word_embeddings=False, **HUB_CONFIGS[family]))

@@ -1,4 +1,4 @@
-"""A dry run refuses every model that a run, convert and the Engine would refuse, in one line that names the key."""
+"""A dry run rejects every model that a run, convert and the Engine reject, with a one-line error that has the key."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SHARED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 @pytest.fixture
 def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """shape, its fields, overrides -> exit status and what was said on stderr."""
+    """Function (shape, its fields, overrides) that returns exit status and stderr."""
 
     def run(shape: str, *overrides: str, head: bool = False, **fields: Any) -> tuple[int, str]:
         model = make_family_model(tmp_path / "model", shape, **fields)
@@ -50,18 +50,18 @@ def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         ),
     ],
 )
-def test_a_dry_run_refuses_what_cannot_be_loaded(
+def test_dry_run_rejects_models_that_cannot_be_loaded(
     dry_run: Any, shape: str, overrides: list[str], fields: dict[str, Any], words: str
 ) -> None:
     status, said = dry_run(shape, *overrides, **fields)
     assert status == 2 and "policy.path: " in said and words in said and len(said.splitlines()) == 1
 
 
-def test_no_shared_experts_are_as_good_as_some(dry_run: Any) -> None:
+def test_models_without_shared_experts_pass_the_dry_run(dry_run: Any) -> None:
     assert dry_run("glm4_moe_partial_rotary", n_shared_experts=0) == (0, "")
 
 
-def test_weights_of_another_model_are_refused_before_anything_starts(dry_run: Any, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected_before_a_run_starts(dry_run: Any, tmp_path: Path) -> None:
     assert dry_run("llama3_scaled")[0] == 0
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 88}))

@@ -1,4 +1,4 @@
-"""Laws of planned safetensors files: safetensors reads what they hold, in any order of dtypes; shares are even."""
+"""Laws of planned safetensors files: safetensors reads them for any order of dtypes, and writers have even loads."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def values_of(header: TensorSpec) -> torch.Tensor:
 
 
 @given(headers, st.integers(1, 200))
-def test_what_is_written_is_read_bit_by_bit(tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], most: int):
+def test_written_shards_are_bit_equal_when_read(tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], most: int):
     folder = tmp_path_factory.mktemp("shards")
     files = cut(planned, most)
     assert [header for file in files for header in file] == planned
@@ -46,7 +46,7 @@ def test_what_is_written_is_read_bit_by_bit(tmp_path_factory: pytest.TempPathFac
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
 
 
-def test_views_and_parameters_are_written_as_they_are_seen(tmp_path: Path):
+def test_views_and_parameters_are_written_by_value(tmp_path: Path):
     whole = torch.arange(12, dtype=torch.float32).view(3, 4)
     parameter = torch.nn.Parameter(whole.clone())
     tensors = {"transposed": whole.t(), "column": whole[:, 1], "parameter": parameter}
@@ -59,10 +59,10 @@ def test_views_and_parameters_are_written_as_they_are_seen(tmp_path: Path):
     assert all(torch.equal(found[name], tensor.detach()) for name, tensor in tensors.items())
 
 
-def test_a_tensor_unlike_its_plan_and_a_disk_that_fails_are_errors(tmp_path: Path):
+def test_unplanned_tensors_and_disk_failures_raise(tmp_path: Path):
     writer = RankWriter(tmp_path, 0, [[TensorSpec("a", (2,), torch.float32)]])
     writer.add("a", torch.zeros(3))
-    with pytest.raises(ValueError, match=r"a was planned as torch.float32 \(2,\) and came as torch.float32 \(3,\)"):
+    with pytest.raises(ValueError, match=r"a was planned as torch.float32 \(2,\), got torch.float32 \(3,\)"):
         writer.close()
     writer = RankWriter(tmp_path / "missing", 0, [[TensorSpec("a", (2,), torch.float32)]])
     writer.add("a", torch.zeros(2))
@@ -71,12 +71,12 @@ def test_a_tensor_unlike_its_plan_and_a_disk_that_fails_are_errors(tmp_path: Pat
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 200))
-def test_shares_are_even_up_to_what_a_rank_gets_at_least(sizes: list[int], num_ranks: int, least: int):
+def test_writer_loads_differ_by_at_most_the_least_bytes(sizes: list[int], num_ranks: int, least: int):
     loads = [0] * num_ranks
     for size in sizes:
         loads[least_loaded(loads, range(num_ranks), least)] += size
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= least + max(sizes)
-    # Those that write come first, and none begins before the one before it has its least share.
+    # The writing ranks come first, and a rank starts only after its predecessor has at least ``least`` bytes.
     busy = sum(load > 0 for load in loads)
     assert all(loads[:busy]) and all(load >= least for load in loads[: busy - 1])
