@@ -1,4 +1,4 @@
-"""Compare a GRPO step of this project and of TRL's GRPOTrainer, alternating on the same cores, with equal start, prompts, reward, batch and loss.
+"""Compare a GRPO step of this project and of TRL's GRPOTrainer, alternating on the same cores, with equal inputs and loss.
 
     python tools/bench_trl.py --start outputs/arithmetic --trl-python /path/to/trl/bin/python
 
@@ -64,7 +64,7 @@ def main() -> None:
 def parse() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", default="outputs/arithmetic", help="folder of examples/arithmetic/warm_start.sh")
-    parser.add_argument("--trl-python", default=os.environ.get("TRL_PYTHON", ""), help="TRL's Python interpreter (default: the variable TRL_PYTHON)")
+    parser.add_argument("--trl-python", default=os.environ.get("TRL_PYTHON", ""), help="TRL's Python (default: TRL_PYTHON)")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--response-tokens", type=int, default=80)
     parser.add_argument("--steps", type=int, default=13)

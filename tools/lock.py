@@ -111,7 +111,7 @@ def make_lock(name: str, day: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as-of", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="resolve as of this day, YYYY-MM-DD (default: today)")
+    parser.add_argument("--as-of", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="day, YYYY-MM-DD (default: today)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a lock differs from its resolved pins")
     asked = parser.parse_args(arguments)
     status = 0

@@ -211,7 +211,7 @@ def main() -> None:
     options.add_argument("--seeds", default="0")
     options.add_argument("--num-prompts", type=int, default=32)
     options.add_argument("--num-tokens", type=int, default=64)
-    options.add_argument("--rounded-logits", dest="fp32_logits", action="store_false", help="let bfloat16 servers round logits, as SGLang does by default")
+    options.add_argument("--rounded-logits", dest="fp32_logits", action="store_false", help="let bfloat16 servers round logits")
     options.add_argument("--out", type=Path)
     arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
