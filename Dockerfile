@@ -27,7 +27,7 @@ COPY setup.py README.md LICENSE ./
 COPY requirements requirements
 COPY launch/setup.sh launch/te_python.sh launch/
 COPY megatron_rl/__init__.py megatron_rl/
-COPY megatron_rl/cpu/__init__.py megatron_rl/cpu/import_hook.py megatron_rl/cpu/transformers_imports.py megatron_rl/cpu/
+COPY megatron_rl/cpu/__init__.py megatron_rl/cpu/import_hook.py megatron_rl/cpu/
 COPY megatron_rl/system/gpu/gpu_stack.py megatron_rl/system/gpu/
 ENV VENV=/opt/venv PIP_NO_CACHE_DIR=1
 

@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from characters import write_rows
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 
 def responses(model_path: Path, prompts: list[str], *, max_new_tokens: int, seed: int) -> list[str]:

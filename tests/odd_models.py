@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Dtype, ParallelConfig
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import UserError
 from megatron_rl.families.model_facts import has_vision, vision_token_ids
 from megatron_rl.parallel import topology
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 from tests.integration.models_worker import pack
 from tests.vision_batches import hf_logits, make_vision_batch

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import VECTOR_NOISE, WEIGHT_SCALE
 
 COMMON: dict[str, Any] = dict(

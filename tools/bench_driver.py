@@ -34,7 +34,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -134,6 +134,8 @@ class Meter:
         self._adding = threading.Lock()
         self.bytes: Counter[str] = Counter()
         self.stall_s = self.workers_cpu_s = self.further_cpu_s = 0.0
+        self.held_per_live_byte = 0.0
+        """Memory of the rollout workers' files; 0: there are none."""
         self.nodes = nodes
 
     @contextmanager
@@ -327,7 +329,7 @@ def further_nodes(number: int, num_workers: int, meter: Meter) -> Iterator[None]
 
 
 def workers_of(nodes: Sequence[Any]) -> list[Any]:
-    from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
+    from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo
     from megatron_rl.system.files.shared_file import NODE
 
     return [
@@ -397,7 +399,7 @@ def generate(
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = RouteShape(layers, top_k, experts) if arguments.routes else None
-    json_arrays._in_background().result()  # compiles
+    json_arrays.loops_in_background().result()  # compiles
     plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes, vision=vision), decode=str)
     batch = BatchConfig(num_prompts_per_step=arguments.slots, num_samples_per_prompt=1, window_tokens=arguments.window)
     config = Config(batch=batch, rollout=RolloutConfig(num_workers=arguments.workers))
@@ -418,6 +420,9 @@ def generate(
             window = WindowGenerator(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
             with meter.stalls(), meter.part("HTTP and event loop"):
                 await window.generate(trajectories)
+            if workers:
+                await asyncio.sleep(0.5)  # the workers free what has been dropped
+                meter.held_per_live_byte = held_per_live_byte(trajectories)
             meter.workers_cpu_s += cpu_s_of(near)
             meter.further_cpu_s += cpu_s_of(far)
 
@@ -426,6 +431,22 @@ def generate(
     with meter.part("garbage collection"):
         gc.collect()  # as a run does when it publishes
     count_routes(meter, trajectories)
+
+
+def held_per_live_byte(trajectories: Sequence[Any]) -> float:
+    """Memory that the rollout workers' files of this machine hold, per byte that the responses refer to."""
+    from megatron_rl.system.files.shared_file import NODE, address_of
+
+    held = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "megatron_rl_rollout" in os.readlink(link):
+                status = link.stat()
+                held[status.st_ino] = status.st_blocks * 512
+    arrays = [array for t in trajectories for s in t.segments for array in (s.token_ids, s.rollout_logprobs) if len(array)]
+    arrays += [t.routes.routes for t in trajectories if t.routes is not None]
+    found = [address for address in map(address_of, arrays) if address is not None and address.pid < NODE]
+    return sum(held.values()) / sum(address.num_bytes for address in found) if found else 0.0
 
 
 async def _lost(error: Exception) -> None:
@@ -514,8 +535,9 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     import torch
 
     from megatron_rl.config.schema import Config
+    from megatron_rl.data.rows import Rows
     from megatron_rl.parallel import collectives, hang_report
-    from megatron_rl.training import sequence_cache, trainer_group
+    from megatron_rl.training import sequence_cache, trainer_group, trainer_rank
     from megatron_rl.training.microbatch_io import reply_spans
 
     config = Config()
@@ -532,13 +554,12 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         if receiving.for_itself:
             return flatten(payload, *more)
         if (images := payload.get("image_files")) is not None:
-            taken, passes = (images.rows.nbytes, 1) if hasattr(images, "rows") else (int(images.addresses[:, -1].sum()), 0)
-            meter.bytes["images that ranks take"] += taken
-            meter.bytes["images through rank 0"] += taken * passes * (size > 1)
+            meter.bytes["images that ranks take"] += images.num_bytes
+            meter.bytes["images through rank 0"] += images.num_bytes * (size > 1 and not images.all_nodes)
         meter.bytes["tokens and routes through rank 0"] += sum(
-            value.rows.nbytes
+            value.num_bytes
             for name, value in payload.items()
-            if size > 1 and hasattr(value, "rows") and (name == "tokens" or value.rows.ndim > 2)
+            if size > 1 and isinstance(value, Rows) and not value.all_nodes and (name == "tokens" or value.like.ndim > 2)
         )
         return flatten(payload, *more)
 
@@ -572,7 +593,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         setattr(*key, stand_ins[key])
     try:
         engines: Any = {role: Ranks(role, arguments, meter) for role in ("policy", "critic")}
-        yield trainer_group.TrainerGroup(trainer_group.TrainerRank(config, engines["policy"].topology, engines)), config
+        yield trainer_group.TrainerGroup(trainer_rank.TrainerRank(config, engines["policy"].topology, engines)), config
     finally:
         for key, value in before.items():
             setattr(*key, value)
@@ -606,7 +627,7 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     with counted_group(arguments, meter, vision) as (group, config):
         per_node = arguments.ranks_per_node
         for number, node in enumerate(meter.nodes, 1):
-            group.ways.add_node(node.service, range(number * per_node, (number + 1) * per_node))
+            group.transport.add_node(node.service, range(number * per_node, (number + 1) * per_node))
         with group.stage(step, "bench"), meter.part("to and from the ranks"):
             ended = [t.id for t in critic_responses(finished, algorithm)]
             group.share_out(batch, planned_updates(config, batch.ids, ended, step))
@@ -714,6 +735,7 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
         "checkpoint_main_thread_s": held_up_s * scale,
         "gigabytes": {name: number * scale / 1e9 for name, number in meter.bytes.items()},
         "bytes_per_token_held": held,
+        "held_per_live_byte": meter.held_per_live_byte,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
@@ -749,6 +771,8 @@ def report(found: dict[str, Any]) -> str:
     lines += [f"{'longest stall':33s}{found['longest_stall_s'] * 1e3:10.1f} ms"]
     lines += [f"{'checkpoint, main thread':33s}{found['checkpoint_main_thread_s']:10.2f} s"]
     lines += [f"{name:36s}{number:7.3f} GB" for name, number in found["gigabytes"].items()]
+    if found["held_per_live_byte"]:
+        lines.append(f"{'held per live byte, shared files':33s}{found['held_per_live_byte']:10.2f}")
     lines += [f"{'held per token':33s}{found['bytes_per_token_held']:10.1f} bytes", f"{'peak memory':33s}{found['peak_gib']:10.2f} GiB"]
     return "\n".join(lines)
 

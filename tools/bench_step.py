@@ -168,7 +168,7 @@ class Probes:
     def installed(self) -> Iterator["Probes"]:
         from megatron_rl.parallel import collectives
         from megatron_rl.step.loop import TrainingLoop
-        from megatron_rl.training.trainer_group import TrainerRank
+        from megatron_rl.training.trainer_rank import TrainerRank
         from megatron_rl.weights.publish import WeightPublisher
 
         part_of = {

@@ -55,7 +55,7 @@ def make_model(folder: Path, arguments: dict) -> None:
     """A configuration without weights: both sides begin with random ones."""
     from transformers import AutoConfig
 
-    from megatron_rl.cpu.torchvision import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     hidden = arguments["hidden"]
@@ -78,7 +78,8 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.parallel import topology as topologies
     from megatron_rl.system.processes.signals import die_with_parent
     from megatron_rl.training.engine import Engine
-    from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+    from megatron_rl.training.trainer_group import TrainerGroup
+    from megatron_rl.training.trainer_rank import TrainerRank
 
     die_with_parent()
     parallel, _ = parse_layout(arguments["layout"])
@@ -110,7 +111,7 @@ def run_rank(arguments: dict) -> None:
 def open_servers(arguments: dict, group) -> Iterator[list]:
     from megatron_rl.rollout.server_pool import ServerPool
     from megatron_rl.rollout.sglang.process.options import ServerOptions
-    from megatron_rl.rollout.sglang.process.server import detect_device
+    from megatron_rl.system.gpu.gpu_environment import detect_device
     from megatron_rl.weights.bucket_plan import ServerAddress
 
     size = arguments["server_tp"]

@@ -22,12 +22,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from window_pictures import gains, shares
 
-from megatron_rl.config.schema import Mode
-from megatron_rl.desk.report.charts import LIGHT, STAGE_COLORS
+from megatron_rl.config.schedule_facts import Facts
+from megatron_rl.desk.report.charts import LIGHT
 from megatron_rl.desk.report.run_record import load_run
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
-from megatron_rl.step.graph import Resource, Stage
-from megatron_rl.step.table import step_graph
+from megatron_rl.schedule.graph import Resource, Stage
+from megatron_rl.schedule.table import make_graph, row_of
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.timeline import Span, overlap_intervals, overlap_seconds, read_timeline
 
@@ -159,9 +159,9 @@ BOX_WIDTH, BOX_HEIGHT, COLUMN, ROW = 116, 38, 148, 84
 
 
 def graph() -> Figure:
-    stages = step_graph(Mode.tppo)
+    stages = make_graph(Facts())
     figure, axes = canvas(1180, 500)
-    text(axes, (24, 28), "The stages of a T-PPO step, drawn from the table in step/table.py", size=12, bold=True)
+    text(axes, (24, 28), "The stages of a T-PPO step, drawn from the table in schedule/table.py", size=12, bold=True)
     text(
         axes,
         (24, 48),
@@ -271,7 +271,7 @@ def timeline() -> Figure:
     shown = ("generate", "score", "old_logprobs", "values", "advantages", "update_policy", "publish", "update_critic")
     x = 110.0
     for name in shown:
-        rectangle(axes, (x, 354, 12, 12), fill=LIGHT[STAGE_COLORS[name]], radius=2)
+        rectangle(axes, (x, 354, 12, 12), fill=LIGHT[row_of(name).color], radius=2)
         text(axes, (x + 18, 360), name, size=9, color=MUTED)
         x += 46 + 7.2 * len(name)
     return figure
@@ -299,7 +299,7 @@ def _recorded(axes: Axes, top: float, title: str, spans: Sequence[Span], length_
         for span in spans:
             if span.lane == lane:
                 x, length = left + span.start_s * scale, max((span.end_s - span.start_s) * scale, 1.0)
-                color = LIGHT[STAGE_COLORS[span.name]]
+                color = LIGHT[row_of(span.name).color]
                 axes.add_patch(Rectangle((x, y), length, 26, facecolor=color, edgecolor=CARD, linewidth=0.6))
                 if length > 60:
                     text(

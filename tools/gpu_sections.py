@@ -17,12 +17,12 @@ import torch
 
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.desk.doctor.layout_ranks import OPTIMIZER, make_batch
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.models.layers import has_transformer_engine
+from megatron_rl.models.layers.torch_layers import has_transformer_engine
 from megatron_rl.parallel import topology as topologies
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
@@ -256,7 +256,8 @@ def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Publishes of a random model to a real SGLang server: seconds and bytes; afterwards the checksums are compared."""
     from megatron_rl.config.derived import WeightMethod
     from megatron_rl.rollout.sglang.process.options import ServerOptions
-    from megatron_rl.rollout.sglang.process.server import SglangServer, detect_device
+    from megatron_rl.rollout.sglang.process.server import SglangServer
+    from megatron_rl.system.gpu.gpu_environment import detect_device
     from megatron_rl.weights.publish import WeightPublisher
     from megatron_rl.weights.verify import compare_checksums
 

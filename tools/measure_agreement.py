@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron_rl.algorithms.mismatch import mismatch_figures
 from megatron_rl.config.schema import Dtype, ParallelConfig
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
@@ -33,6 +32,7 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 
 SIZES: dict[str, Any] = dict(

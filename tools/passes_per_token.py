@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Mode
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import StepWork, Workload, simulated_works
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
@@ -65,7 +64,7 @@ def _works(scenario: Scenario, workload: Workload, num_steps: int) -> list[StepW
     # No step in which the policy rests: what a run does most of the time. Without servers nothing takes time.
     scenario = replace(scenario, num_servers=0, critic_warmup_steps=0)
     settled = scenario.num_settling_steps
-    num_steps = min(num_steps, 2) if scenario.mode is Mode.sync else num_steps
+    num_steps = num_steps if scenario.facts.windows else min(num_steps, 2)
     works = simulated_works(scenario, workload, Timing(), num_steps=settled + num_steps, seed=0)
     return works[settled:]
 
@@ -79,10 +78,10 @@ def passes(scenario: Scenario, works: Sequence[StepWork]) -> dict[str, float]:
     finished = sum(work.finished_tokens for work in works) * scenario.critic_epochs
     found = {
         "old_logprobs": old,
-        "reference_logprobs": rows * scenario.reference,
-        "values": rows * scenario.critic,
+        "reference_logprobs": rows * scenario.facts.reference,
+        "values": rows * scenario.facts.critic,
         "update_policy": rows,
-        "update_critic": finished * scenario.critic,
+        "update_critic": finished * scenario.facts.critic,
     }
     return {stage: number / generated for stage, number in found.items()}
 

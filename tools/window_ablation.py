@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Config, Mode
+from megatron_rl.config.schedule_facts import Facts, Overlap
+from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import kv_tokens
 from megatron_rl.desk.simulate.calibration import calibrated
@@ -63,14 +64,14 @@ WINDOWS = {"1/12": BUDGET // 12, "1/6": BUDGET // 6, "1/3": BUDGET // 3, "1/2": 
 SLOTS = (16, 64, 512)
 TRAINING = (0.0, 0.25, 0.5, 1.0)
 """Seconds of all trainer stages over those of generation, in the synchronous step."""
-PLACES: dict[str, dict[str, bool]] = {
+PLACES: dict[str, dict[str, Any]] = {
     "apart": {},
     "colocated": {"colocated": True},
     "whole responses": {"whole_responses": True},
-    "ahead": {"ahead": True},
-    "ahead, whole responses": {"ahead": True, "whole_responses": True},
+    "ahead": {"overlap": Overlap.training},
+    "ahead, whole responses": {"overlap": Overlap.training, "whole_responses": True},
 }
-"""Name -> what is so in the scenario; ahead: schedule.mode=async, compared with sync apart."""
+"""Name -> facts of the scenario; ahead: schedule.mode=async, compared with sync apart."""
 STEPS_THAT_COUNT = 40
 
 MODEL = {  # Qwen2.5-32B
@@ -103,13 +104,13 @@ def main() -> None:
 # The cells.
 
 
-def scenario(window: int, slots: int, *, mode: Mode = Mode.tppo, place: str = "apart") -> Scenario:
+def scenario(window: int, slots: int, *, overlap: Overlap = Overlap.critic, place: str = "apart") -> Scenario:
     room = int(kv_tokens(as_config(MODEL), gpu("H100-80G"), num_gpus=8, memory_fraction=0.85))
-    options = PLACES[place]
-    if options.get("ahead") and mode is not Mode.sync:
-        mode = Mode.async_
+    facts = Facts(**{"overlap": overlap, **PLACES[place]})
+    if overlap is Overlap.nothing:
+        facts = replace(facts, overlap=overlap)
     return Scenario(
-        mode=mode,
+        facts=facts,
         num_trained=NUM_SLOTS,
         num_slots=NUM_SLOTS,
         group_size=16,
@@ -118,7 +119,6 @@ def scenario(window: int, slots: int, *, mode: Mode = Mode.tppo, place: str = "a
         jitter_tokens=128 if window < BUDGET else 0,
         num_servers=NUM_SLOTS // slots,
         limits=ServerLimits(kv_tokens=room),
-        **options,
     )
 
 
@@ -133,16 +133,16 @@ def costs(slots: int) -> Timing:
         return estimated_timing(config, gpu("H100-80G"))
 
 
-def works(tail: str, slots: int, window: int, mode: Mode) -> dict[str, list[StepWork]]:
+def works(tail: str, slots: int, window: int, overlap: Overlap) -> dict[str, list[StepWork]]:
     """By place; what is generated is the same."""
-    one = scenario(window, slots, mode=mode)
+    one = scenario(window, slots, overlap=overlap)
     lengths, prompts = named_lengths(TAILS[tail]), named_lengths(f"fixed:length={PROMPT_TOKENS}")
     process = SlotProcess(one, lengths.draw, prompts.draw, np.random.default_rng(1))
     found: dict[str, list[StepWork]] = {place: [] for place in PLACES}
     for step in range(one.num_settling_steps + STEPS_THAT_COUNT):
         window_of_step = process.generate(step, costs(slots))
         for place in PLACES:
-            rows = trained_rows(window_of_step.generated, scenario(window, slots, mode=mode, place=place))
+            rows = trained_rows(window_of_step.generated, scenario(window, slots, overlap=overlap, place=place))
             found[place].append(work_of(replace(window_of_step, trained=rows), step))
     return found
 
@@ -150,13 +150,13 @@ def works(tail: str, slots: int, window: int, mode: Mode) -> dict[str, list[Step
 def cells(tail: str, slots: int, windows: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Share of training -> place -> window -> numbers; the gain is against sync at the same place."""
     windows = windows or WINDOWS
-    base = works(tail, slots, BUDGET, Mode.sync)["apart"]
-    windowed = {name: works(tail, slots, window, Mode.tppo) for name, window in windows.items()}
+    base = works(tail, slots, BUDGET, Overlap.nothing)["apart"]
+    windowed = {name: works(tail, slots, window, Overlap.critic) for name, window in windows.items()}
     found: dict[str, Any] = {}
     for share in TRAINING:
         timing = with_training(share, base, slots)
         for place in PLACES:
-            sync = compute_means(on_clock(scenario(BUDGET, slots, mode=Mode.sync, place=place), base, timing))
+            sync = compute_means(on_clock(scenario(BUDGET, slots, overlap=Overlap.nothing, place=place), base, timing))
             row = {"sync": numbers(sync, sync)}
             for name, window in windows.items():
                 one = scenario(window, slots, place=place)
@@ -170,7 +170,7 @@ def cells(tail: str, slots: int, windows: Mapping[str, int] | None = None) -> di
 def with_training(share: float, base: Sequence[StepWork], slots: int) -> Timing:
     """Trainer stages so fast that the synchronous step trains for ``share`` of the seconds for which it generates."""
     timing = costs(slots)
-    sync = compute_means(on_clock(scenario(BUDGET, slots, mode=Mode.sync), base, timing))
+    sync = compute_means(on_clock(scenario(BUDGET, slots, overlap=Overlap.nothing), base, timing))
     factor = share * sync.stage_s["generate"] / sum(sync.stage_s[name] for name in TRAINER)
     scaled = {
         name: replace(
@@ -210,7 +210,7 @@ def compared(folder: Path, timing: Timing) -> dict[str, Any]:
     one = make_scenario(load_config(folder / "config.yaml"))
     own = calibrated(run, one)
     real = observed(run, one, timing)
-    workload = Workload(response_lengths(run, carries=one.mode is not Mode.sync), prompt_lengths(run))
+    workload = Workload(response_lengths(run, carries=one.facts.windows), prompt_lengths(run))
     num_steps = len(real.works)
     drawn = mean_outcome(
         [
@@ -235,8 +235,8 @@ def compared(folder: Path, timing: Timing) -> dict[str, Any]:
         "drawn_rollout_idle": drawn.rollout_idle,
         "drawn_trainer_idle": drawn.trainer_idle,
     }
-    name = "sync" if one.mode is Mode.sync else f"window {one.window_tokens}"
-    name += ", async" * (one.mode is Mode.async_) + ", whole responses" * one.whole_responses
+    name = f"window {one.window_tokens}" if one.facts.windows else "sync"
+    name += ", async" * one.facts.ahead + ", whole responses" * one.facts.whole_responses
     return {"run": name, **{key: float(f"{value:.4g}") for key, value in found.items()}}
 
 

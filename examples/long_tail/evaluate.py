@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algorithms.pass_at_k import mean_and_error
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 declare_torchvision_ops()
 from transformers import AutoModelForCausalLM

@@ -4,6 +4,12 @@ The command line imports only the file of the command that is called. Its import
 the arguments are read, also by the launcher of the ranks; therefore ``run`` imports Megatron and SGLang itself.
 """
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import Config
+
 COMMANDS = {
     "train": "train a policy with reinforcement learning (see: megatron-rl presets)",
     "sft": "supervised warm start on reference responses",
@@ -26,3 +32,18 @@ COMMANDS = {
     "config": "explain the keys of a recipe: type, default, bound, meaning",
 }
 """Maps each command to its help text, in the order of the help."""
+
+
+def print_dry_run(config: "Config", command: str, world_size: int) -> None:
+    """Print what ``command`` would do with this configuration."""
+    # Training imports nothing of the desk: commands give the core the two functions of the desk that a run calls.
+    from megatron_rl.desk.plan.dry_run import print_plan
+
+    print_plan(config, command=command, world_size=world_size)
+
+
+def write_run_report(folder: Path) -> None:
+    """Write ``report.html`` into the folder of a run."""
+    from megatron_rl.desk.report.run_report import write_report  # matplotlib takes a second that only the driver needs
+
+    write_report(folder)

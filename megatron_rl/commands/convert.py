@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Hide GPUs: models are only described, not computed, and layers for GPUs cannot be described without memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_rl.config.schema import Mtp, ParallelConfig
-    from megatron_rl.models.hf.conversion import convert
+    from megatron_rl.models.conversion import convert
     from megatron_rl.models.hf.folder import uncopied_files
 
     done = convert(

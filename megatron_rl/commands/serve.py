@@ -12,27 +12,9 @@ their weights.
 """
 
 import argparse
-import os
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.checks.servers import flag_problems, key_problems
-from megatron_rl.config.derived import servers_are_deterministic
-from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.system.command_line.cli_types import positive_int, positive_number
-from megatron_rl.system.http.addresses import LOOPBACK, interface_of, is_loopback, local_address_for
-
-if TYPE_CHECKING:
-    from megatron_rl.rollout.sglang.process.options import ServerOptions
-
-_FIRST_GPU = "base-gpu-id"
-_LAST_PORT = 65535
-_RENDEZVOUS_PORT = 100
-"""Offset from the server's own port to the port of its nodes' rendezvous, which requires no key."""
-_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.rollout.foreground_servers import serve
+    from megatron_rl.rollout.foreground_servers import resolve_servers, serve
 
     options, num_servers = resolve_servers(arguments)
     return serve(
@@ -82,152 +64,3 @@ def run(arguments: argparse.Namespace) -> int:
         url_file=arguments.url_file,
         say=lambda text: print(text, flush=True),
     )
-
-
-def resolve_servers(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
-    """Returns (options of the first server, number of servers). Raises UserError."""
-    from megatron_rl.rollout.sglang.process.server import count_gpus, detect_device
-
-    host = _own_address(arguments.trainer) if arguments.trainer else arguments.host
-    if arguments.url_file and host in _ALL_ADDRESSES:
-        raise UserError(f"--url-file: {host} is not an address that a trainer can use; give --trainer NODE, or --host with one of them")
-    if not arguments.config:  # fail early, before the libraries are loaded
-        _api_key(arguments.api_key_env, host, without=arguments.without_api_key)
-    device = detect_device()
-    options, default_number, key_name = _of_recipe(arguments) if arguments.config else _of_model(arguments, device)
-    api_key = _api_key(key_name, host, without=arguments.without_api_key)
-    size, first_gpu = options.tensor_parallel_size, options.server_args.get(_FIRST_GPU, 0)
-    if not isinstance(first_gpu, int):
-        raise UserError(f"{_FIRST_GPU}={first_gpu}: expected the index of the first server's first GPU")
-    spread = _over_nodes(arguments, size)
-    here = size // arguments.num_nodes
-    free_gpus = count_gpus() - first_gpu
-    number = arguments.num_servers or (free_gpus // here if arguments.config and free_gpus > 0 else default_number)
-    # One command starts one node's part of the server.
-    number = 1 if spread else number
-    if device == "cuda" and not 0 < number * here <= free_gpus:
-        raise UserError(
-            f"{max(number, 1)} servers x {here} GPUs are more than the {free_gpus} of this node from GPU {first_gpu} on; lower "
-            "--num-servers or the tensor-parallel size, or spread one server over several nodes (--num-nodes)"
-        )
-    if not 0 <= arguments.port <= _LAST_PORT - number:
-        raise UserError(f"--port {arguments.port}: expected 0 (any free ports) or a port up to {_LAST_PORT - number}")
-    server_args = {name: value for name, value in options.server_args.items() if name != _FIRST_GPU}
-    if problems := list(
-        flag_problems(server_args, num_servers=number, dtype=options.dtype, key="", loads_weights=options.load_weights)
-    ):
-        raise ConfigError("\n".join(problems))
-    # gloo would use the address of the host name, which many Linux systems map to 127.0.1.1.
-    interface = "" if is_loopback(host) or "GLOO_SOCKET_IFNAME" in os.environ else interface_of(host)
-    options = replace(
-        options,
-        host=host,
-        port=arguments.port,
-        first_gpu=first_gpu,
-        api_key=api_key,
-        server_args=server_args | spread,
-        env={"GLOO_SOCKET_IFNAME": interface} if interface else {},
-    )
-    return options, number
-
-
-def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
-    """SGLang's options of one server over several nodes with ``size`` GPUs in total; empty on one node. Raises UserError."""
-    number, rank, first = arguments.num_nodes, arguments.node_rank, arguments.first_node
-    if number == 1:
-        if rank or first:
-            raise UserError("--node-rank and --first-node are for one server over several nodes; add --num-nodes")
-        return {}
-    problem = ""
-    if not 0 <= rank < number:
-        problem = f"--node-rank {rank}: expected 0 to {number - 1} with --num-nodes {number}"
-    elif not first:
-        problem = "--num-nodes: set --first-node NODE on every node, the one with --node-rank 0"
-    elif size % number:
-        problem = f"{size} GPUs cannot be divided evenly over {number} nodes; set a tensor-parallel size that {number} divides"
-    elif (arguments.num_servers or 1) > 1:
-        problem = f"--num-servers {arguments.num_servers}: with --num-nodes a command is one node's part of one server; start each alone"
-    elif arguments.port == 0 or arguments.port + _RENDEZVOUS_PORT > _LAST_PORT:
-        problem = f"--port {arguments.port}: all nodes of a server need the same port, from 1 to {_LAST_PORT - _RENDEZVOUS_PORT}"
-    elif arguments.url_file and rank:
-        problem = "--url-file: only the first node has an address for requests; remove it on the others"
-    if problem:
-        raise UserError(problem)
-    return {"nnodes": number, "node-rank": rank, "dist-init-addr": f"{first}:{arguments.port + _RENDEZVOUS_PORT}"}
-
-
-def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOptions, int, str]":
-    from megatron_rl.rollout.sglang.process.options import ServerOptions
-    from megatron_rl.run.launch import parse_options
-    from megatron_rl.system.gpu.gpu_environment import nccl_values
-
-    options = ServerOptions(
-        model_path=arguments.model_path,
-        dtype=arguments.dtype or "float32",
-        tensor_parallel_size=arguments.tensor_parallel_size or 1,
-        deterministic=servers_are_deterministic(RolloutConfig(deterministic=arguments.deterministic), device),
-        tokenizer=True,
-        device=device,
-        nccl=nccl_values(os.environ),
-        server_args=_named(parse_options(arguments.words)),
-    )
-    return options, 1, arguments.api_key_env
-
-
-def _of_recipe(arguments: argparse.Namespace) -> "tuple[ServerOptions, int, str]":
-    from megatron_rl.config.load import load_config
-    from megatron_rl.rollout.server_pool import server_options
-
-    config = load_config(arguments.config, _recipe_words(arguments))
-    _check_servers(config)
-    options = server_options(config, load_weights=False, tokenizer=True)
-    options = replace(options, server_args=_named(options.server_args))
-    return options, config.rollout.num_servers, config.rollout.api_key_env
-
-
-def _recipe_words(arguments: argparse.Namespace) -> Sequence[str]:
-    given = {
-        "policy.dtype": arguments.dtype,
-        "rollout.tensor_parallel_size": arguments.tensor_parallel_size,
-        "rollout.deterministic": arguments.deterministic,
-        "rollout.api_key_env": arguments.api_key_env or None,
-    }
-    return [*arguments.words, *(f"{key}={value}" for key, value in given.items() if value is not None)]
-
-
-def _check_servers(config: Config) -> None:
-    """Check the keys that a server needs; the trainer checks the rest of the recipe."""
-    from megatron_rl.config.schema.bounds import bound_problems, type_problems
-
-    problems = list(type_problems(config)) or [*bound_problems("rollout", config.rollout), *key_problems(config.rollout)]
-    if not (Path(config.policy.path) / "config.json").is_file():
-        problems.append(f"policy.path: {config.policy.path or 'nothing'} is not a Hugging Face model folder with a config.json")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _named(server_args: Any) -> dict[str, Any]:
-    return {name.lstrip("-").replace("_", "-"): value for name, value in server_args.items()}
-
-
-def _own_address(trainer: str) -> str:
-    try:
-        return local_address_for(trainer)
-    except OSError as error:
-        raise UserError(f"--trainer {trainer}: {error}; expected the name or address of the driver's node") from error
-
-
-def _api_key(name: str, host: str, *, without: bool) -> str:
-    """The API key in the variable ``name``. Raises UserError if a required key is missing or cannot be sent in a header."""
-    key = os.environ.get(name, "").strip() if name else ""
-    if name and not key:
-        raise UserError(f"--api-key-env {name}: this environment variable is not set; export it with the key")
-    if key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
-        raise UserError(f"--api-key-env {name}: the key must be ASCII without spaces, and not start with a dash")
-    if not key and host not in LOOPBACK and not without:
-        raise UserError(
-            f"--host {host}: any process that reaches this server could change its weights. Export a key (openssl rand -hex "
-            "32) on this node and the trainer's, and name its variable: --api-key-env here, rollout.api_key_env there. "
-            "In a network that only this job can use, give --without-api-key"
-        )
-    return key

@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron_rl.commands import print_dry_run
 from megatron_rl.config.schema import Config
 from megatron_rl.run.launch import add_rank_recipe_arguments, run_on_ranks
 
@@ -9,7 +10,7 @@ add_arguments = add_rank_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return run_on_ranks("sft", arguments, check_inputs=_check_inputs, work=_work)
+    return run_on_ranks("sft", arguments, check_inputs=_check_inputs, print_plan=print_dry_run, work=_work)
 
 
 def _check_inputs(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron_rl.commands import print_dry_run, write_run_report
 from megatron_rl.config.schema import Config
 from megatron_rl.run.launch import add_rank_recipe_arguments, run_on_ranks
 from megatron_rl.step.input_checks import check_rl_inputs
@@ -11,7 +12,14 @@ add_arguments = add_rank_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return run_on_ranks("train", arguments, check_inputs=check_rl_inputs, work=_work, writes_output_dir=True)
+    return run_on_ranks(
+        "train",
+        arguments,
+        check_inputs=check_rl_inputs,
+        print_plan=print_dry_run,
+        work=_work,
+        writes_output_dir=True,
+    )
 
 
 def _work(config: Config) -> None:
@@ -22,4 +30,4 @@ def _work(config: Config) -> None:
         with gc_disabled():
             from megatron_rl.step.driver import train
 
-        train(config, servers)
+        train(config, servers, write_run_report)

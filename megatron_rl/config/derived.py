@@ -12,15 +12,9 @@ from megatron_rl.config.schema import (
     Dtype,
     EvalSetConfig,
     KlPlace,
-    Mode,
-    OldPolicy,
     Placement,
     RolloutConfig,
-    RoutingReplay,
     RunConfig,
-    ScheduleConfig,
-    TrainsOn,
-    WeightUpdate,
 )
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.model_facts import has_vision, read_model_json
@@ -73,25 +67,6 @@ def needs_greedy(config: Config) -> bool:
 def needs_reference(config: Config) -> bool:
     """True if the run has a reference policy, because a KL term is in the reward or in the loss."""
     return config.algorithm.kl.place is not KlPlace.none
-
-
-def reuses_first_logprobs(config: Config) -> bool:
-    """True if a step's first update of the policy reuses the log-probs of its own forward pass as the old ones.
-
-    The two are equal. Reuse is impossible if old log-probs are read before the update: by a KL penalty in the rewards, by
-    a pass that records routes, by a correction over the whole batch, or by slots stored with the KL of their windows.
-    """
-    correction = config.algorithm.correction
-    is_of_tokens = correction.weight in ("none", "token", "sequence", "icepop") and not correction.normalize
-    return (
-        correction.old_policy is OldPolicy.recomputed
-        and is_of_tokens
-        and correction.rejection == "none"
-        and not correction.veto_below
-        and config.algorithm.kl.place is not KlPlace.reward
-        and (config.algorithm.kl.place is KlPlace.none or not publishes_in_flight(config.schedule))
-        and config.policy.moe.routing_replay is not RoutingReplay.R2
-    )
 
 
 def block_size(batch: BatchConfig) -> int:
@@ -153,14 +128,6 @@ def max_remainder_tokens(window_tokens: int) -> int:
     return window_tokens // 16
 
 
-def window_jitter_tokens(config: Config) -> int:
-    """Jitter J of the first windows, which have from window - J + 1 to window tokens; 0 without windows."""
-    window = effective_window_tokens(config)
-    if config.schedule.mode is Mode.sync or window >= config.batch.max_response_tokens:
-        return 0
-    return min(config.batch.window_jitter_tokens, window)
-
-
 def uses_attached_servers(rollout: RolloutConfig) -> bool:
     """True if the servers are attached, not managed by this run."""
     return bool(rollout.urls or rollout.urls_file)
@@ -200,26 +167,6 @@ def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int
 def is_due(num_steps: int, every_steps: int) -> bool:
     """True if an action that repeats every ``every_steps`` steps (0: never) is due after ``num_steps`` steps."""
     return every_steps > 0 and num_steps % every_steps == 0
-
-
-def generates_ahead(schedule: ScheduleConfig) -> bool:
-    """A window is generated while the step before trains, so that its tokens are one update old when they train."""
-    return schedule.mode is Mode.async_ and schedule.max_staleness > 0
-
-
-def publishes_in_flight(schedule: ScheduleConfig) -> bool:
-    """New weights reach the servers while they generate a window."""
-    return generates_ahead(schedule) and schedule.weight_update is WeightUpdate.in_flight
-
-
-def trains_whole_responses(config: Config) -> bool:
-    """The policy trains on responses that have ended, over all their windows."""
-    return config.schedule.policy_trains_on is TrainsOn.responses or trains_whole_groups(config)
-
-
-def trains_whole_groups(config: Config) -> bool:
-    """In windows and without a critic: all responses to a prompt train together, in the step in which the last one ends."""
-    return config.schedule.mode is not Mode.sync and not needs_critic(config)
 
 
 class WeightMethod(Enum):

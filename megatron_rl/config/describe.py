@@ -9,9 +9,9 @@ from megatron_rl.config.derived import (
     max_remainder_tokens,
     needs_critic,
     num_responses_per_step,
-    window_jitter_tokens,
 )
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
+from megatron_rl.config.schedule_facts import window_jitter_tokens
 from megatron_rl.config.schema import Config, ParallelConfig
 
 

@@ -19,8 +19,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.derived import generates_ahead
 from megatron_rl.config.keys import near_misses
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.config.schema.bounds import container_problem, item_type, named_items, not_null, shown
 from megatron_rl.errors import ConfigError
@@ -107,7 +107,7 @@ def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
     """Train tokens of an older policy with the decoupled loss (arXiv 2505.24298), unless a layer sets a weight."""
     correction = config.algorithm.correction
     chosen = any("weight" in ((layer.get("algorithm") or {}).get("correction") or {}) for layer in layers)
-    if generates_ahead(config.schedule) and correction.old_policy is OldPolicy.recomputed and not chosen:
+    if overlap_of(config.schedule) >= Overlap.training and correction.old_policy is OldPolicy.recomputed and not chosen:
         correction.weight = "token"
 
 

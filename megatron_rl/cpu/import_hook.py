@@ -1,6 +1,8 @@
 """Prepares Megatron Core for a machine without a GPU at its first import, from any module. Imports neither torch nor Megatron.
 
 Importing ``megatron_rl`` installs the hook, so no module has to be imported before another.
+
+transformers imports two libraries for what nobody calls here, together 1.3 s in every process: it is told that they are missing.
 """
 
 import importlib.abc
@@ -8,10 +10,14 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
-
-from megatron_rl.cpu import transformers_imports
+from typing import Any
 
 PACKAGE = "megatron.core"
+_MISSED = {
+    "transformers.generation.candidate_generator": "is_sklearn_available",
+    "transformers.loss.loss_for_object_detection": "is_scipy_available",
+}
+"""Maps a module to the function that reports its library. Without it, only assisted generation and detection losses fail."""
 
 
 def install() -> None:
@@ -32,10 +38,35 @@ class _FirstImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname in transformers_imports.MISSED:
-            return transformers_imports.find_spec(fullname, path, target)
+        if fullname in _MISSED:
+            return _find_without_library(fullname, path, target)
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         from megatron_rl.cpu import megatron
 
         return megatron.find_spec(fullname, path, target, is_first=fullname == PACKAGE)
+
+
+def _find_without_library(
+    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+) -> importlib.machinery.ModuleSpec | None:
+    """Of a module in ``_MISSED``, which is told while it is imported that its library is not installed."""
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    if spec is None or spec.loader is None:
+        return spec
+    run_module = spec.loader.exec_module
+
+    def exec_module(module: types.ModuleType) -> None:
+        import transformers.utils as utils
+
+        question = _MISSED[fullname]
+        real = getattr(utils, question)
+        setattr(utils, question, lambda: False)
+        try:
+            run_module(module)
+        finally:
+            setattr(utils, question, real)
+
+    loader: Any = spec.loader
+    loader.exec_module = exec_module
+    return spec

@@ -1,1 +1,1 @@
-"""What flows through a step: prompts, trajectories, the slot pool and packed batches."""
+"""Data of a step: prompts, trajectories, the slot pool and packed batches."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.images import ImageFile
+from megatron_rl.data.rows import Rows
 
 TOKENS = "tokens"
 ROUTES = "routes"
@@ -27,7 +28,7 @@ class Images:
     """The images of a batch, in the order of their tokens."""
 
     sources: "Sequence[ImageFile | Tensor | Future[Tensor] | None]"
-    """Of each image, on the driver: its file. On a rank: its patches as the model's image processor cuts them, [t*h*w, values of
+    """On the driver the file of each image. On a rank its patches as the model's image processor cuts them, [t*h*w, values of
     a patch] float32, perhaps not cut yet; None where another rank that has the batch cuts them."""
     grids: Tensor
     """[I, 3] int64, patches of each image in time, height and width."""
@@ -40,7 +41,7 @@ class Images:
         return cls(patches.split(grids.prod(-1).tolist()), grids, sequences)
 
     def patches(self, image: int) -> Tensor:
-        """Of an image that this rank cuts; waits for them."""
+        """The patches of an image that this rank cuts; waits for them."""
         found = self.sources[image]
         found = found.result() if isinstance(found, Future) else found
         assert isinstance(found, Tensor)
@@ -52,7 +53,7 @@ class Images:
         return range(first, end)
 
     def select(self, indices: Sequence[int]) -> "Images":
-        """Those of the sequences ``indices``, renumbered in that order."""
+        """The images of the sequences ``indices``, renumbered in that order."""
         found = [self.of(index) for index in indices]
         chosen = [image for images in found for image in images]
         return Images(
@@ -60,36 +61,6 @@ class Images:
             grids=self.grids[chosen],
             sequences=torch.repeat_interleave(torch.tensor([len(images) for images in found], dtype=torch.int64)),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """A row per token of a batch, in arrays that stay where they were made: in a rollout worker's file, most of them."""
-
-    by_sequence: Sequence[Sequence[np.ndarray]]
-    """[n, ...] each, of one dtype; those of a sequence back to back are its rows. Rows that lack at its end are 0."""
-    like: np.ndarray | None = None
-    """[0, ...]; None: some sequence has an array."""
-
-    def select(self, indices: Sequence[int]) -> "Parts":
-        return Parts([self.by_sequence[index] for index in indices], self.nothing)
-
-    @property
-    def nothing(self) -> np.ndarray:
-        """No row of them."""
-        return next(part for parts in self.by_sequence for part in parts)[:0] if self.like is None else self.like
-
-    def joined(self, lengths: Sequence[int]) -> Tensor:
-        """[T, ...] of sequences of these lengths."""
-        like, end = self.nothing, 0
-        rows = np.empty((sum(lengths), *like.shape[1:]), like.dtype)
-        for parts, length in zip(self.by_sequence, lengths, strict=True):
-            first, end = end, end + length
-            for part in parts:
-                rows[first : first + len(part)] = part
-                first += len(part)
-            rows[first:end] = 0
-        return torch.from_numpy(rows)
 
 
 @dataclass(frozen=True)
@@ -101,11 +72,11 @@ class PackedBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` has more dimensions."""
     images: Images | None = None
-    """Of a vision-language model's batch; each takes the place of a run of image tokens."""
+    """The images of a vision-language model's batch; each stands for a span of image tokens."""
     ids: tuple[int, ...] = ()
-    """Of a step's sequences: what each is known by, with its length, while the ranks hold it; else empty."""
-    parts: Mapping[str, Parts] = field(default_factory=dict)
-    """``TOKENS`` and ``ROUTES``, where nobody has put them together yet: the ranks that work on them will."""
+    """The ids of a step's sequences; an id and a length name a sequence while the ranks cache it. Empty: the ranks cache nothing."""
+    parts: Mapping[str, Rows] = field(default_factory=dict)
+    """``TOKENS`` and ``ROUTES`` that are not packed yet: the ranks that work on them will pack them."""
     spans: Tensor | None = None
     """[N, 2] int64: first and end of a stretch of each sequence's tokens, counted from its start. What a field says outside of
     it nobody reads: the ranks get 0 there. None: fields speak of all tokens."""
@@ -127,18 +98,21 @@ class PackedBatch:
         parts = {name: parts for name, parts in self.parts.items() if name in (TOKENS, *names)}
         return replace(self, fields={name: self.fields[name] for name in names if name in self.fields}, parts=parts)
 
-    def columns(self) -> dict[str, Tensor | Parts]:
-        """Its numbers of tokens by name: fields, and what lies in parts."""
+    def columns(self) -> dict[str, Tensor | Rows]:
+        """The numbers of its tokens by name: fields and parts."""
         return {**self.fields, **{name: parts for name, parts in self.parts.items() if name != TOKENS}}
 
     def joined(self) -> "PackedBatch":
-        """This batch with its parts put together."""
+        """This batch with its parts packed."""
         if not self.parts:
             return self
-        lengths = self.lengths.tolist()
-        found = {name: parts.joined(lengths) for name, parts in self.parts.items()}
-        tokens = found.pop(TOKENS).to(torch.int64) if TOKENS in found else self.tokens
-        return replace(self, tokens=tokens, fields=self.fields | found, parts={})
+        lengths, fields, tokens = self.lengths.numpy(), dict(self.fields), self.tokens
+        for name, rows in self.parts.items():
+            if name == TOKENS:
+                tokens = torch.from_numpy(rows.packed(lengths, np.int64))
+            else:
+                fields[name] = torch.from_numpy(rows.packed(lengths))
+        return replace(self, tokens=tokens, fields=fields, parts={})
 
     def select(self, indices: Sequence[int]) -> "PackedBatch":
         """The sequences ``indices`` in that order."""
@@ -153,7 +127,7 @@ class PackedBatch:
         )
 
     def taken(self, values: Tensor, indices: Sequence[int]) -> Tensor:
-        """Of ``values`` [T, ...], those of the sequences ``indices`` in that order."""
+        """The ``values`` [T, ...] of the sequences ``indices`` in that order."""
         borders = self.cu_seqlens.tolist()
         if values.is_meta:
             return values.new_empty(sum(borders[index + 1] - borders[index] for index in indices))

@@ -1,7 +1,7 @@
-"""Prompts with images as rows write them, brought into one form: text parts and image parts, and the images in order.
+"""Normalizes prompts with images: text parts and image parts, and the images in order.
 
-Two ways to write them: messages whose content is a list of parts ({"type": "image", "image": ...}, {"type": "video",
-"frames": [...], "timestamps": [...]}, {"type": "text", "text": ...}), or text with ``<image>`` where an image belongs
+Rows may have either messages whose content is a list of parts ({"type": "image", "image": ...}, {"type": "video",
+"frames": [...], "timestamps": [...]}, {"type": "text", "text": ...}), or text with ``<image>`` marks
 and a column of images (data.images_field). A video becomes images, each after the text ``[1.5 second]``.
 """
 
@@ -21,18 +21,18 @@ from megatron_rl.data.video import plan_video, timestamp_text
 from megatron_rl.errors import DataError
 
 IMAGE_MARK = "<image>"
-"""Where an image of the column belongs in a text."""
+"""Mark for an image of the column in a text."""
 _SPOKEN_MARK = "[image]"
-"""What stands for an image where only text can be shown (judges, reports)."""
+"""Replacement for an image in plain text (judges, reports)."""
 
 Part = dict[str, str]
-"""{"type": "text", "text": ...} or {"type": "image"}: what chat templates take."""
+"""{"type": "text", "text": ...} or {"type": "image"}, as chat templates expect them."""
 IMAGE_PART: Part = {"type": "image"}
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Where a row's images are, and how much a video may take."""
+    """Folder of a row's images, and token limits for videos."""
 
     path: Path
     max_video_tokens: int
@@ -40,7 +40,7 @@ class ImageFolder:
 
 
 def folder_of(place: str, data: DataConfig) -> ImageFolder:
-    """``place`` is "file:line" of a row: paths start next to the data file, or at data.image_dir."""
+    """Image folder of a row. ``place`` is its "file:line"; paths are relative to the data file, or to data.image_dir."""
     name = Path(place.rsplit(":", 1)[0])
     folder_of_file = name if name.is_dir() else name.parent
     path = Path(data.image_dir) if data.image_dir else folder_of_file
@@ -48,7 +48,7 @@ def folder_of(place: str, data: DataConfig) -> ImageFolder:
 
 
 def column_images(row: Mapping[str, Any], field: str, place: str, folder: ImageFolder) -> list[ImageSource]:
-    """The images of data.images_field; a row without the column has none."""
+    """Images of data.images_field; empty for a row without the column."""
     value = lookup(row, field)
     if is_missing(value):
         return []
@@ -60,7 +60,7 @@ def column_images(row: Mapping[str, Any], field: str, place: str, folder: ImageF
 
 
 def split_image_marks(text: str) -> list[Part]:
-    """Text parts and image parts of a text with ``<image>`` marks."""
+    """Split a text with ``<image>`` marks into text parts and image parts."""
     parts: list[Part] = []
     for i, piece in enumerate(text.split(IMAGE_MARK)):
         if i:
@@ -71,7 +71,8 @@ def split_image_marks(text: str) -> list[Part]:
 
 
 def content_parts(content: Sequence[Any], where: str, folder: ImageFolder) -> tuple[list[Part], list[ImageSource]]:
-    """The parts of a message's content, videos as frames, and its images in order; DataError with place for a bad one."""
+    """(parts of a message's content with videos as frames, its images in order). Raises DataError with the part's
+    source."""
     parts: list[Part] = []
     images: list[ImageSource] = []
     for number, part in enumerate(content, start=1):
@@ -97,7 +98,7 @@ def content_parts(content: Sequence[Any], where: str, folder: ImageFolder) -> tu
 
 
 def moved_row(row: Mapping[str, Any], place: str, data: DataConfig, target: Path) -> dict[str, Any]:
-    """The row for a JSON file in the folder ``target``: image paths still lead to their files, bytes become data URLs."""
+    """The row for a JSON file in the folder ``target``: image paths are adjusted and bytes become data URLs."""
     source = folder_of(place, data).path
 
     def moved(image: Any) -> Any:
@@ -131,14 +132,14 @@ def moved_row(row: Mapping[str, Any], place: str, data: DataConfig, target: Path
 
 
 def plain_text(content: str | Sequence[Part], *, marked: bool = False) -> str:
-    """Content as plain text, ``[image]`` in an image's place. ``marked``: a text's ``<image>`` marks are images."""
+    """Plain text of a content, with ``[image]`` for images. ``marked``: ``<image>`` marks of a text are images."""
     if isinstance(content, str):
         return content.replace(IMAGE_MARK, _SPOKEN_MARK) if marked else content
     return "".join(part.get("text", _SPOKEN_MARK) for part in content)
 
 
 def texts_of(content: str | Sequence[Part]) -> str:
-    """The text of a content without its images."""
+    """Text of a content without its images."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
@@ -150,6 +151,7 @@ def _frames(part: Mapping[str, Any], place: str, folder: ImageFolder) -> list[tu
             f"{place}: frames: expected a list of images, got {describe(frames)}; cut videos into frames first"
         )
     seconds = _timestamps(part, len(frames), place)
+    # Sources are created for all frames, also those not shown, so that a missing file is an error in any plan.
     plan = plan_video(len(frames), max_tokens=folder.max_video_tokens, levels=folder.frame_levels)
     sources = [image_source(frame, folder.path, f"{place}: frame {i}") for i, frame in enumerate(frames, start=1)]
     return [(seconds[i], replace(sources[i], max_tokens=plan.max_frame_tokens)) for i in plan.frames]
@@ -158,18 +160,18 @@ def _frames(part: Mapping[str, Any], place: str, folder: ImageFolder) -> list[tu
 def _timestamps(part: Mapping[str, Any], num_frames: int, place: str) -> list[float]:
     given, fps = part.get("timestamps"), part.get("fps")
     if (given is None) == (fps is None):
-        raise DataError(f"{place}: expected either timestamps (seconds, one a frame) or fps, got {_which(given, fps)}")
+        raise DataError(f"{place}: expected either timestamps (seconds, one per frame) or fps, got {_which(given, fps)}")
     if fps is not None:
         if not _is_number(fps) or fps < _MIN_FPS:
             raise DataError(f"{place}: fps: expected a number above 0 (at least {_MIN_FPS:g}), got {describe(fps)}")
         return [i / fps for i in range(num_frames)]
     if not isinstance(given, list) or len(given) != num_frames or not all(map(_is_number, given)):
-        raise DataError(f"{place}: timestamps: expected {num_frames} numbers, one a frame, got {describe(given)}")
+        raise DataError(f"{place}: timestamps: expected {num_frames} numbers, one per frame, got {describe(given)}")
     for i, (before, after) in enumerate(itertools.pairwise(given), start=2):
         if not before < after:
             raise DataError(
-                f"{place}: timestamps: expected increasing seconds, but frame {i} is at {after} and the one before it "
-                f"at {before}; sort the frames and take doubled ones out"
+                f"{place}: timestamps: expected increasing seconds, but frame {i} is at {after} and the previous frame "
+                f"at {before}; sort the frames and remove duplicates"
             )
     if given[0] < 0:
         raise DataError(f"{place}: timestamps: expected seconds from 0, got {given[0]}")

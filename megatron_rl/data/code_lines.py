@@ -1,11 +1,11 @@
-"""The lines of a program inside a response, and the token that ends each of them. Pure.
+"""Lines of a program inside a response, and the token that ends each line. Pure.
 
 Invariants:
 
-- Characters belong to the token that completes them, so a line ends at exactly one token, also where a token holds a
-  newline in its middle, several line ends, or a part of a character only.
-- Lines exist inside the code region alone; a response without code has none.
-- Blank lines and comments are neutral: they are never labelled, rewarded or counted.
+- Characters belong to the token that completes them, so a line ends at exactly one token, even if a token has a newline
+  in its middle, several line ends, or only a part of a character.
+- Lines exist only inside the code region; a response without code has none.
+- Blank lines and comments are neutral: they are never labeled, rewarded or counted.
 """
 
 from bisect import bisect_right
@@ -21,11 +21,11 @@ Region = tuple[int, int]
 COMMENT_PREFIX = "#"
 """Only Python programs are found (``_PYTHON_TAGS``)."""
 ENTRY_POINT_FIELD = "entry_point"
-"""The row field that names the function under test, as the code reward reads it."""
+"""Row field with the name of the function under test, as the code reward reads it."""
 _MAX_PARTIAL_TOKENS = 8
-"""A character has at most 4 bytes: tokens beyond this that still end in half a character are broken text."""
+"""Maximum number of tokens of one character, which has at most 4 bytes; a longer partial character is broken text."""
 _REPLACEMENT = "\ufffd"
-"""What decoders put where bytes do not (yet) make a character."""
+"""Character that decoders emit for bytes that do not (yet) form a character."""
 
 _FENCE = "```"
 _PYTHON_TAGS = ("python", "py", "python3", "py3")
@@ -35,30 +35,30 @@ _THOUGHT_END = "</think>"
 @dataclass(frozen=True)
 class CodeLine:
     text: str
-    """Without its line end."""
+    """Text without its line end."""
     end: int
-    """The first character of the response after the line and its newline."""
+    """Index of the response's first character after the line and its newline."""
     neutral: bool
-    """Blank, or a comment."""
+    """True if the line is blank or a comment."""
 
 
 def code_region(text: str, entry_point: str = "") -> Region | None:
-    """Where the program of a response stands; None if there is nothing but white space.
+    """Region of a response's program; None if there is only whitespace.
 
-    That is the last fenced block after the thought which defines ``entry_point``, else the last one marked as Python,
-    else the last one, else everything after the thought; a block that is still open reaches to the end.
+    The program is the last fenced block after the thought that defines ``entry_point``, else the last block marked as
+    Python, else the last block, else all text after the thought. An unclosed block extends to the end.
     """
     region, _ = _program(text, entry_point)
     return region if text[slice(*region)].strip() else None
 
 
 def extract_code(text: str, entry_point: str = "") -> str:
-    """The program in ``code_region``, its lines without the indentation of the block's fence."""
+    """Program in ``code_region``, with lines dedented by the indentation of the block's fence."""
     return _dedented(text, *_program(text, entry_point))
 
 
 def fenced_blocks(text: str) -> list[str]:
-    """The fenced blocks after the thought: those marked as Python, or all if none is."""
+    """Fenced blocks after the thought: blocks marked as Python, or all blocks if none is marked."""
     return [_dedented(text, block.region, block.indent) for block in _marked(text)]
 
 
@@ -77,7 +77,7 @@ def _marked(text: str) -> "list[_Block]":
 
 
 def _program(text: str, entry_point: str) -> tuple[Region, int]:
-    """Region and indentation of the program."""
+    """(region, indentation) of the program."""
     marked = _marked(text)
     if entry_point:
         heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
@@ -87,14 +87,14 @@ def _program(text: str, entry_point: str) -> tuple[Region, int]:
 
 class _Block(NamedTuple):
     tag: str
-    """Language."""
+    """Language tag of the block."""
     region: Region
     indent: int
-    """Characters before the opening fence."""
+    """Number of characters before the opening fence."""
 
 
 def _blocks(text: str, position: int) -> Iterator[_Block]:
-    """The fenced blocks from ``position`` on."""
+    """Fenced blocks from ``position`` on."""
     tag: str | None = None
     start, indent = position, 0
     for line in text[position:].splitlines(keepends=True):
@@ -111,7 +111,7 @@ def _blocks(text: str, position: int) -> Iterator[_Block]:
 
 
 def code_lines(text: str, *, entry_point: str = "") -> list[CodeLine]:
-    """The lines of the code region in order; without a region there are none."""
+    """Lines of the code region in order; empty without a region."""
     region = code_region(text, entry_point)
     return lines_between(text, region) if region else []
 
@@ -133,7 +133,7 @@ def is_neutral(line: str) -> bool:
 
 
 def end_tokens(lines: Sequence[CodeLine], pieces: Sequence[str]) -> list[int]:
-    """Per line the index of the piece that holds its last character; ``pieces`` make up the text of the lines."""
+    """Index, per line, of the piece with its last character; ``pieces`` concatenate to the text of the lines."""
     ends, total = [], 0
     for piece in pieces:
         total += len(piece)
@@ -142,10 +142,10 @@ def end_tokens(lines: Sequence[CodeLine], pieces: Sequence[str]) -> list[int]:
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
-    """Per token the characters that it completes; end to end they are the text.
+    """Characters that each token completes; concatenated they are the text.
 
-    Most texts are the texts of their tokens one by one. Where that fails (a character made of several tokens, a
-    decoder that looks at what stands before), tokens are decoded in their context.
+    Usually this is the text of each token decoded alone. If that fails (a character of several tokens, or a decoder
+    that depends on preceding tokens), tokens are decoded in their context.
     """
     single = {token: decode([token]) for token in set(token_ids)}
     pieces = [single[token] for token in token_ids]
@@ -156,8 +156,8 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 def _texts_in_context(token_ids: Sequence[int], decode: Decode) -> list[str]:
     pieces: list[str] = []
-    context = done = 0  # tokens [context, done) are written already and only stand before the next ones
-    written = ""  # what they decode to, and what of the next ones is written
+    context = done = 0  # tokens [context, done) are already written and only serve as context
+    written = ""  # decoded text of the context tokens, plus the written text of later tokens
     for position in range(1, len(token_ids) + 1):
         text = decode(token_ids[context:position])
         stable = text.rstrip(_REPLACEMENT)

@@ -1,8 +1,8 @@
-"""Images of prompts: where their bytes are, what is refused, and the pixels that trainer and engine both get.
+"""Images of prompts: sources, validation, and the pixels that trainer and servers share.
 
-Invariants: an image is known by the digest of its bytes, so a file that changes under a run is noticed; what is not a
-whole, still, ordinary image is refused when the data is read; pixels are RGB, upright (EXIF rotation is applied), with
-white behind what is transparent, and everybody who cuts or sends an image starts from them.
+Invariants: an image is identified by the digest of its bytes, so a file that changes during a run is noticed. Files
+that are not complete, still, ordinary images are rejected when the data is read. Pixels are RGB, upright (EXIF rotation
+is applied) and on a white background; all patches and sent images start from these pixels.
 """
 
 import base64
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_ASPECT = 200
-"""The processors of the Qwen-VL families refuse images that are longer than this many times their height, or higher."""
+"""Maximum ratio of the longer to the shorter side; the processors of the Qwen-VL families reject more."""
 ORIENTATION_TAG = 274
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
@@ -33,18 +33,18 @@ _NUM_REMEMBERED = 1 << 18
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image as a row gives it."""
+    """Source of an image, as given by a row."""
 
     name: str
-    """For messages: the path, or the place of embedded bytes."""
+    """Name for messages: the path, or the source of embedded bytes."""
     path: str = ""
     data: bytes = b""
-    """The bytes, where they are part of the row."""
+    """Bytes of the image, if they are part of the row."""
     max_tokens: int = 0
-    """Most tokens it may take (a frame of a video); 0: as many as the model's processor gives it."""
+    """Maximum number of tokens (a frame of a video); 0: as many as the model's processor gives it."""
 
     def read(self) -> bytes:
-        """DataError where the file cannot be read."""
+        """Read the image file. Raises DataError if the file cannot be read."""
         if not self.path:
             return self.data
         try:
@@ -55,7 +55,7 @@ class ImageSource:
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image of a prompt, small enough for checkpoints: the pixels are found again by the digest of its bytes."""
+    """Reference to an image of a prompt, small enough for checkpoints; the digest of its bytes locates the pixels."""
 
     name: str
     digest: str
@@ -63,7 +63,7 @@ class ImageRef:
     """Patches in time, height and width."""
     max_tokens: int = 0
     place: str = ""
-    """File and line of the row that names it."""
+    """File and line of the row that lists the image."""
 
     @property
     def num_patches(self) -> int:
@@ -72,11 +72,11 @@ class ImageRef:
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """An image as it travels to the ranks, which cut it into patches."""
+    """An image as sent to the ranks, which cut it into patches."""
 
     ref: ImageRef
     data: np.ndarray
-    """[bytes] uint8: its file, as it is."""
+    """[bytes] uint8: content of the file, unchanged."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class ImageInfo:
     digest: str
     width: int
     height: int
-    """Both of the upright image, in pixels."""
+    """Width and height of the upright image, in pixels."""
 
 
 def image_source(value: Any, folder: Path, where: str) -> ImageSource:
-    """What a row says about an image: a path, a data URL or Parquet's {bytes, path}; DataError for anything else."""
+    """Parse a row's image: a path, a data URL or Parquet's {bytes, path}. Raises DataError for other values."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("image")
     if isinstance(value, (bytes, bytearray)) and value:
@@ -116,7 +116,7 @@ def image_source(value: Any, folder: Path, where: str) -> ImageSource:
 
 
 def inspect(source: ImageSource) -> ImageInfo:
-    """Digest and size of an image that can be used; DataError for one that cannot. Decodes it once a file."""
+    """Digest and size of a valid image; raises DataError for an invalid one. Decodes each file once."""
     if not source.path:
         return _facts(source.data, source.name)
     try:
@@ -128,7 +128,7 @@ def inspect(source: ImageSource) -> ImageInfo:
 
 @functools.lru_cache(maxsize=_NUM_REMEMBERED)
 def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageInfo:
-    """Rows are read several times before a run starts; a file is decoded the first time only."""
+    """Facts of an image file. Cached, because rows are read several times before a run starts."""
     return _facts(Path(path).read_bytes(), path)
 
 
@@ -136,7 +136,7 @@ def _facts(data: bytes, name: str) -> ImageInfo:
     image = _opened(data, name)
     width, height = image.size
     _check_shape(image, name)
-    # The whole file is decoded, for a cut one opens like any other; JPEG at an eighth of its size, which is faster.
+    # Decode the whole file, because a truncated file opens without an error; JPEG at an eighth of its size, which is faster.
     image.draft(image.mode, (1, 1))
     _load(image, name)
     if image.getexif().get(ORIENTATION_TAG) in _TURNED:
@@ -146,7 +146,7 @@ def _facts(data: bytes, name: str) -> ImageInfo:
 
 def _check_shape(image: "Image", name: str) -> None:
     width, height = image.size
-    # A photo in the multi-picture format is still: the further ones are previews and depths.
+    # A photo in the multi-picture format is still: its other frames are previews and depth maps.
     num_frames = getattr(image, "n_frames", 1)
     if num_frames > 1 and image.format != "MPO":
         raise DataError(f"image {name}: it is animated ({num_frames} frames); give a video part with its frames")
@@ -162,7 +162,7 @@ def digest_of(data: bytes) -> str:
 
 
 def decode(data: bytes, name: str) -> "Image":
-    """The pixels: RGB, upright, on white."""
+    """Decode to RGB pixels, upright, on white."""
     from PIL import Image, ImageOps
 
     image = _opened(data, name)
@@ -175,7 +175,7 @@ def decode(data: bytes, name: str) -> "Image":
 
 
 def png_bytes(image: "Image") -> bytes:
-    """Lossless, and quick rather than small: every decoder makes the same pixels of it."""
+    """Lossless PNG, compressed for speed rather than size; every decoder gives the same pixels."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
@@ -197,5 +197,5 @@ def _opened(data: bytes, name: str) -> "Image":
 def _load(image: "Image", name: str) -> None:
     try:
         image.load()
-    except Exception as error:  # Pillow's readers of damaged files raise what they stumble over
-        raise DataError(f"image {name}: the file is damaged or cut short: {error}; copy it again") from error
+    except Exception as error:  # Pillow raises many kinds of errors on damaged files
+        raise DataError(f"image {name}: the file is damaged or truncated: {error}; copy it again") from error

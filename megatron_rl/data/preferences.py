@@ -1,8 +1,8 @@
-"""What reward models learn from: pairs of responses of which one is better, and programs with labelled lines.
+"""Training data of reward models: pairs of responses of which one is better, and programs with labeled lines.
 
-A preference is a row with the prompt (data.prompt_field: text or messages) and the texts ``chosen`` and ``rejected``; a
-labelled program has the prompt, data.response_field and ``line_labels``, as `megatron-rl label-lines` writes it. Every
-row is checked before training, and a bad one is an error with place, field and reason.
+A preference is a row with the prompt (data.prompt_field: text or messages) and the texts ``chosen`` and ``rejected``. A
+labeled program has the prompt, data.response_field and ``line_labels``, as written by `megatron-rl label-lines`. Every
+row is checked before training; an invalid row is an error with source, field and reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ LABELS = (1, -1, 0)
 @dataclass(frozen=True)
 class Preference:
     content: RowContent
-    """The prompt."""
+    """Content of the prompt."""
     chosen: str
     rejected: str
 
@@ -33,26 +33,28 @@ class Preference:
 @dataclass(frozen=True)
 class LabeledProgram:
     content: RowContent
-    """The prompt."""
+    """Content of the prompt."""
     response: str
     entry_point: str
-    """The function under test, if the row names it."""
+    """Function under test, if the row names it."""
     labels: tuple[int, ...]
-    """One a line of the response's program: 1 recoverable, -1 not, 0 neutral."""
+    """One label per line of the response's program: 1 recoverable, -1 not, 0 neutral."""
 
 
 def load_preferences(files: Sequence[str], data: DataConfig) -> list[Preference]:
-    """Every row of ``files``; DataError for the first bad one and for files without rows."""
+    """Every row of ``files``; raises DataError for the first invalid row and for files without rows."""
     return list(_loaded(files, data, _preference, "preferences {prompt, chosen, rejected}"))
 
 
 def load_labelled_programs(files: Sequence[str], data: DataConfig) -> list[LabeledProgram]:
-    """Every row of ``files``; DataError for the first bad one, also where labels do not fit the program's lines."""
+    """Every row of ``files``; raises DataError for the first invalid row, also if labels do not fit the program's
+    lines."""
     return list(_loaded(files, data, _labelled_program, "programs with line_labels, as label-lines writes them"))
 
 
 def check_reward_files(config: Config) -> None:
-    """UserError for the first bad row of the files, or an output in the base model's place; needs no model."""
+    """Raise UserError for the first invalid row of the files, or an output that would overwrite the base model; needs
+    no model."""
     settings = config.reward_train
     if Path(settings.output_path).resolve() == Path(config.policy.path).resolve():
         raise UserError("reward_train.output_path: it is policy.path, which would be overwritten; give another folder")
@@ -69,13 +71,13 @@ def check_reward_files(config: Config) -> None:
 
 
 def _loaded(files: Sequence[str], data: DataConfig, build: Any, expected: str) -> Iterator[Any]:
-    # These rows need no answer, and no reward reads them.
+    # No reward reads these rows, so they need no ground truth.
     data = replace(data, answer_required=False, reward_fields=[])
-    found = False
+    has_rows = False
     for row, place in read_rows(files, split=data.split):
-        found = True
+        has_rows = True
         yield build(row, place, data)
-    if not found:
+    if not has_rows:
         raise DataError(f"{', '.join(files)}: no rows; expected {expected}")
 
 
@@ -83,7 +85,7 @@ def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference
     content = read_content(row, place, data)
     chosen, rejected = (_text(row, name, place) for name in (CHOSEN_FIELD, REJECTED_FIELD))
     if chosen == rejected:
-        raise DataError(f"{place}: fields 'chosen' and 'rejected' are the same text; take the row out")
+        raise DataError(f"{place}: fields 'chosen' and 'rejected' are the same text; remove the row")
     return Preference(content, chosen, rejected)
 
 

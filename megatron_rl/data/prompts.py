@@ -1,7 +1,7 @@
-"""Prompt files: rows to Prompts, every row checked before a run starts.
+"""Prompt files: converts rows to Prompts and checks every row before a run starts.
 
-A row that cannot be used is an error with file, line and field; prompts that are merely too long are left out and
-counted, and so are doubled ids where the configuration says so. Formats and places: ``row_files.py``.
+A row that cannot be used is an error with file, line and field. Prompts that are too long are skipped and counted, and
+so are duplicate ids if the configuration says so. ``row_files.py`` handles formats and sources.
 """
 
 import math
@@ -33,40 +33,40 @@ from megatron_rl.errors import DataError
 class PromptSet:
     prompts: tuple[Prompt, ...]
     num_too_long: int
-    """Prompts left out because they are longer than max_prompt_tokens."""
+    """Number of prompts skipped because they are longer than max_prompt_tokens."""
     num_too_long_by_type: Mapping[str, int] = field(default_factory=dict)
     num_duplicates: int = 0
-    """Rows left out because an earlier row has their id."""
+    """Number of rows skipped because an earlier row has the same id."""
     num_unread: Mapping[str, int] = field(default_factory=dict)
-    """By chat-template argument that the template never mentions: prompts that have it."""
+    """Number of prompts per chat-template argument that the template never reads."""
 
     @property
     def num_by_type(self) -> dict[str, int]:
-        """Prompts of each type, most frequent first."""
+        """Number of prompts of each type, most frequent first."""
         return dict(Counter(prompt.type for prompt in self.prompts).most_common())
 
 
 @dataclass(frozen=True)
 class RowContent:
-    """What a row says, before it is tokenised."""
+    """Content of a row before tokenization."""
 
     id: str
     prompt: str | list[Message]
-    """The content of a message may be a list of parts; text with images has <image> marks."""
+    """Text or messages. The content of a message may be a list of parts; text with images has <image> marks."""
     answer: str
     type: str
     fields: dict[str, Any]
     place: str
     images: tuple[ImageSource, ...] = ()
-    """In the order of their places in the prompt."""
+    """Images in the order of their positions in the prompt."""
     chat_arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the chat template; ``tools`` is one."""
+    """Keyword arguments of the chat template, including ``tools``."""
 
     @property
     def text(self) -> str:
-        """The prompt as plain text: the user's message, or with several turns each after its role.
+        """The prompt as plain text: the user's message, or several turns, each with its role.
 
-        An image is ``[image]``.
+        Images are written as ``[image]``.
         """
         if isinstance(self.prompt, str):
             return plain_text(self.prompt, marked=bool(self.images))
@@ -77,7 +77,7 @@ class RowContent:
 
 
 def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> PromptSet:
-    """Read and tokenise prompts; DataError on bad rows, on duplicate ids and when nothing is left."""
+    """Read and tokenize prompts. Raises DataError for invalid rows, for duplicate ids and if no prompt is left."""
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     num_duplicates = 0
@@ -103,13 +103,13 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
 
 
 class PromptWithResponse(NamedTuple):
-    """A prompt and what is to be said to it, for supervised training."""
+    """A prompt and its reference response, for supervised training."""
 
     prompt_ids: list[int]
     response_ids: list[int]
-    """Ending in the end-of-text token."""
+    """Response ids that end in the end-of-text token."""
     images: tuple[ImageRef, ...] = ()
-    """Of the prompt."""
+    """Images of the prompt."""
 
 
 def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[PromptWithResponse]:
@@ -127,11 +127,11 @@ def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer)
 
 
 def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a given response; DataError where it has tokens that only prompts may have."""
+    """Ids of a given response. Raises DataError for tokens that only prompts may have."""
     token_ids = tokenizer.encode(text)
     if tokenizer.vision is not None and not set(token_ids).isdisjoint(tokenizer.vision.banned_token_ids):
         raise DataError(
-            f"{place}: field {field!r}: a response cannot contain image or video tokens; take their spelling out"
+            f"{place}: field {field!r}: a response cannot contain image or video tokens; remove their text"
         )
     return token_ids
 
@@ -139,11 +139,13 @@ def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> 
 def check_files(
     files: Sequence[str], data: DataConfig, *, with_response: bool, takes_images: bool | None = None
 ) -> dict[str, int]:
-    """Every row has the fields it needs and images that can be read; returns the number of rows of each type.
+    """Check that every row has the required fields and readable images; returns the number of rows of each type.
 
-    Needs no tokenizer, so it comes first. ``takes_images``: the model has vision (None: not known). DataError with file, line and field.
+    Needs no tokenizer, so it can run first. ``takes_images``: the model has vision (None: unknown). Raises DataError
+    with file, line and field.
     """
     num_by_type: Counter[str] = Counter()
+    # Rows of different types may lack a field, but a field that no row has is a typo.
     never_seen = set(data.reward_fields)
     for row, place in read_rows(files, split=data.split):
         content = read_content(row, place, data)
@@ -155,20 +157,20 @@ def check_files(
     if never_seen and num_by_type:
         raise DataError(
             f"data.reward_fields: no row of {', '.join(files)} has {', '.join(sorted(never_seen))}; "
-            "correct the name or take it out"
+            "correct the name or remove it"
         )
     return dict(num_by_type)
 
 
 def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
-    """The mapped fields of a row; DataError with place and field for one that cannot be used."""
-    found = lookup(row, data.id_field)
-    if isinstance(found, (dict, list, bool, bytes)) or found in (math.inf, -math.inf):
-        raise DataError(f"{place}: field {data.id_field!r}: expected text or a number, got {describe(found)}")
+    """Mapped fields of a row. Raises DataError with source and field for a row that cannot be used."""
+    row_id = lookup(row, data.id_field)
+    if isinstance(row_id, (dict, list, bool, bytes)) or row_id in (math.inf, -math.inf):
+        raise DataError(f"{place}: field {data.id_field!r}: expected text or a number, got {describe(row_id)}")
     prompt, images = _prompt(row, place, data)
     chat = data.use_chat_template or not isinstance(prompt, str)
     return RowContent(
-        id=place if is_missing(found) else str(found),
+        id=place if is_missing(row_id) else str(row_id),
         prompt=prompt,
         answer=_answer(row, place, data),
         type=_type(row, data.type_field, place),
@@ -180,16 +182,16 @@ def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
 
 
 def check_images(content: RowContent, *, takes_images: bool | None) -> None:
-    """DataError for images that cannot be used, or that the model cannot see (None: it is not known)."""
+    """Raise DataError for images that cannot be used, or that the model cannot see (None: unknown)."""
     if content.images and takes_images is False:
         raise DataError(
             f"{content.place}: the prompt has {len(content.images)} images, but the model of policy.path has no vision; "
-            "take a vision-language model, or leave these rows out"
+            "use a vision-language model, or remove these rows"
         )
     if takes_images and not content.images and IMAGE_MARK in content.text:
         raise DataError(
-            f"{content.place}: the prompt has {IMAGE_MARK} marks but no images; name their column with data.images_field, "
-            "or take the marks out"
+            f"{content.place}: the prompt has {IMAGE_MARK} marks but no images; set data.images_field to their column, "
+            "or remove the marks"
         )
     for image in content.images:
         try:
@@ -199,20 +201,21 @@ def check_images(content: RowContent, *, takes_images: bool | None) -> None:
 
 
 def is_duplicate(content: RowContent, places: dict[str, str], data: DataConfig) -> bool:
-    """Whether an earlier row has this id; ``places`` remembers who stands where. DataError where ids must differ."""
+    """True if an earlier row has this id; ``places`` maps ids to sources. Raises DataError if ids must be unique."""
     if content.id not in places:
         places[content.id] = content.place
         return False
     if data.duplicate_ids is DuplicateIds.error:
         raise DataError(
-            f"{content.place}: field {data.id_field!r}: {content.id!r} already stands at {places[content.id]}; ids must "
+            f"{content.place}: field {data.id_field!r}: {content.id!r} is already used at {places[content.id]}; ids must "
             "be unique (data.duplicate_ids=drop keeps the first)"
         )
     return True
 
 
 def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
-    """DataError with place and field when the prompt has no tokens or text that the tokenizer does not know."""
+    """Tokenize a row. Raises DataError with source and field for an empty prompt or text that the tokenizer does not
+    know."""
     where = f"{content.place}: field {data.prompt_field!r}"
     check_images(content, takes_images=tokenizer.vision is not None)
     prompt, chat = content.prompt, data.use_chat_template or not isinstance(content.prompt, str)
@@ -245,49 +248,49 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
 def _with_images(
     content: RowContent, token_ids: list[int], tokenizer: Tokenizer
 ) -> tuple[tuple[ImageRef, ...], list[int]]:
-    """The images of a prompt, and its ids with every image as all its tokens."""
+    """(images of a prompt, its ids with every image expanded to its tokens)."""
     vision = tokenizer.vision
     if vision is None:
         return (), token_ids
     if vision.video_token_id in token_ids:
-        raise DataError("the text spells the video token; take it out, and give videos as parts with frames")
+        raise DataError("the text contains the video token; remove it, and give videos as parts with frames")
     refs = tuple(replace(vision.reference(image), place=content.place) for image in content.images)
     try:
         return refs, vision.expanded(token_ids, refs)
     except ValueError as error:
         raise DataError(
-            f"{error}: the chat template of {tokenizer.path} must write one image token an image, and texts must not "
-            "spell it themselves"
+            f"{error}: the chat template of {tokenizer.path} must write one image token per image, and texts must not "
+            "contain it themselves"
         ) from error
 
 
 def with_reward_fields(data: DataConfig, names: Sequence[str]) -> DataConfig:
-    """``data`` with further reward fields: those that rewards read and data.reward_fields do not give already."""
+    """``data`` with the additional reward fields in ``names`` that data.reward_fields does not list yet."""
     given = {_field_name(path) for path in data.reward_fields}
     return replace(data, reward_fields=[*data.reward_fields, *(name for name in names if name not in given)])
 
 
 def _field_name(path: str) -> str:
-    """The name under which a reward finds the field: the last part of a nested one."""
+    """Name of a reward field for rewards: the last component of a nested path."""
     return path.rsplit(".", 1)[-1]
 
 
 def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message], list[ImageSource]]:
-    """The prompt and its images, in the order of their places."""
+    """(prompt, its images in the order of their positions)."""
     path, folder = data.prompt_field, folder_of(place, data)
     column = column_images(row, data.images_field, place, folder)
     value = lookup(row, path)
     if not isinstance(value, list):
         text = _text_field(row, path, place)
         return _with_marks(text, text.count(IMAGE_MARK), column, place, data), column
-    found = [_message(given, f"{place}: field {path!r}: message {i}", folder) for i, given in enumerate(value, start=1)]
-    messages = [message for message, _ in found]
+    parsed = [_message(given, f"{place}: field {path!r}: message {i}", folder) for i, given in enumerate(value, start=1)]
+    messages = [message for message, _ in parsed]
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         last = messages[-1]["role"] if messages else "none"
         raise DataError(
-            f"{place}: field {path!r}: expected messages of which the last waits for an answer (user), got {last}"
+            f"{place}: field {path!r}: expected messages, the last of which the model answers (user), got {last}"
         )
-    images = [image for _, images in found for image in images]
+    images = [image for _, images in parsed for image in images]
     if not column:
         return messages, images
     if images:
@@ -303,7 +306,7 @@ def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message]
 
 
 def _with_marks(text: str, num_marks: int, column: Sequence[ImageSource], place: str, data: DataConfig) -> str:
-    """``text`` with a mark for every image of the column: where it has none of them, they come first."""
+    """``text`` with a mark for every image of the column; images come first if the text has no marks."""
     if num_marks == 0:
         return IMAGE_MARK * len(column) + text
     if column and num_marks != len(column):
@@ -315,7 +318,7 @@ def _with_marks(text: str, num_marks: int, column: Sequence[ImageSource], place:
 
 
 def _message(message: Any, where: str, folder: ImageFolder) -> tuple[Message, list[ImageSource]]:
-    """A message, its content as text or as parts, and the images of its parts."""
+    """(message with its content as text or parts, images of its parts)."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: expected an object with role and content, got {describe(message)}")
     content = message.get("content")
@@ -331,6 +334,7 @@ def _message(message: Any, where: str, folder: ImageFolder) -> tuple[Message, li
 
 def _answer(row: Row, place: str, data: DataConfig) -> str:
     value = lookup(row, data.answer_field)
+    # A blank ground truth counts as missing: no response could match it.
     is_blank = isinstance(value, str) and not value.strip()
     missing = is_missing(value) or is_blank
     if missing and not data.answer_required:
@@ -352,7 +356,7 @@ def _type(row: Row, path: str, place: str) -> str:
 
 
 def _reward_fields(row: Row, paths: Sequence[str], place: str) -> dict[str, Any]:
-    """Those that the row has: rows of different types bring different ones."""
+    """Reward fields that the row has; rows of different types have different fields."""
     fields: dict[str, Any] = {}
     for path in paths:
         value = lookup(row, path)
@@ -363,7 +367,7 @@ def _reward_fields(row: Row, paths: Sequence[str], place: str) -> dict[str, Any]
             raise DataError(f"{place}: field {path!r}: expected a JSON value, but {problem}; convert it to text")
         if _field_name(path) in fields:
             raise DataError(
-                f"data.reward_fields: two fields are called {_field_name(path)!r} in {place}; rename a column"
+                f"data.reward_fields: two fields are named {_field_name(path)!r} in {place}; rename a column"
             )
         fields[_field_name(path)] = value
     return fields

@@ -1,12 +1,13 @@
 """Rows of data files: JSON lines (plain or gzipped), JSON arrays, Parquet and local Hugging Face datasets.
 
-Invariants: rows come in the order of the files, and inside a folder in the order of its shards; every row has a place
-("file:line", or "file:row n" counted from 1 where there are no lines) that is the same in every run; one batch of rows
-is in memory at a time (a JSON array is read whole). Every text in a row can be written as UTF-8, no name stands twice in an
-object, and nothing is nested deeper than code that walks through it can go.
+Invariants: rows come in the order of the files, and inside a folder in the order of its shards. Every row has a source
+("file:line", or "file:row n" counted from 1 if there are no lines) that is the same in every run. One batch of rows is
+in memory at a time (a JSON array is read whole). Every text in a row can be written as UTF-8, no name occurs twice in
+an object, and nesting is shallow enough for recursive code.
 
-A dataset folder is what ``datasets`` saves to disk (state.json next to Arrow files, several splits under
-dataset_dict.json) or a folder of data files whose names or subfolders say the split. ``datasets`` is not needed.
+A dataset folder is a folder saved to disk by ``datasets`` (state.json next to Arrow files, several splits under
+dataset_dict.json), or a folder of data files whose names or subfolders contain the split. The ``datasets`` library is
+not needed.
 """
 
 import codecs
@@ -24,34 +25,34 @@ Row = dict[str, Any]
 
 ROWS_PER_BATCH = 1024
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
-"""Data files of a folder. A file given by name that ends in none of them is read as JSON lines."""
+"""Suffixes of data files in a folder. A file given by name with another suffix is read as JSON lines."""
 _SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-"""What a file or subfolder of a dataset folder is called when it holds a split."""
+"""Names of files or subfolders of a dataset folder that contain a split."""
 
 
 _MAX_DEPTH = 64
-"""Lists and objects within each other."""
+"""Maximum nesting depth of lists and objects."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 OnBadRow = Callable[[str, str], None]
-"""(place, what is wrong)."""
+"""Callback with (source, problem)."""
 
 
 def raise_data_error(place: str, problem: str) -> None:
-    """The usual answer to a bad row."""
+    """Default handler of a bad row: raises DataError."""
     raise DataError(f"{place}: {problem}")
 
 
 def read_rows(
     files: Sequence[str], *, split: str = "train", on_bad_row: OnBadRow = raise_data_error
 ) -> Iterator[tuple[Row, str]]:
-    """(row, place) of every row of ``files``; DataError for what is missing or cannot be read.
+    """(row, source) of every row of ``files``. Raises DataError for files that are missing or cannot be read.
 
     Args:
         files: Files and dataset folders.
-        split: Chooses inside dataset folders that have several.
-        on_bad_row: Called with place and problem of a row that is no JSON object; if it returns, the next rows follow. A file that is
-            broken as a whole is always an error.
+        split: Split to read from dataset folders that have several.
+        on_bad_row: Called with source and problem of a row that is not a JSON object; if it returns, reading continues.
+            A file that is damaged as a whole is always an error.
     """
     for name in files:
         path = Path(name)
@@ -66,7 +67,7 @@ def read_rows(
                 yield row, f"{name}:{place}"
         elif path.exists():
             raise DataError(
-                f"{name} is no file but a pipe or device, and data is read several times; write it to a file first"
+                f"{name} is a pipe or device, not a file, and data is read several times; write it to a file first"
             )
         else:
             raise DataError(
@@ -75,9 +76,9 @@ def read_rows(
 
 
 def lookup(row: Mapping[str, Any], field: str) -> Any:
-    """The value of ``field``: a column, or a path into nested ones (``reward_model.ground_truth``, ``turns.0.text``).
+    """Value of ``field``: a column, or a path into nested ones (``reward_model.ground_truth``, ``turns.0.text``).
 
-    None if there is none: Parquet and Arrow fill what a row lacks with nulls, so the two are the same.
+    Returns None if the value is missing, as for a null: Parquet and Arrow fill missing fields with nulls.
     """
     if field in row:
         return row[field]
@@ -93,19 +94,19 @@ def lookup(row: Mapping[str, Any], field: str) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    """Nothing, or the NaN that tables written by pandas have in its place."""
+    """True for None, and for NaN, which tables written by pandas contain instead."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def describe(value: Any) -> str:
-    """What came instead of the expected value, for error messages."""
+    """Description of an unexpected value, for error messages."""
     if value is None:
         return "nothing (the field is missing or null)"
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 def not_json(value: Any) -> str:
-    """Why ``value`` cannot be written as JSON, or "". Checkpoints and graders carry row fields as JSON."""
+    """Reason why ``value`` cannot be written as JSON, or "". Checkpoints and reward workers store row fields as JSON."""
     if value is None or isinstance(value, (str, bool, int)):
         return ""
     if isinstance(value, float):
@@ -121,7 +122,7 @@ def not_json(value: Any) -> str:
 
 
 def _dataset_files(folder: Path, split: str) -> list[Path]:
-    """The data files of ``split``, in order. A folder without splits is taken whole, whatever ``split`` says."""
+    """Data files of ``split``, in order. A folder without splits is read whole, regardless of ``split``."""
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
         if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
@@ -140,9 +141,9 @@ def _dataset_files(folder: Path, split: str) -> list[Path]:
         )
     by_split = {file: _split_of(file, folder, split) for file in files}
     chosen = [file for file in files if by_split[file] == split]
-    found = sorted({name for name in by_split.values() if name})
-    if not chosen and found:
-        raise DataError(f"{folder}: no split {split!r}; its splits are {', '.join(found)}: set data.split")
+    splits = sorted({name for name in by_split.values() if name})
+    if not chosen and splits:
+        raise DataError(f"{folder}: no split {split!r}; its splits are {', '.join(splits)}: set data.split")
     return chosen or files
 
 
@@ -164,7 +165,7 @@ def _saved_files(folder: Path) -> list[Path]:
     files = [folder / str(name) for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise DataError(f"{folder}: state.json names {missing[0]}, which is not there; copy the folder again")
+        raise DataError(f"{folder}: state.json lists {missing[0]}, which is missing; copy the folder again")
     return files
 
 
@@ -177,14 +178,14 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _split_of(file: Path, folder: Path, wanted: str) -> str:
-    """The split that a subfolder or the file's name before a dot, dash or underscore says; "" if none does."""
+    """Split named by a subfolder, or by the file name before a dot, dash or underscore; "" if there is none."""
     *folders, name = file.relative_to(folder).parts
     stem = name.split(".")[0].replace("-", "_").split("_")[0]
     return next((part for part in (*folders, stem) if part == wanted or part in _SPLIT_NAMES), "")
 
 
 def _read_file(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
-    """(row, place inside the file)."""
+    """(row, source inside the file) of every row."""
     if path.suffix == ".parquet":
         return _read_batches(path, _parquet_batches)
     if path.suffix == ".arrow":
@@ -207,7 +208,7 @@ def _read_json_rows(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str
                 else:
                     yield row, str(number)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file: {error}; copy it again") from error
+        raise DataError(f"{path}: incomplete gzip file: {error}; copy it again") from error
 
 
 def _starts_with_bracket(lines: Any) -> bool:
@@ -221,7 +222,7 @@ def _starts_with_bracket(lines: Any) -> bool:
 def _read_array(path: Path, content: bytes, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
     rows, problem = _parsed(content, is_first=True)
     if problem:
-        raise DataError(f"{path}: {problem}; expected an array of objects, or one object a line")
+        raise DataError(f"{path}: {problem}; expected an array of objects, or one object per line")
     for number, row in enumerate(rows, start=1):
         problem = _problem(row)
         if problem:
@@ -231,9 +232,9 @@ def _read_array(path: Path, content: bytes, on_bad_row: OnBadRow) -> Iterator[tu
 
 
 def parse_row(line: bytes, *, is_first: bool) -> tuple[Row, str]:
-    """(the object that a line holds, what is wrong with it or ""). The first line may begin with UTF-8's mark."""
+    """(object on a line, its problem or ""). The first line may start with UTF-8's byte order mark."""
     row, problem = _parsed(line, is_first=is_first)
-    problem = f"{problem}; expected one object a line" if problem else _problem(row)
+    problem = f"{problem}; expected one object per line" if problem else _problem(row)
     return ({}, problem) if problem else (row, "")
 
 
@@ -255,12 +256,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} stands in an object twice")
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
     return content
 
 
 def _problem(row: Any) -> str:
-    """Why a value from JSON is no row that code can walk through and write; "" if it is one."""
+    """Reason why a JSON value is not a row that can be traversed and written; "" if it is valid."""
     if not isinstance(row, dict):
         return f"expected a JSON object, got {type(row).__name__}"
     for name, value in row.items():
@@ -271,11 +272,12 @@ def _problem(row: Any) -> str:
 
 
 def _unusable(value: Any) -> str:
+    # Walk level by level instead of recursing, because hostile nesting would exhaust the stack.
     level = [value]
     for _ in range(_MAX_DEPTH):
         texts = [part for part in level if isinstance(part, str)]
         if not all(map(_is_writable, texts)):
-            return "half of a surrogate pair, which is no character, is in a text; clean the data"
+            return "a text contains half of a surrogate pair, which is not a character; clean the data"
         inside = [part for part in level if isinstance(part, dict | list)]
         if not inside:
             return ""
@@ -314,7 +316,7 @@ def _read_batches(path: Path, batches: Any) -> Iterator[tuple[Row, str]]:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         kind = path.suffix.lstrip(".").capitalize()
         raise DataError(
-            f"{path}: not a whole {kind} file (after row {number}): {str(error).splitlines()[0]}; copy it again"
+            f"{path}: incomplete or damaged {kind} file (after row {number}): {str(error).splitlines()[0]}; copy it again"
         ) from error
 
 
@@ -326,7 +328,8 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """``datasets`` writes the streaming format; other programs the one with a footer."""
+    """Record batches of an Arrow file. ``datasets`` writes the streaming format, other programs the format with a
+    footer."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
@@ -335,6 +338,6 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
         reader = pyarrow.ipc.open_file(source) if is_file_format else pyarrow.ipc.open_stream(source)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file_format else reader
         for batch in batches:
-            batch.validate(full=True)  # its offsets are the file's own: damaged ones would crash the process
+            batch.validate(full=True)  # offsets come from the file, and damaged offsets would crash the process
             for start in range(0, batch.num_rows, ROWS_PER_BATCH):
                 yield batch.slice(start, ROWS_PER_BATCH)

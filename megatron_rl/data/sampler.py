@@ -1,11 +1,11 @@
-"""Prompts in a deterministic, resumable order: mixtures by weight and a curriculum by step.
+"""Samples prompts in a deterministic, resumable order: mixtures by weight and a curriculum by step.
 
-Laws: the state (phase, draws of each type in it, epoch and position of each type) and the seed fix all that follows,
-however the draws are grouped; a type shows each of its prompts once an epoch, each epoch in an order of its own; inside
-a phase the number of draws of a type never differs by 1 or more from its weight's share of the draws.
+Laws: the state (phase, draws of each type in it, epoch and position of each type) and the seed determine all later
+draws, in any grouping. A type shows each of its prompts once per epoch, each epoch in its own order. Within a phase,
+the number of draws of a type always differs from its share by less than 1.
 
-Without weights all prompts are one stream: every prompt once an epoch, whatever its type. With weights, every type of
-the data needs one in every phase; 0 leaves it out.
+Without weights all prompts are one stream: every prompt once per epoch, regardless of type. With weights, every type of
+the data needs a weight in every phase; 0 excludes the type.
 """
 
 import math
@@ -22,14 +22,14 @@ from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError
 
 _EVERYTHING = "*"
-"""Name of the one stream where there are no weights."""
+"""Name of the only stream if there are no weights."""
 
 
 class PromptSampler:
-    """Endless draw from ``prompts``.
+    """Endless sampler of ``prompts``.
 
-    ``mixture`` holds after the last phase of ``curriculum``; left empty, it is then each type's share of the prompts.
-    DataError, naming the key and the types that exist, when weights and prompts do not fit each other.
+    ``mixture`` applies after the last phase of ``curriculum``; if empty, each type's share of the prompts applies.
+    Raises DataError, with the key and the existing types, if weights and prompts do not fit.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class PromptSampler:
         self._streams: dict[str, _EpochStream] = {}
         for name in sorted(num_by_type) if weighted else [_EVERYTHING]:
             members = [prompt for prompt in prompts if not weighted or prompt.type == name]
+            # crc32 instead of hash(), which differs between processes.
             stream_seed = [seed, zlib.crc32(name.encode())] if weighted else [seed]
             self._streams[name] = _EpochStream(members, stream_seed, shuffle)
         last = mixture or (num_by_type if weighted else {_EVERYTHING: 1.0})
@@ -56,7 +57,7 @@ class PromptSampler:
         self._counts: Counter[str] = Counter()
 
     def draw(self, step: int = 0) -> Prompt:
-        """The next prompt, for training step ``step`` (which chooses the phase)."""
+        """Next prompt for training step ``step``, which determines the phase."""
         phase = sum(1 for end in self._phase_ends if step >= end)
         if phase != self._phase:
             self._phase, self._counts = phase, Counter()
@@ -65,7 +66,7 @@ class PromptSampler:
         return self._streams[name].draw()
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The state as JSON-serializable values."""
         return {
             "phase": self._phase,
             "counts": dict(self._counts),
@@ -73,7 +74,7 @@ class PromptSampler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; DataError when it comes from other data."""
+        """Continue from ``state``. Raises DataError if it belongs to other data."""
         then = {name: stream["num_prompts"] for name, stream in state["streams"].items()}
         now = {name: stream.num_prompts for name, stream in self._streams.items()}
         if then != now:
@@ -87,7 +88,7 @@ class PromptSampler:
 
 
 class _EpochStream:
-    """Every prompt once an epoch."""
+    """Stream that yields every prompt once per epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: list[int], shuffle: bool) -> None:
         self._prompts = prompts
@@ -113,15 +114,16 @@ class _EpochStream:
         self._epoch, self._position = epoch, position
         self._order = np.arange(len(self._prompts))
         if self._shuffle:
+            # Seeded per epoch, so that a resumed run rebuilds the order without replaying earlier epochs.
             np.random.default_rng([*self._seed, epoch]).shuffle(self._order)
 
 
 def next_type(shares: Mapping[str, Fraction], counts: Mapping[str, int]) -> str:
-    """The type of the next draw after ``counts``, so that no type is ever a whole draw away from its share.
+    """Type of the next draw after ``counts``, so that no type is ever a whole draw away from its share.
 
-    The j-th draw of a type with share p belongs between draws floor((j-1) / p) and ceil(j / p). Of the types whose
-    next draw may come now, the one that must come earliest is taken. Like unit jobs on one machine, they all come in
-    time. (To take the largest deficit, which is simpler, lets rare types fall behind by more than one draw.)
+    The j-th draw of a type with share p belongs between draws floor((j-1) / p) and ceil(j / p). Among the types whose
+    next draw is allowed now, the one with the earliest deadline is taken. Like unit jobs on one machine, all meet their
+    deadlines. (Taking the largest deficit, which is simpler, lets rare types fall behind by more than one draw.)
     """
     num_draws = sum(counts.get(name, 0) for name in shares)
     due = [
@@ -135,7 +137,7 @@ def next_type(shares: Mapping[str, Fraction], counts: Mapping[str, int]) -> str:
 def check_mixtures(
     mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase], num_by_type: Mapping[str, int]
 ) -> None:
-    """DataError listing every problem of the weights, alone and with the types of the prompts."""
+    """Raise DataError with every problem of the weights, alone and against the types of the prompts."""
     problems = list(weight_problems(mixture, curriculum))
     for key, weights in _mixtures(mixture, curriculum):
         types = ", ".join(f"{name!r}" for name in sorted(num_by_type)) or "none"
@@ -145,7 +147,7 @@ def check_mixtures(
             if name not in num_by_type
         ]
         problems += [
-            f"{key}: no weight for the {num_by_type[name]} prompts of type {name!r}; give it one, 0 leaves it out"
+            f"{key}: no weight for the {num_by_type[name]} prompts of type {name!r}; give it one (0 excludes the type)"
             for name in sorted(num_by_type)
             if name not in weights
         ]
@@ -154,7 +156,7 @@ def check_mixtures(
 
 
 def weight_problems(mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase]) -> Iterator[str]:
-    """What is wrong with the weights and steps whatever the prompts are."""
+    """Problems of the weights and steps that do not depend on the prompts."""
     for key, weights in _mixtures(mixture, curriculum):
         bad = {name: weight for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)}
         yield from (f"{key}.{name}: expected a weight of 0 or more, got {weight}" for name, weight in bad.items())
@@ -170,14 +172,14 @@ def weight_problems(mixture: Mapping[str, float], curriculum: Sequence[Curriculu
 def _mixtures(
     mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase]
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """(configuration key, weights); an empty ``mixture`` is none."""
+    """(configuration key, weights); an empty ``mixture`` is skipped."""
     yield from ((f"data.curriculum.{index}.mixture", phase.mixture) for index, phase in enumerate(curriculum))
     if mixture:
         yield "data.mixture", mixture
 
 
 def _shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """Exact shares of the weights above 0, as they are written: 0.1 is one tenth. Fractions cannot drift."""
+    """Exact shares of the weights above 0, as written: 0.1 is one tenth. Fractions cannot drift."""
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items() if weight > 0}
     total = sum(exact.values())
     return {name: weight / total for name, weight in sorted(exact.items())}

@@ -1,4 +1,4 @@
-"""What a row tells the chat template besides its messages: arguments such as ``enable_thinking``, and tools."""
+"""Template arguments of a row: arguments such as ``enable_thinking``, and tools."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ TOOLS = "tools"
 
 
 def chat_arguments(row: Row, place: str, data: DataConfig, *, chat: bool) -> dict[str, Any]:
-    """Keyword arguments of ``apply_chat_template`` for this row: the recipe's, the row's over them, and its tools.
+    """Keyword arguments of ``apply_chat_template`` for this row: the recipe's, overridden by the row's, and its tools.
 
-    ``chat``: the prompt goes through the template. Empty where it does not. DataError with place and field for values of another
-    type, and for a row that has arguments which nothing would read.
+    ``chat``: the prompt goes through the template; otherwise the result is empty. Raises DataError with source and
+    field for values of another type, and for arguments that would not be read.
     """
     own, tools = _arguments(row, place, data), _tools(row, place, data)
     given = {data.chat_template_kwargs_field: own, data.tools_field: tools}
@@ -25,14 +25,14 @@ def chat_arguments(row: Row, place: str, data: DataConfig, *, chat: bool) -> dic
     for field, value in given.items():
         if value is not None:
             raise DataError(
-                f"{place}: field {field!r}: a prompt that is text goes through no chat template, so nothing would read it; set "
-                "data.use_chat_template=true, give the prompt as messages, or take the field out"
+                f"{place}: field {field!r}: a text prompt does not go through the chat template, so the field would not be read; set "
+                "data.use_chat_template=true, give the prompt as messages, or remove the field"
             )
     return {}
 
 
 def _arguments(row: Row, place: str, data: DataConfig) -> dict[str, Any] | None:
-    """The row's own; None where it has none."""
+    """The row's own arguments; None if it has none."""
     where = f"{place}: field {data.chat_template_kwargs_field!r}"
     value = _value(row, data.chat_template_kwargs_field, where)
     if value is None:
@@ -43,7 +43,7 @@ def _arguments(row: Row, place: str, data: DataConfig) -> dict[str, Any] | None:
     if taken:
         raise DataError(f"{where}: {reserved_argument_problem(taken[0])}")
     if problem := not_json(value):
-        raise DataError(f"{where}: expected values that JSON can hold, but {problem}")
+        raise DataError(f"{where}: expected JSON values, but {problem}")
     # Parquet gives every row the keys of all rows, with nulls.
     return {name: inner for name, inner in value.items() if inner is not None} or None
 
@@ -64,12 +64,12 @@ def _tools(row: Row, place: str, data: DataConfig) -> list[dict[str, Any]] | Non
         if not isinstance(name, str) or not name:
             raise DataError(f"{where}: tool {number}: {expected}, got one without a name: {describe(dict(tool))}")
         if problem := not_json(tool):
-            raise DataError(f"{where}: tool {number}: expected values that JSON can hold, but {problem}")
+            raise DataError(f"{where}: tool {number}: expected JSON values, but {problem}")
     return value
 
 
 def _value(row: Row, field: str, where: str) -> Any:
-    """What stands in the column, JSON in a text as what it says; None: nothing, or no column is named."""
+    """Value of the column, parsed if it is JSON text; None if the value is missing or no column is configured."""
     value = lookup(row, field) if field else None
     if is_missing(value):
         return None
@@ -82,7 +82,7 @@ def _value(row: Row, field: str, where: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every object the keys that any object of the column has."""
+    """Remove nulls, because Parquet gives every object the keys of all objects of the column."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

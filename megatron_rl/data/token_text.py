@@ -1,4 +1,4 @@
-"""Which part of a text each token spells. Pure arrays: a million tokens take a tenth of a second."""
+"""Maps each token to its part of a text. Array operations only: a million tokens take a tenth of a second."""
 
 import json
 from collections.abc import Iterable
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class TokenText:
-    """Tokens as a model reads and writes them: special tokens are spelled, and every token knows its characters."""
+    """Texts of tokens, special tokens included, with the end of each token in the text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer``: of transformers."""
+        """``tokenizer``: a tokenizer of transformers."""
         self._tokenizer = tokenizer
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         kinds = json.loads(decoder.__getstate__()) if decoder is not None else {}
@@ -20,8 +20,10 @@ class TokenText:
         self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
 
     def spelled(self, token_ids: np.ndarray) -> tuple[str, np.ndarray]:
-        """(text, [n] int32: where in it each token ends). Several tokens of one character: the first has it, and what is no
-        UTF-8 is a replacement character per byte.
+        """(text, [n] int32: end of each token in it, in characters).
+
+        If several tokens form one character, the first token gets it; bytes that are not UTF-8 become one replacement
+        character each.
         """
         unique, places = np.unique(token_ids, return_inverse=True)
         pieces = [np.frombuffer(piece, np.uint8) for piece in self._pieces(unique.tolist())]
@@ -29,7 +31,7 @@ class TokenText:
         starts = np.cumsum(sizes) - sizes
         lengths = sizes[places]
         byte_ends = np.cumsum(lengths)
-        # Byte number of each token's bytes among those of the unique tokens, one after the other.
+        # Index of each token's bytes in the concatenated bytes of the unique tokens.
         rows = np.arange(int(lengths.sum())) + np.repeat(starts[places] - (byte_ends - lengths), lengths)
         content = np.concatenate([np.zeros(0, np.uint8), *pieces])[rows].tobytes()
         text = content.decode("utf-8", "surrogateescape")
@@ -50,12 +52,12 @@ class TokenText:
             return self._added[id].encode()
         token = self._tokenizer.convert_ids_to_tokens(id)
         if token is None:
-            return f"<{id}>".encode()  # a row of the embedding that no token has
+            return f"<{id}>".encode()  # a row of the embedding without a token
         if self._is_byte_level:
             if all(character in _BYTES for character in token):
                 return bytes(_BYTES[character] for character in token)
             return token.encode()
-        # Behind another token: alone it would lose the space before it.
+        # Decode after another token, because alone the token would lose its leading space.
         before, both = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in ([self._other], [self._other, id]))
         return both.removeprefix(before).encode()
 
@@ -65,7 +67,7 @@ class TokenText:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones are themselves."""
+    """Characters that represent bytes in byte-level vocabularies (GPT-2); printable characters represent themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""The one place where text becomes tokens: a thin view of the model folder's Hugging Face tokenizer."""
+"""The only place where text becomes tokens: a thin wrapper of the model folder's Hugging Face tokenizer."""
 
 import functools
 import re
@@ -12,14 +12,14 @@ from megatron_rl.errors import DataError
 from megatron_rl.families.model_facts import has_vision, read_model_json
 
 Message = dict[str, Any]
-"""One turn of a chat: role, content and whatever else the chat template reads."""
+"""One turn of a chat: role, content and any other fields that the chat template reads."""
 
 
 class Tokenizer:
-    """Text to ids and back; raises DataError when the folder has no tokenizer or it does not fit the model."""
+    """Text to ids and back. Raises DataError if the folder has no tokenizer or the tokenizer does not fit the model."""
 
     def __init__(self, path: str | Path) -> None:
-        from megatron_rl.cpu.torchvision import declare_torchvision_ops
+        from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
         declare_torchvision_ops()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -27,8 +27,8 @@ class Tokenizer:
         self.path = Path(path)
         if not (self.path / "tokenizer_config.json").is_file():
             raise DataError(f"{self.path}: no tokenizer_config.json; a model folder needs its tokenizer's files")
-        # tokenizer.json is taken as it stands: AutoTokenizer may rebuild it in the model type's own way (for Qwen2 it drops
-        # what the vocabulary lacks instead of giving the unknown token).
+        # Load tokenizer.json unchanged: AutoTokenizer may rebuild it for the model type (for Qwen2 it drops text that the
+        # vocabulary lacks instead of using the unknown token).
         loader = PreTrainedTokenizerFast if (self.path / "tokenizer.json").is_file() else AutoTokenizer
         try:
             self._tokenizer = loader.from_pretrained(str(self.path))
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vision(self) -> ImageProcessor | None:
-        """The model's image processor; None for a model without vision. DataError where it is missing."""
+        """Image processor of the model; None for a model without vision. Raises DataError if the processor is missing."""
         config_file = self.path / "config.json"
         if not config_file.is_file() or not has_vision(read_model_json(self.path)):
             return None
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @property
     def image_text(self) -> str:
-        """How an image is spelled in a text: its marks and one image token. Only of models with vision."""
+        """Text form of an image: its marks and one image token. Only for models with vision."""
         if self.vision is None:
             raise DataError(f"{self.path}: a model without vision has no spelling for an image")
         ids = (self.vision.start_token_id, self.vision.image_token_id, self.vision.end_token_id)
@@ -75,20 +75,20 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """Spellings that become control tokens wherever they stand in a text."""
+        """Texts that become control tokens anywhere in a text."""
         added = self._tokenizer.added_tokens_decoder.values()
         return tuple(dict.fromkeys([*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)]))
 
     @functools.cached_property
     def spelling(self) -> TokenText:
-        """Tokens as texts, special ones too."""
+        """Token texts, including special tokens."""
         return TokenText(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def template_reads(self, argument: str) -> bool:
-        """Whether the chat template mentions ``argument``; one that it does not changes nothing."""
+        """True if the chat template mentions ``argument``; other arguments have no effect."""
         template = self._tokenizer.chat_template
         return bool(re.search(rf"\b{re.escape(argument)}\b", str(template))) or argument == "chat_template"
 
@@ -100,11 +100,12 @@ class Tokenizer:
         system_prompt: str = "",
         arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a prompt. With ``chat`` it becomes messages in the chat template, up to where the model answers.
+        """Ids of a prompt. With ``chat`` the prompt becomes messages in the chat template, up to the start of the
+        model's answer.
 
-        ``system_prompt`` is put before messages that bring no system message of their own. ``arguments``: what else the template is
-        given, such as ``enable_thinking`` and ``tools``. DataError when the tokenizer has no chat template, or one that refuses these
-        messages.
+        ``system_prompt`` is put before messages without a system message. ``arguments``: additional template arguments,
+        such as ``enable_thinking`` and ``tools``. Raises DataError if the tokenizer has no chat template, or one that
+        rejects these messages.
         """
         if not chat:
             return self._tokenizer.encode(prompt)
@@ -123,23 +124,23 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             given = f" with {', '.join(arguments)}" if arguments else ""
-            raise DataError(f"{self.path}: the chat template refuses messages of {roles}{given}: {error}") from error
+            raise DataError(f"{self.path}: the chat template rejects messages of {roles}{given}: {error}") from error
 
     def encode_message(
         self, text: str, *, chat: bool, last_token_id: int | None = None, arguments: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Ids of a message that follows a turn of the model in the same history.
 
-        Without ``chat`` the text as it is. With it, what the chat template writes between the model's last word and
-        the place where it answers again, with ``text`` as the user's message. ``last_token_id`` is the history's last
-        token: the template's closing token is left out if the model has written it, and added if its turn was cut.
-        ``arguments``: those of the prompt.
+        Without ``chat``, the ids of the unchanged text. With ``chat``, everything that the chat template puts between
+        the model's last token and the start of its next answer, with ``text`` as the user's message. ``last_token_id``
+        is the last token of the history: the template's closing token is omitted if the model has already generated it,
+        and kept if the turn was truncated. ``arguments``: template arguments of the prompt.
         """
         if not chat:
             return self.encode(text)
         from jinja2 import TemplateError
 
-        # The template is asked for a whole conversation; all that comes after the model's reply is the glue.
+        # Render a whole conversation: the text after the model's reply is the glue between turns.
         reply = "[reply]"
         messages = [("user", "question"), ("assistant", reply), ("user", text)]
         try:
@@ -152,13 +153,13 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(
                 f"{self.path}: no message can follow a turn of the model: the tokenizer has no chat template, or it "
-                f"refuses a second user message ({error})"
+                f"rejects a second user message ({error})"
             ) from error
         _before, found, glue = rendered.partition(reply)
         if not found or text.strip() not in glue:
             raise DataError(
-                f"{self.path}: the chat template does not show the model's turn and the message after it as they are; "
-                "dialogues need one that does"
+                f"{self.path}: the chat template does not keep the model's turn and the message after it unchanged; "
+                "dialogues need a template that does"
             )
         ids = self.encode(glue)
         return ids[1:] if ids and ids[0] == last_token_id else ids
@@ -171,7 +172,8 @@ class Tokenizer:
 
     @functools.cached_property
     def as_json(self) -> str:
-        """As the library tokenizers reads it, for ``decode`` in another process; empty for a tokenizer in Python."""
+        """JSON of the tokenizer for the ``tokenizers`` library, for ``decode`` in another process; empty for a Python
+        tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend.to_str() if backend is not None else ""
 
@@ -184,7 +186,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def unknown_text(self, text: str) -> str:
-        """The part of ``text`` that only the unknown token stands for; empty for tokenizers that cover everything."""
+        """Part of ``text`` that is only covered by the unknown token; empty if the tokenizer covers all of it."""
         unknown_id = self._tokenizer.unk_token_id
         if unknown_id is None or unknown_id not in self._tokenizer.encode(text, add_special_tokens=False):
             return ""

@@ -1,15 +1,15 @@
-"""Videos as frames: which of them a prompt shows, and how many tokens each may take (Seed1.5-VL, arXiv 2505.07062).
+"""Videos as frames: selects the frames that a prompt shows, and their token limit (Seed1.5-VL, arXiv 2505.07062).
 
-Laws: the frames of one video never take more tokens than its budget, whatever its length; a longer video has no
-larger frames and shows no fewer of them; frames keep their order, the first is always shown, and so is the last
-one if there is room for two. Trainer and rollout use the result of the one function here.
+Laws: the frames of one video never take more tokens than its budget, for any length. A longer video has no larger
+frames and shows no fewer of them. Frames keep their order; the first frame is always shown, and so is the last if there
+is capacity for two. Trainer and rollout use the same function.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 FRAME_LEVELS = (640, 512, 384, 256, 160, 128)
-"""Tokens of a frame, from the clearest to the coarsest picture."""
+"""Token limits of a frame, from the highest to the lowest resolution."""
 MAX_VIDEO_TOKENS = 81_920
 
 
@@ -23,7 +23,8 @@ class VideoPlan:
 def plan_video(
     num_frames: int, *, max_tokens: int = MAX_VIDEO_TOKENS, levels: Sequence[int] = FRAME_LEVELS
 ) -> VideoPlan:
-    """The largest level at which all frames fit into ``max_tokens``; at the lowest one, evenly spaced frames that do.
+    """Choose the largest level at which all frames fit into ``max_tokens``; at the lowest level, as many evenly spaced
+    frames as fit.
 
     Raises ValueError without frames, and for a budget below one frame of the lowest level.
     """
@@ -37,10 +38,10 @@ def plan_video(
     if num_kept == 1:
         return VideoPlan((0,), lowest)
     last = num_frames - 1
-    # Rounded in whole numbers: the same on every machine.
+    # Integer rounding gives the same result on every machine.
     return VideoPlan(tuple((2 * i * last + num_kept - 1) // (2 * (num_kept - 1)) for i in range(num_kept)), lowest)
 
 
 def timestamp_text(seconds: float) -> str:
-    """What stands before a frame."""
+    """Text before a frame."""
     return f"[{seconds:.1f} second]"

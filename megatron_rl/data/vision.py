@@ -1,9 +1,9 @@
-"""What a vision-language model's folder says about images: their grids, tokens and patches, one processor for all uses.
+"""Image processing of a vision-language model's folder: grids, tokens and patches, one processor for all uses.
 
-Invariants: token ids of prompts are *expanded*, an image of grid (t, h, w) stands as t*h*w / merge_size^2 image tokens;
-SGLang gets them *collapsed*, one image token an image, and expands them itself; both sides start from the same pixels.
-Token counts follow from image sizes alone. A batch of the driver has the images' files; patches are cut by the ranks that
-encode them.
+Invariants: token ids of prompts are *expanded*: an image of grid (t, h, w) takes t*h*w / merge_size^2 image tokens.
+SGLang gets them *collapsed*, one image token per image, and expands them itself; both start from the same pixels. Token
+counts follow from image sizes alone. A batch of the driver has the images' files; the ranks that encode the images cut
+them into patches.
 """
 
 import base64
@@ -39,31 +39,31 @@ _WIRE_CACHE_BYTES = 1 << 30
 
 
 def collapse(token_ids: Sequence[int] | np.ndarray, image_token_id: int, counts: Sequence[int]) -> np.ndarray:
-    """int32: one image token for each run of ``counts[i]``; the inverse of ``expand``.
+    """Replace each run of ``counts[i]`` image tokens by one image token; [n] int32. The inverse of ``expand``.
 
-    ValueError where the image tokens are not those of ``counts`` images.
+    Raises ValueError if the image tokens are not those of ``counts`` images.
     """
     ids = np.asarray(token_ids, dtype=np.int32)
     is_image = ids == image_token_id
-    places = np.flatnonzero(is_image)
+    indices = np.flatnonzero(is_image)
     first = 0
     kept = ~is_image
     for count in counts:
-        run = places[first : first + count]
+        run = indices[first : first + count]
         if len(run) < count or run[-1] - run[0] != count - 1:
-            raise ValueError(f"expected runs of {list(counts)} image tokens, and one of {count} is not there")
+            raise ValueError(f"expected runs of {list(counts)} image tokens, but a run of {count} is missing")
         kept[run[0]] = True
         first += count
-    if first < len(places):
-        raise ValueError(f"expected {first} image tokens, got {len(places)}")
+    if first < len(indices):
+        raise ValueError(f"expected {first} image tokens, got {len(indices)}")
     return ids[kept]
 
 
 def expand(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int]) -> list[int]:
-    """``counts[i]`` image tokens for the i-th one of ``token_ids``; ValueError where there are more or fewer."""
-    found = list(token_ids).count(image_token_id)
-    if found != len(counts):
-        raise ValueError(f"expected {len(counts)} image tokens, got {found}")
+    """Replace the i-th image token by ``counts[i]`` image tokens; raises ValueError for another number of image tokens."""
+    num_images = list(token_ids).count(image_token_id)
+    if num_images != len(counts):
+        raise ValueError(f"expected {len(counts)} image tokens, got {num_images}")
     remaining = iter(counts)
     return [
         token for given in token_ids for token in ([given] * next(remaining) if given == image_token_id else [given])
@@ -71,10 +71,10 @@ def expand(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int])
 
 
 class ImageProcessor:
-    """The image processor of one model folder, and the images that were read so far. Safe to use from several threads."""
+    """Image processor of one model folder, and the images read so far. Thread-safe."""
 
     def __init__(self, path: str | Path) -> None:
-        """DataError where the folder has no image processor of a kind that is supported."""
+        """Load the processor. Raises DataError if the folder has no supported image processor."""
         self.path = Path(path)
         model = read_model_json(self.path)
         self.image_token_id: int = model["image_token_id"]
@@ -88,11 +88,11 @@ class ImageProcessor:
         self._check_sizes(model["vision_config"])
         self._sources: dict[tuple[str, int], tuple[ImageSource, ImageRef]] = {}
         self._files: WeakValueDictionary[tuple[str, int], ImageFile] = WeakValueDictionary()
-        """Those of batches that are still there."""
+        """Files of batches that are still in use."""
         self._wire = _EncodedImageCache(_WIRE_CACHE_BYTES)
 
     def reference(self, source: ImageSource) -> ImageRef:
-        """The image as prompts carry it. DataError for one that cannot be used."""
+        """Reference to an image, for prompts. Raises DataError for an image that cannot be used."""
         facts = inspect(source)
         height, width = self._size(facts, source.max_tokens)
         height, width = self._resized(height, width)
@@ -104,6 +104,7 @@ class ImageProcessor:
                 f"image processor makes {self.num_tokens(ref)} of {facts.width} x {facts.height} pixels; raise "
                 "data.video_frame_tokens, or give frames of a less extreme shape"
             )
+        # Keyed by content: the same image in several rows or files is read and encoded once.
         self._sources.setdefault((facts.digest, source.max_tokens), (source, ref))
         return ref
 
@@ -114,28 +115,28 @@ class ImageProcessor:
         return expand(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
 
     def collapsed(self, token_ids: Sequence[int] | np.ndarray, refs: Sequence[ImageRef]) -> np.ndarray:
-        """``token_ids`` (prompt and response) with one image token an image."""
+        """``token_ids`` (prompt and response) with one image token per image."""
         return collapse(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
 
     def file(self, ref: ImageRef) -> ImageFile:
-        """What ``cut`` needs. DataError if it cannot be read, or has changed."""
-        found = self._files.get((ref.digest, ref.max_tokens))
-        if found is None:
-            found = ImageFile(ref, np.frombuffer(self._bytes(ref), np.uint8))
-            self._files[ref.digest, ref.max_tokens] = found
-        return found
+        """Input of ``cut``. Raises DataError if the file cannot be read or has changed."""
+        file = self._files.get((ref.digest, ref.max_tokens))
+        if file is None:
+            file = ImageFile(ref, np.frombuffer(self._bytes(ref), np.uint8))
+            self._files[ref.digest, ref.max_tokens] = file
+        return file
 
     def patchify(self, file: ImageFile) -> Tensor:
-        """[t*h*w, values of a patch] float32, as the model's processor cuts them; of any folder's ``file``."""
+        """[t*h*w, values of a patch] float32, cut by the model's processor; ``file`` may come from any folder."""
         with _placed(file.ref):
             result = self._processor(images=[self._pixels(file.data.tobytes(), file.ref)], return_tensors="pt")
             self._check_grid(file.ref, tuple(result["image_grid_thw"][0].tolist()))
         return result["pixel_values"].to(torch.float32)
 
     def wire(self, ref: ImageRef) -> Future[str]:
-        """The image as SGLang takes it: base64 of a file with the pixels that ``cut`` starts from.
+        """The image in SGLang's format: base64 of a file with the pixels that ``cut`` starts from.
 
-        Shared with others who ask for it: not to be cancelled. DataError as of ``file``.
+        The future is shared between callers and must not be cancelled. Raises DataError as ``file``.
         """
 
         def encode() -> str:
@@ -146,7 +147,7 @@ class ImageProcessor:
         return self._wire.get((ref.digest, ref.max_tokens), encode)
 
     def batch(self, sequences: Sequence[Sequence[ImageRef]]) -> Images | None:
-        """The images of a batch's sequences, in order; None when there are none at all."""
+        """Images of a batch's sequences, in order; None without images."""
         refs = [ref for images in sequences for ref in images]
         if not refs:
             return None
@@ -157,7 +158,8 @@ class ImageProcessor:
         )
 
     def check_known(self, refs: Iterable[ImageRef]) -> None:
-        """DataError for an image of a checkpoint that the data files no longer give, byte for byte and in the same grid."""
+        """Raise DataError for an image of a checkpoint that the data files no longer contain with the same bytes and
+        grid."""
         for ref in refs:
             with _placed(ref):
                 self._check_grid(ref, self._source(ref)[1].grid)
@@ -167,7 +169,7 @@ class ImageProcessor:
         if found is None:
             raise DataError(
                 f"run.resume: image {ref.name} is not the one that the run was started with (its bytes have "
-                "changed, or no row of the data files names it); restore the file, or start a new run"
+                "changed, or no row of the data files lists it); restore the file, or start a new run"
             )
         return found
 
@@ -193,7 +195,7 @@ class ImageProcessor:
         return image if (width, height) == image.size else image.resize((width, height))
 
     def _size(self, facts: ImageInfo, max_tokens: int) -> tuple[int, int]:
-        """(height, width) that the processor is given: the image's own, or smaller for a frame of a long video."""
+        """(height, width) given to the processor: the image's own size, or smaller for a frame of a long video."""
         height, width = self._resized(facts.height, facts.width)
         factor = self._patch_size * self.merge_size
         if not max_tokens or height * width <= max_tokens * factor**2:
@@ -225,7 +227,7 @@ class ImageProcessor:
 
 @contextmanager
 def _placed(ref: ImageRef) -> Iterator[None]:
-    """Errors inside say which row names the image."""
+    """Add the row that lists the image to errors raised inside."""
     try:
         yield
     except DataError as error:
@@ -233,7 +235,7 @@ def _placed(ref: ImageRef) -> Iterator[None]:
 
 
 def _image_processor(path: Path) -> Any:
-    from megatron_rl.cpu.torchvision import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     from transformers import AutoImageProcessor
@@ -256,7 +258,7 @@ def _image_processor(path: Path) -> Any:
 
 
 def _is_plain_png(data: bytes, image: Any) -> bool:
-    """The bytes are a PNG whose stored pixels are already what ``decode`` makes of them."""
+    """True if the bytes are a PNG whose stored pixels already equal the result of ``decode``."""
     import io
 
     from PIL import Image
@@ -266,7 +268,8 @@ def _is_plain_png(data: bytes, image: Any) -> bool:
 
 
 class _EncodedImageCache:
-    """Those used last, up to a number of bytes; each is made once, on a thread, however many ask for it meanwhile."""
+    """Cache of encoded images, bounded in bytes and evicting the least recently used. Each is encoded once, on a
+    thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -279,7 +282,7 @@ class _EncodedImageCache:
         with self._lock:
             if key not in self._futures:
                 future = self._futures[key] = self._threads.submit(make)
-                future.add_done_callback(partial(self._made, key))  # which forgets one that has failed already
+                future.add_done_callback(partial(self._made, key))  # which removes a failed one again
                 return future
             self._futures.move_to_end(key)
             return self._futures[key]
@@ -293,6 +296,6 @@ class _EncodedImageCache:
             while self._num_bytes > self._max_bytes and len(self._futures) > 1:
                 oldest = next(iter(self._futures.values()))
                 if not oldest.done():
-                    return
+                    return  # its size is not known yet; eviction continues when it is done
                 self._num_bytes -= len(oldest.result())
                 self._futures.popitem(last=False)

@@ -1,1 +1,2 @@
-"""Graders that stand on their own: answers in mathematics, programs in a sandbox. Import nothing else of this package."""
+"""Self-contained graders: answers in mathematics, and programs in a sandbox. They import nothing else of this package.
+"""

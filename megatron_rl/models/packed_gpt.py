@@ -21,23 +21,22 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import takes_images, text_config
 from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
-from megatron_rl.models.attention import (
+from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
+from megatron_rl.models.layers.attention import (
     ContextAttention,
     PackedAttention,
     PlannedSeqParams,
     plan_attention,
     plan_context,
 )
-from megatron_rl.models.context import split_here, zigzag
-from megatron_rl.models.dispatch import install_dispatcher
-from megatron_rl.models.gpt import PackedGPTModel, unwrap
-from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
-from megatron_rl.models.layers import block_spec, has_transformer_engine, restore_float32, swap_layers
+from megatron_rl.models.layers.context import split_here, zigzag
+from megatron_rl.models.layers.gpt import PackedGPTModel, unwrap
+from megatron_rl.models.layers.moe import check_moe, install_dispatcher, moe_kwargs
+from megatron_rl.models.layers.precision import check_fp8, fp8_kwargs, pack_alignment
+from megatron_rl.models.layers.rope import install_rope
+from megatron_rl.models.layers.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
+from megatron_rl.models.layers.torch_layers import block_spec, has_transformer_engine, restore_float32, swap_layers
 from megatron_rl.models.megatron_fields import MegatronSettings, checked_fields
-from megatron_rl.models.moe import check_moe, moe_kwargs
-from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
-from megatron_rl.models.rope import install_rope
-from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 from megatron_rl.models.vision.encoder import prepare_encoder
 from megatron_rl.models.vision.vision_gpt import DeepstackLayer, VisionGPTModel
 from megatron_rl.parallel.topology import local_device

@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.families.model_facts import text_config, vision_token_ids
-from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.tensor_sources import RandomSource
 from megatron_rl.models.hf.weights import fill
+from megatron_rl.models.layers.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE, token_logprobs_and_entropy
 from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
 from megatron_rl.models.packed_gpt import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap

@@ -6,13 +6,9 @@ driver's, which ranks hear over the control group, and the table of the addresse
 job it is not encrypted. The process ends with the one that started it.
 """
 
-import hmac
-import os
-import secrets
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,29 +16,59 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.files.shared_file import MappedFiles
-from megatron_rl.system.processes.signals import STOP_SIGNALS, die_with_parent
+from megatron_rl.system.files.shared_file import bytes_at
+from megatron_rl.system.processes.child_process import (
+    SECRET_BYTES,
+    WITHOUT_GPU,
+    begin_child,
+    is_secret,
+    new_secret,
+    read_secret,
+    start_module,
+)
 
-_SECRET_BYTES = 32
 _BATCH_BYTES = 1 << 24
 """Small arrays travel together: a message for each would take longer than its bytes."""
 _SCHEMA = pa.schema([("bytes", pa.uint8())])
 
 
 class ArrayServerAddress(NamedTuple):
-    """Where arrays of another machine are served."""
+    """The address of a process that serves the arrays of a machine."""
 
     location: str
     secret: str
 
 
+class Reachability(NamedTuple):
+    """The arrays that the ranks of a replica can map, and the servers of all others. Nodes are numbered as in addresses."""
+
+    node: int
+    """The node whose files the replica's receiving rank can map; -1: none."""
+    by_all: bool
+    """True if all ranks of the replica can map them."""
+    services: Mapping[int, ArrayServerAddress | None]
+    """Node -> the server of its arrays."""
+
+    def maps(self, nodes: set[int]) -> bool:
+        """True if each rank can map all that lies on these nodes."""
+        return self.by_all and nodes <= {self.node}
+
+    def read(self, node: int, addresses: np.ndarray) -> np.ndarray:
+        """[bytes] uint8: the arrays of ``node`` at ``addresses`` [k, 4], one behind the other. Raises as ``read_arrays``."""
+        found, end = np.empty(int(addresses[:, -1].sum()), np.uint8), 0
+        for chunk in read_arrays(addresses, None if node == self.node else self.services[node]):
+            found[end : end + len(chunk)] = chunk
+            end += len(chunk)
+        return found
+
+
 def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> Iterator[np.ndarray]:
-    """The bytes of the arrays at ``addresses`` [k, 6], back to back in stretches: mapped here, or from their machine's service.
+    """The bytes of the arrays at ``addresses`` [k, 4], back to back in stretches: mapped here, or from their machine's service.
 
     Raises UserError where the service does not answer, or not in full.
     """
     if service is None:
-        yield from (np.frombuffer(raw, np.uint8) for raw in MappedFiles().all_at(addresses))
+        yield from bytes_at(addresses)
         return
     ticket = flight.Ticket(bytes.fromhex(service.secret) + np.ascontiguousarray(addresses, np.int64).tobytes())
     num_bytes, expected = 0, int(addresses[:, -1].sum())
@@ -62,17 +88,17 @@ def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> It
 
 
 class ArrayServer(flight.FlightServerBase):
-    """Of whatever this process can map."""
+    """Serves all arrays that this process can map."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__("grpc://0.0.0.0:0")
         self._secret = secret
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
-        secret, table = ticket.ticket[:_SECRET_BYTES], ticket.ticket[_SECRET_BYTES:]
-        if not hmac.compare_digest(secret, self._secret):
+        secret, table = ticket.ticket[:SECRET_BYTES], ticket.ticket[SECRET_BYTES:]
+        if not is_secret(secret, self._secret):
             raise flight.FlightUnauthenticatedError("it asks with another secret than this run's")
-        return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 6)))
+        return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 4)))
 
 
 def _batches(addresses: np.ndarray) -> Iterator[pa.RecordBatch]:
@@ -94,18 +120,10 @@ def _batch(pieces: list[np.ndarray]) -> pa.RecordBatch:
 
 def start_array_server(host: str) -> ArrayServerAddress:
     """A server of this machine's arrays, which others reach as ``host``; it ends with this process."""
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.parallel.array_server", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-        env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-    )
-    assert process.stdin is not None and process.stdout is not None
-    with process.stdin, process.stdout:  # the secret stands in no command line
-        process.stdin.write(secret)
-        process.stdin.close()
+    secret = new_secret()
+    process = start_module("megatron_rl.parallel.array_server", message=secret, stdout=subprocess.PIPE, environment=WITHOUT_GPU)
+    assert process.stdout is not None
+    with process.stdout:
         port = process.stdout.readline().decode().strip()
     if not port:
         raise UserError("the process that serves arrays to ranks on other machines did not start; its traceback stands above")
@@ -113,10 +131,8 @@ def start_array_server(host: str) -> ArrayServerAddress:
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    server = ArrayServer(sys.stdin.buffer.read(_SECRET_BYTES))
+    begin_child(int(sys.argv[1]))
+    server = ArrayServer(read_secret())
     print(server.port, flush=True)
     server.serve()
 

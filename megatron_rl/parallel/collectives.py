@@ -8,12 +8,10 @@ pass rank 0: ranks of its machine map it, others fetch it (``array_server.py``).
 """
 
 import io
-import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,50 +19,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl.data.rows import Rows
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
-from megatron_rl.parallel.array_server import ArrayServerAddress, read_arrays
+from megatron_rl.parallel.array_server import Reachability
 from megatron_rl.parallel.topology import RankCoordinates, Topology
-from megatron_rl.system.files.shared_file import NODE, MappedFiles
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
 _NO_TENSOR = -1
 _PIECE_BYTES = 1 << 26
-"""Of a payload that are on a device at a time."""
+"""Bytes of a payload that are on a device at a time."""
 
 
-@dataclass(frozen=True, eq=False)
-class Pieces:
-    """Rows of a payload that lie in several arrays."""
-
-    arrays: Sequence[np.ndarray]
-    """[n, ...] each, of one dtype."""
-    addresses: np.ndarray | None = None
-    """[pieces, 6] int64: the numbers of each one's ``Address``; None: they are in the driver's own memory."""
-    chosen: np.ndarray | None = None
-    """[pieces] int64: which of ``arrays`` they are; None: all."""
-
-    def parts(self) -> Sequence[np.ndarray]:
-        return self.arrays if self.chosen is None else [self.arrays[index] for index in self.chosen.tolist()]
-
-
-Payload = Mapping[str, Tensor | np.ndarray | Pieces]
-
-
-class Reachability(NamedTuple):
-    """What a replica's ranks see of the arrays that addresses name. Nodes are numbered as in these (``shared_file.NODE``)."""
-
-    node: int
-    """Whose files its receiving rank can map; -1: of none."""
-    by_all: bool
-    """So can all of its ranks."""
-    services: Mapping[int, ArrayServerAddress | None]
-    """By node: where the arrays of the others come from."""
-
-    def maps(self, nodes: np.ndarray) -> bool:
-        """Each rank finds all of what lies on these nodes."""
-        return self.by_all and bool((nodes == self.node).all())
+Payload = Mapping[str, Tensor | np.ndarray | Rows]
 
 
 _HERE = Reachability(0, True, {})
@@ -85,7 +53,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def rank() -> int:
-    """Of this process."""
+    """The rank of this process."""
     return dist.get_rank()
 
 
@@ -123,7 +91,7 @@ def send_object(obj: Any, peer: int, *, what: str = "an object", timeout_s: floa
 
 
 def receive_object(peer: int, *, what: str = "an object", timeout_s: float | None = None) -> Any:
-    """What rank ``peer`` gave to ``send_object``."""
+    """The object that rank ``peer`` gave to ``send_object``."""
     return pickle.loads(_receive_bytes(peer, what, timeout_s).numpy().tobytes())
 
 
@@ -141,21 +109,21 @@ def scatter_payloads(
     heads: Sequence[int],
     place: Topology,
     *,
-    sights: Sequence[Reachability | None] = (),
+    reaches: Sequence[Reachability] = (),
     what: str = "batches",
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
 
-    A payload is tensors and arrays by name, of any shape and dtype, on the CPU. It goes to the replica's receiving rank (``heads``), which
-    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Of pieces with addresses it
-    sends these where there are ``sights``, by replica: where all ranks of one can map all pieces of a name they do, each for
-    itself; else its receiving rank maps or takes them from their nodes. Pieces arrive as a list of arrays. Those that are mapped are
-    the memory of their writer, who changes nothing in it as long as a rank may read it.
+    A payload is tensors, arrays and ``Rows`` by name, on the CPU. It goes to the replica's receiving rank (``heads``), which
+    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Rows in shared files travel
+    as addresses. ``reaches``, by replica: where all ranks of a replica can map all rows of a name, each rank maps them; else
+    the receiving rank maps or fetches the rows and broadcasts them. Rows that are mapped are the memory of their writer, which
+    changes nothing in it as long as a rank may read it.
     """
     flat = None
     if payloads is not None:
-        flats = [_addressed(payload, sights[index] if sights else None) for index, payload in enumerate(payloads)]
+        flats = [_message(payload, reaches[index] if reaches else _HERE) for index, payload in enumerate(payloads)]
         for head, of_head in zip(heads, flats, strict=True):
             if head != place.rank:
                 _send_bytes(of_head, head, what, timeout_s)
@@ -165,99 +133,19 @@ def scatter_payloads(
     return _unflatten(_broadcast_in_replica(flat, place, place.coordinates_of(heads[place.dp_rank])))
 
 
-def _addressed(payload: Payload, sight: Reachability | None) -> Tensor:
-    if sight is None:
-        return _flatten(_joined(payload))
-    mapped = _mapped(payload)
-    nodes = {node for value in mapped.values() if isinstance(value, _Mapped) for node in np.unique(value.nodes).tolist()}
-    return _flatten(mapped, sight._replace(services={node: sight.services[node] for node in nodes - {sight.node}}))
+def _message(payload: Payload, reach: Reachability) -> Tensor:
+    """The payload with the services that its rows need and no others."""
+    nodes = {node for rows in payload.values() if isinstance(rows, Rows) for node in rows.all_nodes}
+    return _flatten(payload, reach._replace(services={node: reach.services[node] for node in nodes - {reach.node}}))
 
 
 def _found(flat: Tensor) -> Tensor:
-    """With the content of all pieces that not every rank of the replica can map."""
-    sight, payload = _loaded(flat)
-    lacks = {name: value for name, value in payload.items() if isinstance(value, _Mapped) and not sight.maps(value.nodes)}
+    """The message with the content of all rows that not every rank of the replica can map."""
+    reach, payload = _loaded(flat)
+    lacks = {name: value for name, value in payload.items() if isinstance(value, Rows) and not reach.maps(value.all_nodes)}
     if not lacks:
         return flat
-    return _flatten(payload | {name: value.joined(sight) for name, value in lacks.items()}, sight)
-
-
-@dataclass(frozen=True, eq=False)
-class _Joined:
-    """Pieces back to back."""
-
-    rows: np.ndarray
-    sizes: np.ndarray
-    """Rows of each."""
-
-    @classmethod
-    def of(cls, arrays: Sequence[np.ndarray]) -> "_Joined":
-        rows = np.concatenate(arrays) if arrays else np.zeros(0, np.uint8)
-        return cls(rows, np.array([len(array) for array in arrays], np.int64))
-
-    def pieces(self) -> list[np.ndarray]:
-        ends = np.cumsum(self.sizes)
-        return [self.rows[first:end] for first, end in zip((ends - self.sizes).tolist(), ends.tolist(), strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Mapped:
-    """Pieces, as a process that reads them by their addresses knows them."""
-
-    addresses: np.ndarray
-    """[pieces, 6] int64: the numbers of an ``Address``."""
-    dtype: np.dtype
-    row_shape: tuple[int, ...]
-
-    @property
-    def nodes(self) -> np.ndarray:
-        """Of all pieces that have bytes."""
-        return self.addresses[self.addresses[:, -1] > 0, 0] // NODE
-
-    def pieces(self, files: MappedFiles) -> list[np.ndarray]:
-        """Views of the files, where this process can map all of them."""
-        return [np.frombuffer(raw, self.dtype).reshape(-1, *self.row_shape) for raw in files.all_at(self.addresses)]
-
-    def joined(self, sight: Reachability) -> _Joined:
-        sizes = self.addresses[:, -1] // (self.dtype.itemsize * math.prod(self.row_shape))
-        rows = np.empty((int(sizes.sum()), *self.row_shape), self.dtype)
-        flat, addresses, nodes = rows.reshape(-1).view(np.uint8), self.addresses[self.addresses[:, -1] > 0], self.nodes
-        ends = np.cumsum(addresses[:, -1])
-        for node in np.unique(nodes).tolist():
-            chosen = nodes == node
-            service = None if node == sight.node else sight.services[node]
-            _fill(flat, ends[chosen] - addresses[chosen, -1], ends[chosen], read_arrays(addresses[chosen], service))
-        return _Joined(rows, sizes)
-
-
-def _fill(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray, stretches: Iterator[np.ndarray]) -> None:
-    """``stretches``, cut anywhere, into the places from ``starts`` to ``ends``, one after the other."""
-    breaks = np.flatnonzero(starts[1:] != ends[:-1])  # of places that follow each other one is made
-    places = zip([*starts[:1], *starts[breaks + 1]], [*ends[breaks], *ends[-1:]], strict=True)
-    start = end = 0
-    for stretch in stretches:
-        left = stretch
-        while len(left):
-            while start == end:
-                start, end = next(places)
-            number = min(end - start, len(left))
-            flat[start : start + number] = left[:number]
-            start, left = start + number, left[number:]
-
-
-def _mapped(payload: Payload) -> dict[str, Any]:
-    def mapped(value: Any) -> Any:
-        if not isinstance(value, Pieces):
-            return value
-        if value.addresses is None or not len(value.addresses):
-            return _Joined.of(value.parts())
-        return _Mapped(value.addresses, value.arrays[0].dtype, value.arrays[0].shape[1:])
-
-    return {name: mapped(value) for name, value in payload.items()}
-
-
-def _joined(payload: Payload) -> dict[str, Any]:
-    return {name: _Joined.of(value.parts()) if isinstance(value, Pieces) else value for name, value in payload.items()}
+    return _flatten(payload | {name: rows.fetched(reach.read) for name, rows in lacks.items()}, reach)
 
 
 def _broadcast_in_replica(flat: Tensor | None, place: Topology, head: RankCoordinates) -> Tensor:
@@ -290,28 +178,22 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, source: int,
     return result
 
 
-def _flatten(payload: Mapping[str, Any], sight: Reachability = _HERE) -> Tensor:
-    """uint8; in it ``_Joined`` and ``_Mapped`` in place of pieces. Pickled: the ranks of a job trust each other."""
+def _flatten(payload: Mapping[str, Any], reach: Reachability = _HERE) -> Tensor:
+    """[bytes] uint8. Pickled: the ranks of a job trust each other."""
     buffer = io.BytesIO()
-    pickle.dump((sight, payload), buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickle.dump((reach, dict(payload)), buffer, protocol=pickle.HIGHEST_PROTOCOL)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _loaded(flat: Tensor) -> tuple[Reachability, dict[str, Any]]:
-    """What ``_flatten`` was given."""
+    """The arguments of ``_flatten``, with files that are not mapped yet."""
     found: tuple[Reachability, dict[str, Any]] = pickle.loads(flat.numpy().data)
     return found
 
 
 def _unflatten(flat: Tensor) -> dict[str, Any]:
     _, payload = _loaded(flat)
-    files = MappedFiles()
-    for name, value in payload.items():
-        if isinstance(value, _Joined):
-            payload[name] = value.pieces()
-        elif isinstance(value, _Mapped):
-            payload[name] = value.pieces(files)
-    return payload
+    return {name: value.mapped() if isinstance(value, Rows) else value for name, value in payload.items()}
 
 
 def gather_tensors(

@@ -1,6 +1,6 @@
-"""Rewards: functions found by name; plain ones run in killable worker processes, async ones on an event loop.
+"""Rewards, resolved by name: plain functions run in killable worker processes, async functions on an event loop.
 
-``register`` and ``Score`` are what a file with a reward of its own needs.
+``register`` and ``Score`` are all that a file with a custom reward needs.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["Score", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """On first use: the sandbox's processes are in this package and must import nothing but the sandbox."""
+    """Import lazily, because the sandbox's processes are in this package and must import nothing but the sandbox."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     from megatron_rl.rewards import registry

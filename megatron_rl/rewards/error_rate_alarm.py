@@ -1,4 +1,4 @@
-"""Stops a run whose rewards fail too often to be trusted."""
+"""Error-rate alarm: stops a run whose rewards fail too often to be trusted."""
 
 import re
 from collections import Counter
@@ -13,12 +13,12 @@ class RewardAlarm(RewardError):
 
 
 def _error_rate(scores: Sequence[Score]) -> float:
-    """Share of ``scores`` without a value; 0 for none."""
+    """Share of ``scores`` without a value; 0.0 for an empty sequence."""
     return sum(score.value is None for score in scores) / len(scores) if scores else 0.0
 
 
 def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: str = "this step") -> float:
-    """Stop a run whose grader fails too often to be trusted.
+    """Check the share of responses that could not be scored.
 
     Returns:
         The error rate, in [0, 1].
@@ -29,7 +29,7 @@ def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: st
     rate = _error_rate(scores)
     if rate <= max_error_rate:
         return rate
-    # Digits are dropped, so that the same failure on different responses counts as one.
+    # Replace digits, so that the same failure on different responses counts as one kind.
     kinds = Counter(re.sub(r"\d+", "N", score.error) for score in scores if score.value is None)
     examples = {re.sub(r"\d+", "N", score.error): score.error for score in scores if score.value is None}
     frequent = "; ".join(f"{count}x {examples[kind]}" for kind, count in kinds.most_common(3))

@@ -1,17 +1,17 @@
-"""Rewards by name.
+"""Registry of rewards.
 
-A reward is a function ``score(response: str, answer: str, **options) -> float | Score``. It is named either by its
-registry entry (``math``) or by its import path (``package.module:function``). A plain one runs in a worker process, so
-it must be importable there: a module-level function of a module other than ``__main__``. An ``async def`` one waits for
-somebody else (a server) and runs in an event loop of this process.
+A reward is a function ``score(response: str, answer: str, **options) -> float | Score``, named by its registry entry
+(``math``) or its import path (``package.module:function``). A plain function runs in a worker process, so it must be
+importable there: a module-level function of a module other than ``__main__``. An ``async def`` function waits for a
+server and runs in an event loop of this process.
 
-Options are the function's keyword parameters. They are checked against its signature here, before a run starts. A
-keyword parameter without a default that the options leave out is a row field: every item must bring it along. A reward
-may name further row fields, which are passed on where a row has them (``row_arguments``).
+Options are the function's keyword parameters, checked against its signature before a run starts. A keyword parameter
+without a default that the options omit is a row field: every item must provide it. A reward may declare additional row
+fields, which are passed if a row has them (``row_arguments``).
 
-Modules of ``rules`` and ``judges`` are searched for rewards. Invariant: importing this module imports
-no reward; an import path imports its own module only; a registered name imports the modules of ``rules`` and
-``judges``, which import nothing large before they are used.
+Rewards are searched in the modules of ``rules`` and ``judges``. Invariant: importing this module imports no reward. An
+import path imports only its own module; a registered name imports the modules of ``rules`` and ``judges``, which import
+large libraries only on use.
 """
 
 import inspect
@@ -36,43 +36,46 @@ WHOLE_ROW = "*"
 
 
 class RewardError(UserError, RuntimeError):
-    """A reward that cannot be found, loaded or run."""
+    """A reward cannot be found, loaded or run."""
 
 
 @dataclass(frozen=True)
 class Reward(plugins.Plugin):
-    """A reward by name; ``function`` is ``score(response, answer, **options) -> float | Score``, or async."""
+    """A named reward; ``function`` is ``score(response, answer, **options) -> float | Score``, plain or async."""
 
     prepare: OptionsHook | None = None
-    """Called once before the workers start: imports that would otherwise count towards the first item's deadline."""
+    """Hook that is called once before the workers start, for imports that would otherwise count towards the first
+    deadline."""
     check: OptionsHook | None = None
-    """Called with the options before a run starts, for what the signature cannot say; raises RewardError."""
+    """Hook that is called with the options before a run starts, for checks beyond the signature; raises RewardError."""
     range: Range | _RangeOfOptions | None = None
-    """Smallest and largest value; None if it is not declared. Rewards of one run must agree on it (router.py)."""
+    """Smallest and largest value, or None if not declared. Rewards of one run must agree on it (router.py)."""
     row_fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Parameters that a row may set: for each, the row's field names that mean it, the first one present counts."""
+    """Parameters that a row may set, each with its field names in rows; the first field present is used."""
     answer_required: bool = True
-    """False: a row may lack ``answer``; the reward gets ""."""
+    """False if a row may lack ``answer``; the reward then gets ""."""
     check_prompts: _PromptsHook | None = None
-    """Called with all prompts of this reward and its options before a run starts; returns what is wrong, with places."""
+    """Hook that is called with all prompts of this reward and its options before a run starts; returns problems with
+    file and line."""
     owns_processes: bool = False
-    """It keeps helper processes between items and ends, within an item, what they start; workers leave them alone."""
+    """The reward keeps helper processes between items and ends its other child processes within an item; workers do not
+    kill them."""
 
     @property
     def is_async(self) -> bool:
-        """Runs in an event loop (event_loop.py) instead of worker processes."""
+        """True if the reward runs in an event loop (event_loop.py) instead of worker processes."""
         return inspect.iscoroutinefunction(self.function)
 
     def value_range(self, options: Mapping[str, Any]) -> Range | None:
         return self.range(options) if callable(self.range) else self.range
 
     def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Checked options as keyword arguments of ``function``."""
+        """Validated options as keyword arguments of ``function``."""
         return plugins.arguments(self.function, options)
 
     @property
     def path(self) -> str:
-        """Where a worker finds the function."""
+        """Import path from which a worker loads the function."""
         return plugins.path_of(self.function)
 
 
@@ -84,7 +87,7 @@ _registry = plugins.Registry(
     error=RewardError,
 )
 register = _registry.register
-"""Decorator ``register(name, **facts)``: make a score function available as ``name``; facts are the fields of Reward."""
+"""Decorator ``register(name, **facts)`` that registers a score function; ``facts`` are fields of Reward."""
 
 
 def available() -> list[str]:
@@ -96,7 +99,7 @@ def resolve(name: str) -> Reward:
     """Find a reward by registry name or by import path ``package.module:function``.
 
     Raises:
-        RewardError: unknown name, a module that does not import, or something that is not a score function.
+        RewardError: unknown name, a module that cannot be imported, or an object that is not a score function.
     """
     reward = _registry.find(name)
     _check_function(reward)
@@ -111,10 +114,11 @@ def _check_function(reward: Reward) -> None:
         or inspect.isasyncgenfunction(function)
     ):
         raise RewardError(f"reward {reward.name!r}: expected a plain function or an async one, got {function!r}")
+    # "<" marks lambdas and functions defined inside others, which a worker cannot import either.
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise RewardError(
             f"reward {reward.name!r}: a worker process cannot import {reward.path}; "
-            "define it at the top level of a module of its own"
+            "define it at the top level of an importable module"
         )
     try:
         inspect.signature(function).bind_partial("", "")
@@ -127,18 +131,18 @@ def _check_function(reward: Reward) -> None:
 
 @cache
 def _option_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The keyword parameters after response and answer."""
+    """Keyword parameters after response and answer."""
     fixed = _response_and_answer(function)
     return {name: p for name, p in plugins.parameters(function).items() if name not in fixed}
 
 
 def _response_and_answer(function: Callable[..., Any]) -> list[str]:
-    """What the function calls them."""
+    """Names of the function's first two parameters, response and answer."""
     return list(inspect.signature(function).parameters)[:2]
 
 
 def wall_limit_s(reward: Reward, options: Mapping[str, Any]) -> float | None:
-    """Seconds after which the reward itself gives up an item; None for a reward without the option."""
+    """Seconds after which the reward itself ends an item; None for a reward without the option."""
     keywords = _option_parameters(reward.function)
     if "wall_limit_s" not in keywords:
         return None
@@ -146,14 +150,14 @@ def wall_limit_s(reward: Reward, options: Mapping[str, Any]) -> float | None:
 
 
 def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequence[str] = ()) -> None:
-    """Refuse options that the reward does not take, misses, or takes with another type.
+    """Reject options that are unknown, missing or of the wrong type.
 
     Args:
-        options: Keyword arguments of every call; plain JSON values, since they travel to worker processes.
-        row_fields: Keyword arguments that every item brings along.
+        options: Keyword arguments of every call; plain JSON values, because they are sent to worker processes.
+        row_fields: Keyword arguments that every item provides.
 
     Raises:
-        RewardError: naming the option, what was expected and what came.
+        RewardError: names the option, the expected type and the value.
     """
     keywords = _option_parameters(reward.function)
     for name in row_fields:
@@ -164,6 +168,7 @@ def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequen
     # A row field that the options set is an option like any other.
     from_rows = [name for name in row_fields if name not in options]
     _registry.check_options(reward, options, given=[*_response_and_answer(reward.function), *from_rows])
+    # Options are sent to workers as JSON: reject others here, before a worker process starts.
     try:
         json.dumps(dict(options))
     except TypeError as error:
@@ -179,12 +184,12 @@ def required_fields(reward: Reward, options: Mapping[str, Any]) -> list[str]:
 
 
 def row_arguments(reward: Reward, options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that ``row`` brings for one call: the required ones, and those it has of ``row_fields``.
+    """Keyword arguments that ``row`` provides for one call: required fields, and ``row_fields`` that are present.
 
-    What the options set is left alone. The alias ``*`` means the row itself.
+    Parameters set by the options are skipped. The alias ``*`` means the row itself.
 
     Raises:
-        KeyError: a required field that the row lacks.
+        KeyError: a required field is missing in the row.
     """
     arguments = {name: row[name] for name in required_fields(reward, options)}
     for name, aliases in reward.row_fields.items():

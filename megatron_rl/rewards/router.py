@@ -1,14 +1,14 @@
-"""The rewards of a run: one for all prompts, or one for each prompt type (hybrid reward: verifiers and judges mixed).
+"""Rewards of a run: one for all prompts, or one per prompt type (hybrid reward: verifiers and judges mixed).
 
 Laws (Seed1.5-VL, arXiv 2505.07062, section on hybrid RL; arXiv 2503.22230):
 
-- Every prompt has exactly one source. Its name travels in the score's detail.
-- A response without the required ``<think>`` form scores exactly 0 before any reward sees it; of the others only the
-  solution is graded.
-- Rewards of one run have the same range, declared or rescaled: one critic learns from all of them. A value outside its
-  declared range counts as unscored.
+- Every prompt has exactly one source of rewards. Its name is part of the score's detail.
+- A response without the required ``<think>`` form scores exactly 0 before any reward is called; otherwise only the
+  solution is scored.
+- Rewards of one run have the same range, declared or rescaled, because one critic learns from all of them. A value
+  outside its declared range counts as unscored.
 
-Who waits for whom: a call waits for the slowest of the rewards that it reaches; they run at the same time.
+A call waits for the slowest reward that it uses; the rewards run concurrently.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from megatron_rl.rewards.workers.calls import CallQueue, RewardItem, RunnerSetti
 from megatron_rl.rewards.workers.event_loop import start_runner
 
 _ANY_TYPE = ""
-"""Key of the only route when reward.by_type is empty."""
+"""Key of the only route if reward.by_type is empty."""
 _RANGE_TOLERANCE = 1e-6
-"""Relative: a float that is rounded outwards is still in the range."""
+"""Relative tolerance: a float that was rounded outwards is still in the range."""
 _NOT_THOUGHT = "not of the form <think>thought</think>solution"
 _MAX_REPORTED = 5
 
@@ -52,10 +52,10 @@ class ScoreItem:
     response: str
     answer: str
     prompt: str = ""
-    """The prompt's text, for judges."""
+    """Text of the prompt, for judges."""
     type: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the prompt's row."""
+    """Additional fields of the prompt's row."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Route:
 
     @property
     def range(self) -> Range | None:
-        """Range of what the trainer sees."""
+        """Range of the values that the trainer sees."""
         return self.rescale_to or self.declared
 
     @property
@@ -90,14 +90,15 @@ class Route:
 
     @property
     def key(self) -> tuple[str, str, float]:
-        """Routes with the same key share a runner."""
+        """Key of the route's runner; routes with the same key share a runner."""
         return self.reward.name, json.dumps(self.options, sort_keys=True), self.timeout_s
 
     def finish(self, score: Score) -> Score:
-        """A score in the common range; unscored if the reward broke its own."""
+        """Rescale a score to the common range; unscored if the reward left its own range."""
         if score.value is None or self.declared is None:
             return score
         low, high = self.declared
+        # Values within the tolerance are clamped below, so that the trainer never sees a value outside the range.
         slack = _RANGE_TOLERANCE * max(1.0, abs(low), abs(high))
         if not low - slack <= score.value <= high + slack:
             error = f"reward {self.reward.name} gave {score.value:g}, outside its declared range [{low:g}, {high:g}]"
@@ -113,10 +114,10 @@ class Route:
 
 
 def routes_of(config: RewardConfig) -> dict[str, Route]:
-    """The checked routes by prompt type; starts nothing.
+    """Validated routes, keyed by prompt type; starts no process.
 
     Raises:
-        RewardError: unknown rewards, wrong options, or ranges that do not go together.
+        RewardError: unknown rewards, wrong options, or incompatible ranges.
     """
     if not config.by_type:
         only = RewardRouteConfig(config.name, config.options)
@@ -130,7 +131,7 @@ def routes_of(config: RewardConfig) -> dict[str, Route]:
         for type_, route in routes.items():
             if route.range is not None and route.range[0] != 0:
                 raise RewardError(
-                    f"{_place(type_)}: reward.require_think scores a missing thought 0, which must be the worst value; "
+                    f"{_place(type_)}: reward.require_think scores a missing thought 0, which must be the lowest value; "
                     f"{route.reward.name} has the range [{route.range[0]:g}, {route.range[1]:g}]: set rescale_to: [0, 1]"
                 )
     return routes
@@ -142,6 +143,7 @@ def _route(config: RewardRouteConfig, timeout_s: float, place: str) -> Route:
     reward = resolve(config.name)
     check_options(reward, config.options, required_fields(reward, config.options))
     timeout_s = config.timeout_s or timeout_s
+    # A reward that ends its own work scores a slow item; if the runner's timeout came first, the item would be unscored.
     own_limit_s = wall_limit_s(reward, config.options)
     if own_limit_s is not None and own_limit_s >= timeout_s:
         raise RewardError(
@@ -165,6 +167,7 @@ def _rescaling(values: Sequence[float], declared: Range | None, reward: Reward, 
 
 
 def _check_commensurable(routes: Mapping[str, Route]) -> None:
+    # One reward for all types is comparable with itself, even if its range is not declared.
     if len({route.key for route in routes.values()}) == 1 and len({route.range for route in routes.values()}) == 1:
         return
     ranges = {type_: route.range for type_, route in routes.items() if route.range is not None}
@@ -175,10 +178,10 @@ def _check_commensurable(routes: Mapping[str, Route]) -> None:
             f"(type {', '.join(unknown)}) is not declared; add range=(low, high) to its @register"
         )
     if len(set(ranges.values())) > 1:
-        found = ", ".join(f"{t}: {routes[t].reward.name} [{low:g}, {high:g}]" for t, (low, high) in ranges.items())
+        listed = ", ".join(f"{t}: {routes[t].reward.name} [{low:g}, {high:g}]" for t, (low, high) in ranges.items())
         raise RewardError(
-            f"reward.by_type mixes rewards of different ranges ({found}), and one critic learns from all of them; "
-            "set rescale_to: [0, 1] where the range differs"
+            f"reward.by_type mixes rewards of different ranges ({listed}), and one critic learns from all of them; "
+            "set rescale_to: [0, 1] for the rewards whose range differs"
         )
 
 
@@ -187,7 +190,7 @@ def _place(type_: str) -> str:
 
 
 def wanted_row_fields(config: RewardConfig) -> list[str]:
-    """Every field that some reward reads if a row has it, required or not."""
+    """All row fields that some reward reads, required or optional."""
     names: dict[str, None] = {}
     for route in routes_of(config).values():
         aliases = [a for name, a in route.reward.row_fields.items() if name not in route.options]
@@ -198,7 +201,7 @@ def wanted_row_fields(config: RewardConfig) -> list[str]:
 
 
 def check_types(config: RewardConfig, types: Iterable[str]) -> None:
-    """Raise RewardError for prompt types that no reward is responsible for."""
+    """Raise RewardError for prompt types without a reward."""
     missing = sorted(set(types) - set(config.by_type)) if config.by_type else []
     if missing:
         raise RewardError(
@@ -208,7 +211,7 @@ def check_types(config: RewardConfig, types: Iterable[str]) -> None:
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raise RewardError, naming rows, for prompts that their reward cannot grade."""
+    """Raise RewardError, listing rows, for prompts that their reward cannot score."""
     prompts = list(prompts)
     check_types(config, {prompt.type for prompt in prompts})
     routes = routes_of(config)
@@ -223,14 +226,14 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             for name in route.required
             if p.fields.get(name) is None
         ]
-        # A reward that is named by its path has not said whether it needs an answer.
+        # A reward named by its path does not declare whether it needs an answer.
         if route.reward.answer_required and ":" not in route.reward.name:
             problems += [f"{p.source or p.id}: it has no answer" for p in group if not p.answer]
         if not problems and route.reward.check_prompts is not None:
             problems = route.reward.check_prompts(group, route.options)
         if problems:
             raise RewardError(
-                f"reward {route.reward.name} cannot grade the data: {len(problems)} problems. Fix the rows, or name the "
+                f"reward {route.reward.name} cannot score the data: {len(problems)} problems. Fix the rows, or list the "
                 "fields that it reads in data.reward_fields:\n" + "\n".join(problems[:_MAX_REPORTED])
             )
 
@@ -239,7 +242,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
 
 
 def runner_settings(config: RewardConfig, timeout_s: float | None = None) -> RunnerSettings:
-    """``timeout_s``: of one route; None: the configuration's."""
+    """Settings of one runner. ``timeout_s``: limit of the route; None uses the configuration's."""
     return RunnerSettings(
         num_workers=config.num_workers,
         timeout_s=timeout_s or config.timeout_s,
@@ -254,7 +257,7 @@ def build_rewards(config: RewardConfig) -> "RewardRouter":
     """Start the runners of all rewards of a run.
 
     Raises:
-        RewardError: as ``routes_of``, or a reward that does not start; nothing is left running then.
+        RewardError: as ``routes_of``, or if a reward does not start; nothing is left running then.
     """
     routes = routes_of(config)
     runners: dict[Any, CallQueue] = {}
@@ -269,11 +272,12 @@ def build_rewards(config: RewardConfig) -> "RewardRouter":
                         row_fields=route.row_fields,
                     )
                 )
+        # pop_all: the runners outlive this function; if a later runner fails to start, the stack closes the earlier ones.
         return RewardRouter(config, routes, runners, started.pop_all())
 
 
 class RewardRouter:
-    """Grades items of any type. Usable from any thread and any event loop; close it when done."""
+    """Scores items of any type. Usable from any thread and any event loop; close it when done."""
 
     def __init__(
         self,
@@ -294,38 +298,39 @@ class RewardRouter:
         check_prompts(self._config, prompts)
 
     async def score_many(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """Scores in the order of ``items``. Cancelling the call drops what waits."""
+        """Score ``items``; results are in their order. Cancelling the call drops waiting items."""
         return await asyncio.wrap_future(self.submit(items))
 
     def submit(self, items: Sequence[ScoreItem]) -> concurrent.futures.Future[list[Score]]:
-        """Queue ``items`` and return at once.
+        """Queue ``items`` and return immediately.
 
         Raises:
             RewardError: a prompt type without a reward, or a runner that is closed or has failed.
         """
         scores: dict[int, Score] = {}
-        asked: dict[Any, list[tuple[int, RewardItem]]] = defaultdict(list)
+        queued: dict[Any, list[tuple[int, RewardItem]]] = defaultdict(list)
         for index, item in enumerate(items):
             route = self._route_of(item)
             prepared = self._prepare(item, route)
             if isinstance(prepared, Score):
                 scores[index] = self._label(prepared, item, route)
             else:
-                asked[route.key].append((index, prepared))
+                queued[route.key].append((index, prepared))
 
-        def store(key: Any, found: list[Score]) -> None:
-            for (index, _), score in zip(asked[key], found, strict=True):
+        def store(key: Any, results: list[Score]) -> None:
+            for (index, _), score in zip(queued[key], results, strict=True):
                 item = items[index]
                 route = self._route_of(item)
                 if self._config.require_think:
                     score = replace(score, metrics={**score.metrics, "thought": 1.0})
                 scores[index] = self._label(route.finish(score), item, route)
 
-        futures = {key: self._runners[key].submit([item for _, item in pairs]) for key, pairs in asked.items()}
+        # Submit to all runners before waiting for one, so that the rewards run concurrently.
+        futures = {key: self._runners[key].submit([item for _, item in pairs]) for key, pairs in queued.items()}
         return _gather(futures, store, lambda: [scores[index] for index in range(len(items))])
 
     def close(self) -> None:
-        """Stop everything that was started for the rewards."""
+        """Stop all processes and loops started for the rewards."""
         self._started.close()
 
     def __enter__(self) -> "RewardRouter":
@@ -341,7 +346,7 @@ class RewardRouter:
         return self._routes[type_]
 
     def _prepare(self, item: ScoreItem, route: Route) -> RewardItem | Score:
-        """What the route's runner is asked, or the score that needs no asking."""
+        """Item for the route's runner, or the score if no call is needed."""
         response = item.response
         if self._config.require_think:
             parts = split_thought(response)
@@ -354,7 +359,7 @@ class RewardRouter:
             return Score(None, error=f"the row lacks the field {error} that reward {route.reward.name} needs")
 
     def _label(self, score: Score, item: ScoreItem, route: Route) -> Score:
-        """With several sources, say which one it was, and keep a mean for each type."""
+        """With several rewards, add the reward's name to the detail and a metric per prompt type."""
         if not self._config.by_type:
             return score
         metrics = dict(score.metrics)
@@ -369,15 +374,15 @@ def _gather(
     store: Callable[[Any, list[Score]], None],
     result: Callable[[], list[Score]],
 ) -> concurrent.futures.Future[list[Score]]:
-    """A future of ``result()`` that ends when all of ``futures`` have been stored, or with the first failure."""
+    """Future of ``result()`` that is done once all ``futures`` have been stored, or with the first failure."""
     combined: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
     if not futures:
         combined.set_result(result())
         return combined
-    threads_waiting = iter(range(len(futures) - 1, -1, -1))  # next() is atomic: the one that draws 0 is the last
+    threads_waiting = iter(range(len(futures) - 1, -1, -1))  # next() is atomic: the thread that draws 0 is the last
 
     def on_done(key: Any, future: concurrent.futures.Future[list[Score]]) -> None:
-        # It may have ended: the caller has cancelled it, or another reward failed before.
+        # The combined future may already be done: cancelled by the caller, or failed with another reward.
         with suppress(concurrent.futures.InvalidStateError):
             try:
                 store(key, future.result())

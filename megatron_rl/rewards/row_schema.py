@@ -1,4 +1,4 @@
-"""What a row of a file must look like for a reward, and how it becomes an item to score."""
+"""Row schema of a reward: validates a file's rows and converts them to items to score."""
 
 import math
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RowSchema:
-    """What a row must look like for a reward, and how it becomes an item of the runner."""
+    """Row schema of one reward: validates rows and converts them to items of the runner."""
 
     reward: Reward
     options: Mapping[str, Any]
 
     @property
     def fields(self) -> list[str]:
-        """Every keyword parameter that a row may set."""
+        """All keyword parameters that a row may set."""
         return [*required_fields(self.reward, self.options), *self.reward.row_fields]
 
     def item(self, row: Row) -> RewardItem:
@@ -28,7 +28,7 @@ class RowSchema:
         return row["response"], "" if answer is None else str(answer), row_arguments(self.reward, self.options, row)
 
     def problem(self, row: Any) -> str:
-        """What is wrong with a row, or ""."""
+        """Description of a row's first problem, or ""."""
         if not isinstance(row, dict):
             return f"expected a JSON object, got {type(row).__name__}"
         needed = ("response", "answer") if self.reward.answer_required else ("response",)

@@ -1,10 +1,10 @@
-"""How a run generates: what is the same for all its windows."""
+"""Generation plan of a run: sampling, hot tokens (FIRE), dialogues and stop strings, the same for all windows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.derived import generates_ahead, publishes_in_flight
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
@@ -21,20 +21,20 @@ class HotTokenSampling:
     temperature: float
     top_k: int
     after: str
-    """The hot token is the first one after this text; empty: the first of the response."""
+    """The hot token is the first one after this text; if empty, the first token of the response."""
     banned_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Who answers the model's turns, and how its words become tokens."""
+    """The environment that answers the model's turns, and the encoding of its messages."""
 
     environment: Environment
     encode_message: Callable[..., list[int]]
-    """(message, last token of the history, the prompt's chat-template arguments) -> ids."""
+    """Maps (message, last token of the history, the prompt's chat-template arguments) to token ids."""
     server_stops: tuple[str, ...] = ()
-    """Those of the environment's stop strings that servers look for as text; the others are stop tokens, or are found
-    in the answers."""
+    """Stop strings of the environment that servers match as text. The others are stop tokens or are searched in the
+    replies."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,29 @@ class GenerationPlan:
     fire: HotTokenSampling | None = None
     dialogue: Dialogue | None = None
     trains_meanwhile: bool = False
-    """The policy is updated during a window: a server that starts again in it may get the version after the published one."""
+    """True if the policy is updated during a window: a server restarted then may have the version after the published
+    one."""
     published_meanwhile: bool = False
-    """So may all servers: an answer has to say which weights sampled which of its tokens."""
+    """True if weights may be published during a window: replies must then report which weights sampled which tokens."""
 
     @property
     def needs_text(self) -> bool:
-        """Servers must look for texts, and need a tokenizer for it."""
+        """True if servers must match text, for which they need a tokenizer."""
         return bool(self.dialogue and self.dialogue.server_stops) or bool(self.fire and self.fire.after)
 
     def without_training(self, draw: SamplingOverrides | None) -> "GenerationPlan":
-        """For responses that train nothing: no hot tokens, no routes; drawn as the run's own, or in another way."""
+        """Plan for responses that are not trained on: no hot tokens and no routes; sampled by ``draw`` or as in
+        training."""
         sampling = self.sampling if draw is None else self.sampling.drawn(draw)
         return replace(self, sampling=replace(sampling, routes=None), fire=None)
 
 
 def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
-    """Raises EnvironmentFault for stop strings that the tokenizer does not carry."""
+    """Build the plan of a run. Raises EnvironmentFault for stop strings that the tokenizer cannot represent."""
     sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
-    # A stop string of one token needs no text on the server: its id does the same.
+    # A stop string of one token is sent as a stop token, so that the server needs no tokenizer.
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
+    overlap = overlap_of(config.schedule)
     return GenerationPlan(
         sampling=replace(
             sampling,
@@ -73,13 +76,14 @@ def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | N
         decode=tokenizer.decode,
         fire=make_fire(config.rollout.fire, tokenizer),
         dialogue=make_dialogue(environment, tokenizer, chat=config.data.use_chat_template),
-        trains_meanwhile=generates_ahead(config.schedule),
-        published_meanwhile=publishes_in_flight(config.schedule),
+        trains_meanwhile=overlap >= Overlap.training,
+        published_meanwhile=overlap >= Overlap.publish,
     )
 
 
 def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> HotTokenSampling | None:
-    """None when it is off. Special tokens are never sampled hot: at a high temperature all tokens are about equal."""
+    """Return FIRE's parameters, or None if FIRE is off. Special tokens are never sampled hot, because a high
+    temperature makes all tokens about equally likely."""
     if not fire.temperature:
         return None
     banned = {*fire.banned_token_ids, *tokenizer.special_ids}
@@ -87,17 +91,18 @@ def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> HotTokenSampling | None
 
 
 def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
-    """None without an environment. ``chat``: messages go through the chat template, unless they are ``verbatim``."""
+    """Return the dialogue settings, or None without an environment. ``chat``: messages that are not ``verbatim`` go
+    through the chat template."""
     if environment is None:
         return None
 
     def encode_message(message: Message, last_token_id: int, arguments: Mapping[str, Any] | None = None) -> list[int]:
         goes_through = chat and not message.verbatim
         ids = tokenizer.encode_message(message.text, chat=goes_through, last_token_id=last_token_id, arguments=arguments)
-        # Such a token without its image would hang the server.
+        # An image token without an image would hang the server.
         if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
             raise EnvironmentFault(
-                f"a message of the environment spells an image or video token: {message.text[:80]!r}; messages of "
+                f"a message of the environment contains an image or video token: {message.text[:80]!r}; messages of "
                 "dialogues are text, images belong to prompts"
             )
         return ids
@@ -108,9 +113,10 @@ def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat
 
 
 def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Those stop strings that are one token each, with their ids: servers need no tokenizer for them.
+    """Map each stop string that is a single token to its id: servers need no tokenizer for these.
 
-    Raises EnvironmentFault for a string that does not survive the tokenizer: the environment would never see it.
+    Raises EnvironmentFault for a string that does not survive the tokenizer, because the environment would never see
+    it.
     """
     ids = {}
     for text in stop_strings:

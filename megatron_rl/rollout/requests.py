@@ -1,4 +1,4 @@
-"""Requests to an engine, their answers and their failures, whichever engine it is."""
+"""Generation requests, their results and their failures, independent of the server software."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,64 +14,64 @@ from megatron_rl.system.http.json_http import ApiKey
 @dataclass(frozen=True)
 class RouteShape:
     num_layers: int
-    """All of them, dense ones too."""
+    """Number of all layers, dense layers included."""
     top_k: int
     num_experts: int
 
 
 @dataclass(frozen=True)
 class RequestImages:
-    """The images of a request to a vision-language model; a prompt of text has none of them."""
+    """Images of a request to a vision-language model; empty for a text prompt."""
 
     token_id: int
-    """The image token: it stands once for each image, and the server puts as many there as the image takes."""
+    """Image token: appears once per image in the request, and the server expands it to the image's tokens."""
     data: Sequence[str] = ()
     """Base64 of the image files, in the order of their tokens."""
     num_tokens: int = 0
-    """Image tokens of all of them, as the trainer's processor counts."""
+    """Number of image tokens over all images, as counted by the trainer's processor."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     rid: str
-    """Unique among the requests in progress."""
+    """Request id, unique among the requests in progress."""
     input_ids: Sequence[int] | np.ndarray | TokenParts
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy; its log-probs are those of temperature 1."""
+    """Sampling temperature; 0 is greedy, with log-probs computed at temperature 1."""
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: Sequence[int] = ()
-    """All ids that end a response, the end-of-text token among them."""
+    """All ids that end a response, including the end-of-text token."""
     stop_strings: Sequence[str] = ()
-    """Texts that end it too, where the server was started with a tokenizer; their tokens come back with the others."""
+    """Texts that also end a response, if the server was started with a tokenizer; their tokens are returned."""
     banned_token_ids: Sequence[int] = ()
-    """Never sampled; log-probs are those over the other tokens."""
+    """Tokens that are never sampled; log-probs are normalized over the other tokens."""
     logprobs_after_top_k: bool = False
-    """Log-probs of the distribution that is sampled from, renormalised over the top_k; needs 1 <= top_k <= 4096."""
+    """Return log-probs of the distribution after top-k, renormalized over the top_k tokens; needs 1 <= top_k <= 4096."""
     seed: int | None = None
-    """Counts only on a server started with ``deterministic``. There, give every sample its own: all samples without
-    one share SGLang's default seed and come out equal."""
+    """Sampling seed; used only by a server started with ``deterministic``. Such a server needs a distinct seed per
+    sample: samples without a seed share SGLang's default seed and come out equal."""
     routes: RouteShape | None = None
-    """Ask which experts each token went to, in a model of this shape."""
+    """Shape of the expert routes to return for each token, or None."""
     images: RequestImages | None = None
-    """Of requests to a vision-language model, also without images."""
+    """Images; set for every request to a vision-language model, also without images."""
     weight_version: str = ""
-    """The answer must have been sampled by this one; empty: by any."""
+    """Weight version that must have sampled the response; empty accepts any version."""
     newest_version: str = ""
-    """Where there is one, it may also have been sampled by this one."""
+    """A second accepted weight version, if not empty."""
     needs_spans: bool = False
-    """The answer has to say which weights sampled which tokens: new ones may come while it is generated."""
+    """The reply must report which weights sampled which tokens, because new weights may arrive during the request."""
     prompt_name: str = ""
-    """For messages: where the prompt comes from."""
+    """Source of the prompt, for error messages."""
     response_name: str = ""
-    """Requests of one name continue one response: each begins with what the one before held."""
+    """Requests with the same name continue one response: each input starts with the previous request's tokens."""
     group_name: str = ""
-    """Requests of one name begin with the same prompt."""
+    """Requests with the same name start with the same prompt."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """As the server counts them, every image as all its tokens."""
+        """Prompt tokens as the server counts them, with every image expanded to its tokens."""
         if self.images is None:
             return len(self.input_ids)
         return len(self.input_ids) - len(self.images.data) + self.images.num_tokens
@@ -80,27 +80,27 @@ class GenerationRequest:
 @dataclass(frozen=True, eq=False)
 class Generation:
     token_ids: np.ndarray
-    """[n] int32, the stop token included."""
+    """[n] int32, including the stop token."""
     logprobs: np.ndarray
-    """[n] float32: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
+    """[n] float32: log-softmax of logits / temperature, before top-p and top-k unless ``logprobs_after_top_k`` was set."""
     finish_reason: str
-    """stop, length, or abort (cut from outside: continue from the last token)."""
+    """stop, length, or abort (interrupted: continue from the last token)."""
     weight_version: str
-    """That sampled the last token."""
+    """Weight version that sampled the last token."""
     cached_tokens: int
-    """Prompt tokens that the prefix cache held."""
+    """Prompt tokens found in the prefix cache."""
     stop_string: str = ""
-    """The text that ended it, if one of stop_strings did."""
+    """Stop string that ended the response, if any."""
     routes: np.ndarray | None = None
-    """[prompt + new tokens - 1, layers, k] int16 (``rollout.routing``), if the request asked."""
+    """[prompt + new tokens - 1, layers, k] uint8 or int16 (``wire/routes.py``), if requested."""
     seconds: float = 0.0
-    """From the request's arrival at the server to its last token, as the server says; 0: it does not."""
+    """Seconds from the request's arrival at the server to its last token, as reported by the server; 0 if not reported."""
     versions: tuple[tuple[str, int, int], ...] = ()
-    """(weight version, start, end) of the stretches of tokens that one version sampled; empty: one sampled all of them."""
+    """(weight version, start, end) of each span sampled by one version; empty if one version sampled all tokens."""
 
     @property
     def spans(self) -> tuple[tuple[str, int, int], ...]:
-        """As ``versions``, which one that is empty stands for."""
+        """``versions``, or a single span of all tokens if ``versions`` is empty."""
         return self.versions or ((self.weight_version, 0, len(self.token_ids)),)
 
     def __post_init__(self) -> None:
@@ -109,31 +109,35 @@ class Generation:
 
 
 NOTHING_GENERATED = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "", 0)
-"""The answer to a request that was aborted before it was sent."""
+"""Result of a request that was aborted before it was sent."""
 
 
 class RequestRejected(UserError, ValueError):
-    """The request itself is at fault: sending it again cannot help."""
+    """The request itself is invalid; a retry cannot succeed."""
 
 
 class PromptMismatch(UserError, RuntimeError):
-    """The server's prompt has another number of tokens than ours: its images are cut in another way."""
+    """The server counts a different number of prompt tokens: it splits the images differently."""
 
 
 class RetryableRequestError(Exception):
-    """One attempt failed in a way that the next one may not."""
+    """One attempt failed; a retry may succeed."""
 
 
 class ServerBusy(RetryableRequestError):
-    """The server, or a gateway before it, asks for patience."""
+    """The server, or a gateway in front of it, is busy (429, 503)."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
 
 
+class ServerError(UserError, RuntimeError):
+    """A server did not start, did not answer in time, or cannot be restarted; the message names the remedy."""
+
+
 class ServerLost(UserError, RuntimeError):
-    """No live server answered. ``url`` is the last one tried, ``waited_s`` how long the caller waited in all."""
+    """No running server answered. ``url``: the last server tried; ``waited_s``: total time that the caller waited."""
 
     def __init__(self, url: str, waited_s: float, num_attempts: int, reason: str) -> None:
         self.url = url
@@ -142,21 +146,21 @@ class ServerLost(UserError, RuntimeError):
         self.reason = reason
         super().__init__(
             f"SGLang server {url} is lost: {reason}. The caller waited {waited_s:.1f} s over {num_attempts} "
-            "attempt(s). Look at the server's log, restart it (SglangServer.restart), send it the current weights "
-            "and name it to the client's restore(); if it is only slow, raise rollout.request_timeout_s."
+            "attempt(s). Look at the server's log, restart the server (SglangServer.restart), send it the current weights "
+            "and call the client's restore(); if the server is only slow, raise rollout.request_timeout_s."
         )
 
 
 @dataclass(frozen=True)
 class BatchCall:
-    """``requests`` have been validated; ``rids`` are those that they are sent with."""
+    """One HTTP call for several ``requests``, which have been validated; ``rids`` are the ids sent."""
 
     url: str
-    """Of the server."""
+    """URL of the server."""
     requests: Sequence[GenerationRequest]
     rids: Sequence[str]
     timeout_s: float | None
-    """None: the caller ends the wait."""
+    """Timeout of the HTTP call in seconds; None if the caller ends the wait."""
     vocab_size: int
     api_key: ApiKey
 
@@ -165,21 +169,22 @@ class BatchCall:
 class BatchReply:
     status: int
     samples: Sequence[Generation | Exception] = ()
-    """With status 200, one per request: BadAnswer, RequestRejected, PromptMismatch or AttemptFailed where it has none."""
+    """Results with status 200, one per request: a Generation, or BadAnswer, RequestRejected, PromptMismatch or
+    AttemptFailed."""
     text: str = ""
-    """With another status, how the answer begins."""
+    """Start of the reply's text for any other status."""
     retry_after_s: float | None = None
 
 
 class BatchCaller(Protocol):
-    """Makes calls to any number of servers at once."""
+    """Makes concurrent calls to any number of servers."""
 
     async def call(self, batch: BatchCall) -> BatchReply:
-        """Raises HttpError or NoAnswer, and BadAnswer for an answer that is not one of this batch."""
+        """Send the batch. Raises HttpError or NoAnswer, and BadAnswer for a reply that does not match the batch."""
         ...
 
     async def close(self) -> None: ...
 
 
 class WorkerLost(UserError, RuntimeError):
-    """The worker that made the call is gone; the server is not at fault. Worth another try, under other request ids."""
+    """The worker that made the call is gone; the server is not the cause. Retry with other request ids."""

@@ -1,8 +1,8 @@
-"""Servers join and leave while a run goes on: what names them (``rollout.urls_file``, a router) is asked again and again.
+"""Servers join and leave during a run: their list (``rollout.urls_file`` or a router) is polled.
 
-Laws: a server that joins has the present weights before its first request; one that leaves gets no further request, and
-those in progress come back with the tokens that they have, and go on elsewhere; the last server never leaves. What the file
-says is tried again later where it cannot be done now, and nothing here ends a run.
+Invariants: a server that joins has the current weights before its first request. A server that leaves gets no more
+requests; those in progress return with their tokens and continue on other servers. The last server never leaves. A
+change that cannot be applied now is retried later, and no failure here ends the run.
 """
 
 import asyncio
@@ -16,35 +16,35 @@ from megatron_rl.system.http.url_files import named_urls
 
 _POLL_S = 2.0
 _AGAIN_S = 60.0
-"""After which a server that could not join is tried again."""
+"""Interval after which a server that could not join is retried."""
 
 
 async def follow_discovery(
     named_by: str, key: str, live: RecoveringClient, attach: Callable[[str], Server], warn: Callable[[str], None]
 ) -> None:
-    """Until it is cancelled. ``named_by``, ``key``: as ``named_urls`` takes them.
+    """Apply changes of the server list until cancelled. ``named_by``, ``key``: as in ``named_urls``.
 
-    ``attach(url)`` looks whether a run can use that server (on a thread); raises UserError if not.
+    ``attach(url)`` checks on a thread that the run can use the server and raises UserError if not.
     """
     not_before: dict[str, float] = {}
     missing: set[str] = set()
-    said = ""
+    last_warning = ""
     while True:
         await asyncio.sleep(_POLL_S)
         try:
             named = await asyncio.to_thread(named_urls, named_by, key)
             await _join(named, live, attach, warn, not_before)
-            # Twice, for a look may come while the file is being written.
+            # Missing in two polls, because the file may be read while it is being written.
             before, missing = missing, {url for url in live.urls if url not in named}
             wrong = await _leave(sorted(missing & before), named, live, not_before)
-            wrong = wrong and f"{named_by} names no server that serves: {wrong} stay until it does"
+            wrong = wrong and f"{named_by} lists no server that serves: {wrong} stay until it does"
         except (UserError, OSError) as error:
-            wrong = f"{error}; the servers stay as they are"
-        except Exception as error:  # whatever it is, the run goes on, and so does this
-            wrong = f"the servers that {named_by} names could not be followed ({type(error).__name__}: {error}); it is tried again"
-        if wrong and wrong != said:
+            wrong = f"{error}; the servers stay unchanged"
+        except Exception as error:  # no failure may end the run or the polling
+            wrong = f"the servers that {named_by} lists could not be updated ({type(error).__name__}: {error}); retrying"
+        if wrong and wrong != last_warning:
             warn(wrong)
-        said = wrong
+        last_warning = wrong
 
 
 async def _join(
@@ -65,7 +65,7 @@ async def _join(
 
 
 async def _leave(gone: Sequence[str], named: Sequence[str], live: RecoveringClient, not_before: dict[str, float]) -> str:
-    """The servers that should, but stay, for no other would serve."""
+    """Take ``gone`` servers out. Returns the URLs that stay because no other server would be left, or an empty string."""
     if gone and not set(named) & set(live.client.live_urls):
         return ", ".join(gone)
     await asyncio.gather(*[live.leave(url) for url in gone])

@@ -1,7 +1,7 @@
-"""The servers of a run: started here, or attached to by URL.
+"""Servers of a run: started by this process (managed) or attached by URL.
 
-Whoever keeps state inside a server (weight sync: its process group and the current weights) remembers the server's
-``incarnation`` and sets that state up again once the number has changed. Only servers started here are ever stopped.
+Callers that keep state inside a server (weight sync: its process group and the current weights) remember the server's
+``incarnation`` and set that state up again once the number has changed. Only managed servers are ever stopped.
 """
 
 import logging
@@ -24,12 +24,13 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import read_model_json
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.attached_server import AttachedServer, discovery_source
 from megatron_rl.rollout.sglang.process.options import ServerOptions
-from megatron_rl.rollout.sglang.process.server import Progress, ServerError, SglangServer, count_gpus, detect_device
+from megatron_rl.rollout.sglang.process.server import Progress, SglangServer
 from megatron_rl.rollout.sglang.process.server_compatibility import disagreements, model_differences, nccl_of
 from megatron_rl.rollout.sglang.wire.routes import returns_routes
-from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, nccl_values
+from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, count_gpus, detect_device, nccl_values
 from megatron_rl.system.http.url_files import named_urls
 from megatron_rl.system.processes.host_memory import num_ranks_here
 
@@ -41,9 +42,9 @@ _POLL_S = 1.0
 class Server(Protocol):
     incarnation: int
     is_ours: bool
-    """Started here, so that it can be started again."""
+    """True for a managed server, which this process can restart."""
     num_restarts: int
-    """In this run, also before it was interrupted."""
+    """Restarts in this run, including those before an interruption."""
 
     @property
     def url(self) -> str: ...
@@ -58,24 +59,25 @@ class Server(Protocol):
 
 
 class ServerDifference(NamedTuple):
-    """In what an attached server computes otherwise than the trainer."""
+    """Difference between the computation of an attached server and of the trainer."""
 
     found: str
     remedy: str
 
 
 class ServerPool:
-    """The servers of a run, in the order in which they came. A context manager that stops those it started."""
+    """Servers of a run, in the order in which they were added. A context manager that stops managed servers."""
 
     def __init__(self, servers: Sequence[Server], *, api_key: str = "") -> None:
-        """``api_key``: that requests to any of them carry."""
+        """``api_key``: key that requests to any of the servers carry."""
         if not servers:
             raise ValueError("a pool has at least one server")
         self.servers = tuple(servers)
         self.api_key = api_key
         self.remarks: tuple[ServerDifference, ...] = ()
         self.named_by = ""
-        """What named them and is to be asked again, for those who come and go (``named_urls``); empty: they stay."""
+        """File, folder or router that lists the servers and is polled for changes (``named_urls``); empty if the
+        servers are fixed."""
 
     @classmethod
     def start(
@@ -89,7 +91,8 @@ class ServerPool:
         progress: Progress = logger.info,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> "ServerPool":
-        """``spawn`` and ``wait_ready``. Raises ServerError, with no server left running, if one does not come up."""
+        """Run ``spawn`` and ``wait_ready``. Raises ServerError, with no server left running, if a server does not
+        start."""
         pool = cls.spawn(options, num_servers, log_dir, start_timeout_s=start_timeout_s, max_restarts=max_restarts)
         pool.wait_ready(progress, while_waiting)
         return pool
@@ -105,10 +108,11 @@ class ServerPool:
         max_restarts: int = 3,
         log_name: str = "sglang-{}.log",
     ) -> "ServerPool":
-        """The processes of ``num_servers`` equal servers, on ports from ``options.port`` up (0: any free ones).
+        """Start the processes of ``num_servers`` equal servers, on ports from ``options.port`` up (0: any free ports).
 
-        On GPUs each takes the next ``options.tensor_parallel_size`` ones from ``options.first_gpu`` up. They load their
-        models at the same time; ``wait_ready`` must follow. ``log_name``: of the file in ``log_dir``, with the server's number.
+        On GPUs each server takes the next ``options.tensor_parallel_size`` GPUs from ``options.first_gpu`` up. The
+        servers load their models at the same time; ``wait_ready`` must follow. ``log_name``: file name in ``log_dir``,
+        formatted with the server's index.
         """
         servers = [
             SglangServer(
@@ -130,7 +134,7 @@ class ServerPool:
         return pool
 
     def wait_ready(self, progress: Progress = logger.info, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until all spawned servers answer. Raises ServerError, with none left running, if one does not."""
+        """Wait until all spawned servers answer. Raises ServerError, with no server left running, if a server does not."""
         with self._stopped_on_failure():
             for server in self.servers:
                 if isinstance(server, SglangServer):
@@ -150,7 +154,7 @@ class ServerPool:
     def attach(
         cls, urls: Sequence[str], *, timeout_s: float = 300.0, api_key: str = "", progress: Progress = logger.info
     ) -> "ServerPool":
-        """Attach to running servers. Raises ServerError if one does not answer as an SGLang server."""
+        """Attach to running servers. Raises ServerError for a URL where no SGLang server answers."""
         if len(set(urls)) != len(urls):
             raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
         servers = [AttachedServer(url, timeout_s=timeout_s, api_key=api_key, progress=progress) for url in urls]
@@ -162,17 +166,18 @@ class ServerPool:
         return pool
 
     def add(self, server: Server) -> None:
-        """One more. Raises ServerError for one of them under another address: weight sync would wait for it twice."""
+        """Add a server. Raises ServerError if the pool has it under another address: weight sync would wait for it
+        twice."""
         if same := next((one.url for one in self.servers if isinstance(server, AttachedServer) and server.is_same(one)), ""):
-            raise ServerError(f"{server.url} is the server at {same} under another address; name each server once")
-        # A new tuple: another thread may be walking the old one.
+            raise ServerError(f"{server.url} is the server at {same} under another address; list each server once")
+        # A new tuple, because another thread may be iterating over the old one.
         self.servers = (*self.servers, server)
 
     def remove(self, url: str) -> None:
         self.servers = tuple(server for server in self.servers if server.url != url)
 
     def at(self, url: str) -> Server:
-        """The server with one of ``urls``."""
+        """Server with the given URL."""
         return next(server for server in self.servers if server.url == url)
 
     @property
@@ -180,12 +185,12 @@ class ServerPool:
         return [server.url for server in self.servers]
 
     def abandon_restarts(self) -> None:
-        """The run ends: restarts in progress end too, and no other begins."""
+        """End restarts in progress and allow no more, because the run ends."""
         for server in self.servers:
             server.abandon()
 
     def stop(self) -> None:
-        """Without grace: a server holds nothing that the run does not have, and its own way out takes seconds."""
+        """Stop all managed servers without a grace period: they have no state to save, and a clean exit takes seconds."""
         self.abandon_restarts()
         for server in self.servers:
             server.stop(grace_s=0.0)
@@ -198,9 +203,9 @@ class ServerPool:
 
 
 def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
-    """The first GPU behind those of the trainer's ranks on this machine; 0 where there are too few for both.
+    """First GPU after the GPUs of the trainer's ranks on this node; 0 if there are too few GPUs for both.
 
-    The latter gets this far with weights that travel by files alone (config/checks/servers.py).
+    Too few GPUs is only possible if weights travel by files (config/checks/servers.py).
     """
     num_gpus, num_ranks = count_gpus(), num_ranks_here()
     needed = rollout.num_servers * rollout.tensor_parallel_size
@@ -209,17 +214,17 @@ def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
     if num_gpus:
         note(
             f"{num_gpus} GPUs are fewer than {num_ranks} trainer ranks and {needed} server workers need: they share them "
-            "from the first one on (rollout.placement=colocated lets them take turns)"
+            "from the first GPU on (rollout.placement=colocated time-shares the devices)"
         )
     return 0
 
 
 @contextmanager
 def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
-    """On rank 0, the servers of a run, spawned before the trainer loads its libraries and models; ``open_servers`` takes them.
+    """Spawn a run's servers on rank 0 before the trainer loads its libraries and models; ``open_servers`` takes them.
 
-    None where they have to wait: for what a dialogue or a hot token needs of them, and for devices that are not theirs
-    alone.
+    Yields None if the servers cannot be started yet: a dialogue or a hot token decides their options, or they share
+    devices.
     """
     rollout = config.rollout
     waits = bool(uses_attached_servers(rollout) or config.environment.name or rollout.fire.after)
@@ -233,7 +238,7 @@ def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
         yield None
         return
     log_dir = Path(config.run.output_dir) / "logs"
-    with ServerPool.spawn(options, rollout.num_servers, log_dir, **_patience(rollout)) as servers:
+    with ServerPool.spawn(options, rollout.num_servers, log_dir, **_start_limits(rollout)) as servers:
         yield servers
 
 
@@ -247,10 +252,10 @@ def open_servers(
     while_waiting: Callable[[], None] = lambda: None,
     spawned: ServerPool | None = None,
 ) -> ServerPool:
-    """The servers that a configuration asks for, started here or attached to; stopping leaves attached ones alone.
+    """Start or attach to the servers of a configuration. Closing the pool leaves attached servers running.
 
-    ``load_weights``, ``tokenizer``: as in ServerOptions. ``spawned``: by ``spawned_servers``, and only to be waited for.
-    Raises ServerError when one does not come up or answer.
+    ``load_weights``, ``tokenizer``: as in ServerOptions. ``spawned``: pool from ``spawned_servers``, which is only
+    waited for. Raises ServerError if a server does not start or answer.
     """
     rollout = config.rollout
     if spawned is not None:
@@ -263,13 +268,13 @@ def open_servers(
         if named_by and server_placement(rollout).shares_devices:
             raise ServerError(f"rollout.urls: {named_by} is a router; colocated servers must be listed in the order of the ranks")
         urls = _awaited_urls(named_by, rollout.start_timeout_s, api_key, while_waiting) if named_by else rollout.urls
-        note(f"attaching to {len(urls)} SGLang servers{f', as {named_by} names them' * bool(named_by)}: {', '.join(urls)}")
+        note(f"attaching to {len(urls)} SGLang servers{f', listed by {named_by}' * bool(named_by)}: {', '.join(urls)}")
         pool = ServerPool.attach(urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
         pool.named_by = named_by
         attached = [server for server in pool.servers if isinstance(server, AttachedServer)]
         infos = {server.url: server.server_info() for server in attached}
         _check_attached(infos, config, note, has_trainer=not load_weights)
-        # Those of a run that was killed while they took weights stand still. Without a trainer, another run may be at it.
+        # A run killed during a publish leaves its servers paused. Without a trainer, another run may be publishing to them now.
         for server in attached if not (load_weights or server_placement(rollout).shares_devices) else ():
             server.go_on()
         pool.remarks = tuple(_precision_remarks(infos, config.policy.dtype.value))
@@ -277,7 +282,7 @@ def open_servers(
             note("; ".join(remark))
         return pool
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
-    # With weights of their own they serve a command that has no trainer: all GPUs are theirs.
+    # Servers that load their own weights serve a command without a trainer, so they may use all GPUs.
     shared = load_weights or server_placement(rollout).shares_devices
     first_gpu = 0 if shared else _first_free_gpu(rollout, note)
     options = server_options(config, load_weights=load_weights, tokenizer=tokenizer, first_gpu=first_gpu)
@@ -285,7 +290,7 @@ def open_servers(
         options,
         rollout.num_servers,
         log_dir,
-        **_patience(rollout),
+        **_start_limits(rollout),
         progress=note,
         while_waiting=while_waiting,
     )
@@ -298,11 +303,11 @@ def _awaited_urls(named_by: str, timeout_s: float, api_key: str, while_waiting: 
         try:
             if urls := named_urls(named_by, api_key):
                 return urls
-        except OSError as error:  # a router that is starting
+        except OSError as error:  # the router may still be starting
             problem = f" ({error})"
         if time.monotonic() > deadline_s:
             raise ServerError(
-                f"{named_by} named no server within {timeout_s:.0f} s (rollout.start_timeout_s){problem}; expected a router, or a URL per "
+                f"{named_by} listed no server within {timeout_s:.0f} s (rollout.start_timeout_s){problem}; expected a router, or a URL per "
                 "line, in a file, in files *.urls of a folder (megatron-rl serve --url-file writes them) or at an address"
             )
         while_waiting()
@@ -310,7 +315,7 @@ def _awaited_urls(named_by: str, timeout_s: float, api_key: str, while_waiting: 
 
 
 def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
-    """A server that joins a run that trains. Raises ServerError for one that it cannot use."""
+    """Attach a server that joins a running training. Raises ServerError for a server that the run cannot use."""
     pool = ServerPool.attach(
         [url], timeout_s=config.rollout.start_timeout_s, api_key=_given_key(config.rollout), progress=note
     )
@@ -321,7 +326,7 @@ def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
 
 
 def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[ServerDifference]:
-    """``infos``: what attached servers run with, by URL."""
+    """Differences in precision between attached servers and the trainer. ``infos`` maps URL to the server's options."""
     for url, info in infos.items():
         served = info.get("dtype")
         if served not in (None, "auto", dtype):
@@ -333,7 +338,7 @@ def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> It
 
 
 def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the folder that it says; nothing where that is on its own machine alone."""
+    """Model configuration in the server's model folder; empty if that folder exists only on the server's node."""
     try:
         return read_model_json(str(info.get("model_path", "")))
     except (ModelError, OSError):
@@ -341,28 +346,28 @@ def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note: Progress, *, has_trainer: bool) -> None:
-    """Raises ServerError for servers that this run cannot use."""
+    """Check attached servers. Raises ServerError for servers that this run cannot use."""
     ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
     broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
-    problems, silent = [], []
+    problems, unreported = [], []
     model = policy_model(config)
     for url, info in infos.items():
-        found = [*disagreements(info, ours, broadcasts=broadcasts, model_type=model.get("model_type"))]
+        differences = [*disagreements(info, ours, broadcasts=broadcasts, model_type=model.get("model_type"))]
         if has_trainer and (differing := model_differences(_served_model(info), model)):
-            found.append(f"it has another model, {info['model_path']}: {differing}; start it with --model-path {config.policy.path}")
+            differences.append(f"it has another model, {info['model_path']}: {differing}; start it with --model-path {config.policy.path}")
         if url in [own.rstrip("/") for own in config.eval.urls]:
-            found.append("it is one of eval.urls too; a server has one model at a time, so take it out of one of them")
-        problems += [f"server {url}: {problem}" for problem in found]
-        silent += [url] if nccl_of(info).keys() != ours.nccl.keys() else []
+            differences.append("it is in eval.urls too; a server has one model at a time, so remove it from one of the two lists")
+        problems += [f"server {url}: {problem}" for problem in differences]
+        unreported += [url] if nccl_of(info).keys() != ours.nccl.keys() else []
     if problems:
         raise ServerError("\n".join(problems))
-    if broadcasts and silent and ours.device != "cpu" and ours.nccl != NCCL_DEFAULTS:
+    if broadcasts and unreported and ours.device != "cpu" and ours.nccl != NCCL_DEFAULTS:
         values = " ".join(f"{name}={value}" for name, value in ours.nccl.items())
-        note(f"{', '.join(silent)} do not say their NCCL variables: they must have been started with {values}, as the trainer")
+        note(f"{', '.join(unreported)} do not report their NCCL variables: start them with {values}, like the trainer")
 
 
 def server_options(config: Config, *, load_weights: bool, tokenizer: bool, first_gpu: int = 0) -> ServerOptions:
-    """Those of a server for this run; with ``num_servers`` of them the next ones differ in port and GPUs."""
+    """Options of the run's first server; the other servers differ in port and GPUs."""
     rollout, device = config.rollout, detect_device()
     return ServerOptions(
         model_path=config.policy.path,
@@ -387,5 +392,5 @@ def _given_key(rollout: RolloutConfig) -> str:
     return os.environ[rollout.api_key_env].strip() if rollout.api_key_env else ""
 
 
-def _patience(rollout: RolloutConfig) -> dict[str, Any]:
+def _start_limits(rollout: RolloutConfig) -> dict[str, Any]:
     return {"start_timeout_s": rollout.start_timeout_s, "max_restarts": rollout.max_restarts}

@@ -1,4 +1,4 @@
-"""What the servers get: from the trainer, the driver's side of weight sync; without a trainer, from a folder."""
+"""Sources of the servers' weights: the trainer (driver's side of weight sync) or a model folder."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ _DESTINATIONS = {
     WeightMethod.disk: GatherTarget.driver,
     WeightMethod.colocated: GatherTarget.everywhere,
 }
-"""Where each method wants a tensor whole."""
+"""Ranks on which each method needs the full tensors."""
 
 
 class TrainerWeights:
-    """What the servers get: one model of the trainer, by the way that the configuration names (the driver's side)."""
+    """Weights of one trainer model, sent by the configured method (driver's side)."""
 
     def __init__(self, config: Config, group: TrainerGroup, engine: str) -> None:
         self._group = group
@@ -37,15 +37,15 @@ class TrainerWeights:
 
     @cached_property
     def expected(self) -> Mapping[str, Sequence[int]]:
-        """Hugging Face name -> shape of every tensor that the servers have."""
+        """Maps the Hugging Face name of every tensor that the servers have to its shape."""
         return self._group.expected_weights(self._engine)
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors on this rank, one after the other; collective, to be walked to its end."""
+        """All full tensors on this rank, one at a time. Collective; must be exhausted."""
         return self._group.export_weights(self._engine)
 
     def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
-        """Collective over the trainer ranks. Raises WeightSyncError."""
+        """Send the weights as ``version``. Collective over the trainer ranks. Raises WeightSyncError."""
         options: dict[str, Any] = {"expected": self.expected}
         if self._method is WeightMethod.colocated:
             options["ranks"] = control_ranks(self._timeout_s)
@@ -57,19 +57,19 @@ class TrainerWeights:
         return publisher.publish(weights, servers, version, **options)
 
     def free_memory(self) -> None:
-        """Give what the ranks' allocators hold unused back to their devices: the servers on the same devices need it."""
+        """Return unused memory of the ranks' allocators to their devices, for the servers on the same devices."""
         self._group.free_memory()
 
 
 class FolderWeights:
-    """Those of a Hugging Face folder, which the servers read themselves."""
+    """Weights of a Hugging Face folder, which the servers read themselves."""
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self.folder = folder
         self._timeout_s = timeout_s
 
     def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
-        """Raises ServerCallError."""
+        """Have the servers load the folder. Raises ServerCallError."""
         started_s = time.perf_counter()
         with ServerCalls(servers, self._timeout_s) as calls:
             num_bytes = load_folder(calls, self.folder, version)
@@ -79,4 +79,4 @@ class FolderWeights:
         raise NotImplementedError("the servers read the folder themselves")
 
     def free_memory(self) -> None:
-        """There is none: no trainer shares their devices."""
+        """Does nothing: no trainer shares the servers' devices."""

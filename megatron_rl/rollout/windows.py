@@ -1,18 +1,18 @@
-"""Generation in windows: every slot grows by at most ``Trajectory.remaining_window``, whatever happens to the servers.
+"""Generation in windows: every slot grows by at most ``Trajectory.remaining_window``, regardless of server failures.
 
-Laws: a trajectory continues from its last known token (prompt + all its segments), on whichever server answers; every
-token carries the weight version that sampled it, which must be the published one (or the next one, on a server that was
-started again while the policy trained, or after a publish into the window: then the answer is several segments); a
-window that was cut (a server died, a request was aborted) is filled up by a further request of the same step, unless
-enough had been generated: then what was cut keeps its tokens and goes on in the next step.
+Invariants: a trajectory continues from its last known token (prompt plus all segments), on any server. Every token
+carries the weight version that sampled it. That version is the published one, or the next one if a server restarted
+while the policy trained or if weights were published during the window; a reply with two versions becomes several
+segments. If a server fails or a request is aborted, another request of the same step fills the window. Once enough has
+been generated, unfinished windows keep their tokens and continue in the next step.
 
-Dialogues: when a turn ends, the environment is asked at once and its message joins the history in the same step, also
-where the window ends with the turn, so that ``Trajectory.finished`` is right at the end of every step. Messages count
-towards the response budget, not towards the window. What comes next follows from the segments alone.
+Dialogues: when a turn ends, the environment is called immediately and its message joins the history in the same step,
+even at the end of a window, so that ``Trajectory.finished`` is right at the end of every step. Messages count towards
+the response budget, not towards the window. The state of a dialogue follows from its segments alone.
 
-Text that ends something (a stop string, the place of FIRE's hot token) may lie across two windows, where no server sees
-all of it: it is looked for here, in all tokens of the turn, and what was sampled behind it is dropped. The tokens kept
-are distributed as if the server had stopped there, since no token depends on later ones.
+A stop string, or the text that precedes FIRE's hot token, may span two windows, so that no server sees all of it. Such
+texts are therefore searched here, in all tokens of the turn, and the tokens sampled after them are dropped. The tokens
+kept are distributed as if the server had stopped there, because no token depends on later tokens.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from megatron_rl.rollout.sglang.wire.response_validation import StaleWeights
 logger = logging.getLogger(__name__)
 
 _ENOUGH_POLL_S = 0.02
-"""Asking whether there is enough looks at all responses: not more often than this."""
+"""Minimum interval between calls of ``is_enough``, which inspects all responses."""
 ABORT_REPEAT_S = 0.5
-"""An abort that overtook its request is sent again after this."""
+"""Interval after which an abort that overtook its request is resent."""
 ABORT_TIMEOUT_S = 60.0
-"""Requests that have not come back so long after their abort are given up, with the tokens of this request."""
+"""Time after which an aborted request that has not returned is dropped, together with its tokens."""
 
 
 class WindowGenerator:
-    """One step's window of some trajectories. Filled once."""
+    """One step's window over a set of trajectories. Used once."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class WindowGenerator:
         kind: str,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
-        """``recovered(lost)`` returns when a server with current weights serves again after the last one was lost.
+        """``recovered(lost)`` waits, after the last server was lost, until a server with current weights serves again.
 
-        ``num_tokens``: that a trajectory may grow by. ``kind`` starts the request ids, so that training and evaluation
-        never share one. Trajectories that are dialogues are answered by ``plan.dialogue``.
+        ``num_tokens``: maximum growth per trajectory. ``kind`` is the prefix of the request ids, so that training and
+        evaluation never share one. ``plan.dialogue`` answers trajectories that are dialogues.
         """
         self._client = client
         self._recovered = recovered
@@ -73,17 +73,17 @@ class WindowGenerator:
         self._warn = warn
         self._rids_in_progress: set[str] = set()
         self._cut = False
-        """Enough was generated: no further request is sent."""
+        """True once enough was generated: no more requests are sent."""
         self.server_s: dict[int, float] = {}
-        """By trajectory id: how long the servers were at its requests, as they say."""
+        """Maps trajectory id to the seconds that the servers report for its requests."""
 
     async def generate(
         self, trajectories: Sequence[Trajectory], is_enough: Callable[[], bool] | None = None
     ) -> None:
         """Append this step's segments; returns when every trajectory is finished or its window is full.
 
-        ``is_enough()`` is asked whenever a trajectory is through; once it says yes, the others are cut and keep what
-        they have.
+        ``is_enough()`` is called after trajectories end. Once it returns True, the remaining requests are aborted and
+        keep the tokens that they have.
         """
         tasks = [asyncio.create_task(self._grow(t, alone=is_enough is not None)) for t in trajectories]
         try:
@@ -111,7 +111,7 @@ class WindowGenerator:
         def num_running() -> int:
             nonlocal num_checked
             for task in done[num_checked:]:
-                task.result()  # a failure of one ends them all
+                task.result()  # one failure ends the whole window
             num_checked = len(done)
             return len(tasks) - num_checked
 
@@ -131,12 +131,12 @@ class WindowGenerator:
         running = num_running()
         if running:
             self._warn(
-                f"{running} responses were aborted, but did not come back within {ABORT_TIMEOUT_S:.0f} s; they go "
-                "on from the tokens of their last answer"
+                f"{running} responses were aborted, but did not return within {ABORT_TIMEOUT_S:.0f} s; they continue "
+                "from the tokens of their last reply"
             )
 
     async def _grow(self, trajectory: Trajectory, *, alone: bool) -> None:
-        """Grow one trajectory until it is finished, its window is full or the window was cut."""
+        """Grow one trajectory until it is finished, its window is full or the step has enough."""
         attempt = 0
         self._answer_turn(trajectory)
         while not self._cut and (room := self._room(trajectory)) > 0:
@@ -163,12 +163,12 @@ class WindowGenerator:
         trajectory.segments += self._segments(trajectory, answer, hot=hot)
         self.server_s[trajectory.id] = self.server_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
-            # What was sampled behind a stop string is gone, and its routes with it.
+            # Tokens sampled after a stop string were dropped, so their routes are dropped too.
             num_kept = trajectory.num_tokens
             trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
 
     def _room(self, trajectory: Trajectory) -> int:
-        """Tokens that may come next: 0 when the trajectory is finished or its window is full."""
+        """Number of tokens that the next request may generate: 0 if the trajectory is finished or its window is full."""
         if trajectory.finished:
             return 0
         rooms = [
@@ -192,7 +192,7 @@ class WindowGenerator:
             weight_version=str(self._weight_version),
             newest_version=self._newest_version,
             response_name=f"{self._kind}-{trajectory.id}",
-            # Others hold little that they share next to what they have of their own.
+            # Only first requests: later ones share few tokens with their group compared to their own response.
             group_name="" if trajectory.segments else trajectory.prompt.id,
             needs_spans=self._plan.published_meanwhile,
         )
@@ -203,7 +203,7 @@ class WindowGenerator:
                 temperature=fire.temperature,
                 top_k=fire.top_k,
                 banned_token_ids=tuple({*request.banned_token_ids, *fire.banned_token_ids}),
-                # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
+                # By default SGLang's log-probs are those before top-k: far from the sampling distribution at a high temperature.
                 logprobs_after_top_k=fire.top_k > 0,
             )
         return request
@@ -218,17 +218,18 @@ class WindowGenerator:
         return (*stops, marker) if marker else stops
 
     def _awaited_marker(self, trajectory: Trajectory) -> str:
-        """The text behind which the hot token comes, while it is still to come; else empty."""
+        """Text after which the hot token is due, or an empty string if none is due."""
         fire = self._plan.fire
         return fire.after if fire is not None and _awaits_hot_token(trajectory, fire) else ""
 
     def _segments(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> list[Segment]:
-        """The answer's tokens up to the first text that ends the turn or calls for the hot token, by weight version."""
+        """Segments of the reply, one per weight version, up to the first text that ends the turn or triggers the hot
+        token."""
         new_ends = self._new_ends(trajectory, answer, hot=hot)
         token_ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.finish_reason
         if new_ends:
             reason = min(new_ends, key=lambda name: (new_ends[name], name == "length"))
-            # A copy: a part would hold all of them in memory.
+            # Copied, because a view would keep the whole array in memory.
             token_ids, logprobs = token_ids[: new_ends[reason]].copy(), logprobs[: new_ends[reason]].copy()
         elif answer.stop_string and answer.stop_string not in self._turn_stops(trajectory):
             reason = "length"
@@ -249,7 +250,8 @@ class WindowGenerator:
         ]
 
     def _new_ends(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> dict[str, int]:
-        """By finish reason: how many of the answer's tokens lead up to a text that ends something."""
+        """Maps finish reason to the number of reply tokens up to the end of a text that ends the turn or triggers the
+        hot token."""
         texts = {"stop": self._turn_stops(trajectory)}
         marker = self._awaited_marker(trajectory)
         if marker and not hot:
@@ -259,16 +261,16 @@ class WindowGenerator:
         before, decode = _current_turn_ids(trajectory), self._plan.decode
         turn_ids = [*before, *answer.token_ids.tolist()]
         ends = {reason: end_of_text(turn_ids, wanted, decode) for reason, wanted in texts.items()}
-        # A text that ended among earlier tokens has had its effect.
+        # A text that ended in earlier tokens was handled in its own window.
         return {reason: end - len(before) for reason, end in ends.items() if end is not None and end > len(before)}
 
     def _answer_turn(self, trajectory: Trajectory) -> None:
-        """Let the environment answer the turn that has just ended: a message joins the history, or the dialogue ends."""
+        """Let the environment answer a turn that has just ended: its message joins the history, or the dialogue ends."""
         dialogue = self._plan.dialogue
         if dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_finished:
             return
         if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
-            return  # the budget cut the turn; one that stopped on the budget's last token may have been the last word
+            return  # truncated by the budget; a turn that stopped on the budget's last token is still passed on
         message = _ask_environment(dialogue.environment, trajectory, self._plan.decode)
         if message is None:
             trajectory.env_done = True
@@ -293,20 +295,20 @@ class WindowGenerator:
 
 
 def _ask_environment(environment: Environment, trajectory: Trajectory, decode: Decode) -> Message | None:
-    """The environment's answer, checked. Raises EnvironmentFault, naming the prompt."""
-    place = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
+    """Return the environment's message, validated. Raises EnvironmentFault with the prompt's source."""
+    source = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
     name = type(environment).__name__
     try:
         message = environment.respond(trajectory.prompt, turn_views(trajectory, decode))
     except Exception as error:  # foreign code may raise anything
         raise EnvironmentFault(
-            f"environment {name} failed at {place}: {type(error).__name__}: {error}; respond() must return a Message or "
+            f"environment {name} failed at {source}: {type(error).__name__}: {error}; respond() must return a Message or "
             "None for every text that a model may write"
         ) from error
     if message is None or (isinstance(message, Message) and message.next_role in environment.roles):
         return message
     raise EnvironmentFault(
-        f"environment {name} answered {message!r} at {place}: expected None, or a Message whose next_role is one of "
+        f"environment {name} answered {message!r} at {source}: expected None, or a Message whose next_role is one of "
         f"{', '.join(environment.roles)}"
     )
 
@@ -317,14 +319,15 @@ def _current_turn_ids(trajectory: Trajectory) -> list[int]:
 
 
 def _awaits_hot_token(trajectory: Trajectory, fire: HotTokenSampling) -> bool:
-    """The response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
+    """True if the response, in its first turn, has no hot token yet. Without ``after``, only the first token may be
+    hot."""
     if trajectory.greedy or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
         return False
     return bool(fire.after) or trajectory.num_response_tokens == 0
 
 
 def hot_token_is_next(trajectory: Trajectory, fire: HotTokenSampling | None, decode: Decode) -> bool:
-    """The next token of the response is FIRE's hot one."""
+    """True if the next token of the response is FIRE's hot token."""
     if fire is None or not _awaits_hot_token(trajectory, fire):
         return False
     turn_ids = _current_turn_ids(trajectory)
@@ -332,7 +335,7 @@ def hot_token_is_next(trajectory: Trajectory, fire: HotTokenSampling | None, dec
 
 
 def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) -> int | None:
-    """Smallest number of leading tokens whose text contains one of ``texts``; None if all of them do not."""
+    """Smallest number of leading tokens whose text contains one of ``texts``; None if the text of all tokens does not."""
 
     def contains(num_tokens: int) -> bool:
         text = decode(token_ids[:num_tokens])

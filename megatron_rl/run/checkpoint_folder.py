@@ -40,10 +40,10 @@ class DamagedCheckpoint(UserError):
 class Manifest:
     """Metadata of a checkpoint."""
 
-    healthy: bool = True
+    healthy: bool
     """True if training showed no warning sign when the checkpoint was saved."""
-    files: Mapping[str, tuple[int, str]] | None = None
-    """Size and SHA-256 by file, or None if the checkpoint predates manifests."""
+    files: Mapping[str, tuple[int, str]]
+    """Size and SHA-256 by file."""
 
 
 def folder_name(num_steps: int) -> str:
@@ -125,8 +125,6 @@ def latest_folder(checkpoints: Path) -> Path | None:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest, or return an empty one for old checkpoints. Raises DamagedCheckpoint."""
     path = folder / _MANIFEST
-    if not path.exists():
-        return Manifest()
     content = _json(path)
     try:
         files = parse_checksums(content.get("files"))
@@ -147,19 +145,17 @@ def read_driver(folder: Path) -> dict[str, Any]:
     if steps != num_steps_of(folder):
         raise DamagedCheckpoint(f"{path} is from step {steps}, its folder from step {num_steps_of(folder)}")
     try:
-        names = dict(state.pop("arrays", {}))  # older checkpoints store arrays as JSON lists
+        names = dict(state.pop("arrays"))
         arrays = {name: np.load(folder / Path(file).name, allow_pickle=False) for name, file in names.items()}
         whole: dict[str, Any] = unflatten_state(state, arrays)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: its arrays cannot be read: {error}") from error
     return whole
 
 
 def check_folder(folder: Path, models: list[str]) -> None:
-    """Check all files but the contents of the models' files, which the ranks verify. Raises DamagedCheckpoint."""
-    manifest = read_manifest(folder)
-    if manifest.files is not None:
-        _raise_first(damaged(folder, manifest.files))
+    """All but the contents of the models' files, which the ranks verify. Raises DamagedCheckpoint."""
+    _raise_first(damaged(folder, read_manifest(folder).files))
     for model in models:
         _raise_first(_wrong_sizes(folder / model))
     if not (folder / _DRIVER).is_file():
@@ -196,13 +192,11 @@ def _wrong_sizes(model: Path) -> Iterator[str]:
     if not (model / "metadata.json").is_file():
         yield f"{model / 'metadata.json'} is missing"
         return
-    expected: Checksums = {}
-    if (model / MODEL_CHECKSUMS).exists():
-        try:
-            expected = parse_checksums(_json(model / MODEL_CHECKSUMS))
-        except ValueError as error:
-            yield f"{model / MODEL_CHECKSUMS}: {error}"
-            return
+    try:
+        expected = parse_checksums(_json(model / MODEL_CHECKSUMS))
+    except ValueError as error:
+        yield f"{model / MODEL_CHECKSUMS}: {error}"
+        return
     for name, (size, _) in expected.items():
         path = model / name
         if not path.is_file():

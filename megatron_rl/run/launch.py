@@ -4,8 +4,7 @@ import argparse
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import check_config
@@ -17,11 +16,13 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.models.hf.model_checks import check_models
 from megatron_rl.system.command_line.cli_types import positive_int
 from megatron_rl.system.command_line.terminal import say
-from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
+from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, count_gpus, set_gpu_defaults
 from megatron_rl.system.http.addresses import LOOPBACK, local_interface_for
 from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopRequested, stopped_by_signals
 
+PrintPlan = Callable[[Config, str, int], None]
+"""Prints the dry run of a command: configuration, the command's name, world size."""
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Environment variable for the ranks: set once their parent process has checked all data files."""
 _LOOPBACK_INTERFACE = "lo"
@@ -41,19 +42,12 @@ def add_rank_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Parse ``key=value`` overrides to options; values are YAML, dots nest."""
-    from omegaconf import OmegaConf
-
-    options = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
-    return {str(key): value for key, value in options.items()} if isinstance(options, dict) else {}
-
-
 def run_on_ranks(
     command: str,
     arguments: argparse.Namespace,
     *,
     check_inputs: Callable[[Config], None],
+    print_plan: PrintPlan,
     work: Callable[[Config], None],
     writes_output_dir: bool = False,
 ) -> int:
@@ -61,11 +55,11 @@ def run_on_ranks(
 
     ``writes_output_dir``: the command is a run with checkpoints, which can resume after a signal stops it.
     ``check_inputs`` checks everything outside the recipe that would fail later. It is called once, by the process
-    that the user started or by rank 0 of an outer launcher.
+    that the user started or by rank 0 of an outer launcher. ``print_plan`` prints the dry run.
     """
     try:
         with stopped_by_signals():
-            return _run_on_ranks(command, arguments, check_inputs, work, is_resumable=writes_output_dir)
+            return _run_on_ranks(command, arguments, check_inputs, print_plan, work, is_resumable=writes_output_dir)
     except StopRequested as stop:
         if writes_output_dir:
             raise
@@ -77,6 +71,7 @@ def _run_on_ranks(
     command: str,
     arguments: argparse.Namespace,
     check_inputs: Callable[[Config], None],
+    print_plan: PrintPlan,
     work: Callable[[Config], None],
     *,
     is_resumable: bool,
@@ -92,9 +87,7 @@ def _run_on_ranks(
             check_models(config, command)
             check_inputs(config)
     if arguments.dry_run:
-        from megatron_rl.desk.plan.dry_run import print_plan
-
-        print_plan(config, command=command, world_size=world_size or config.parallel.num_ranks or 1)
+        print_plan(config, command, world_size or config.parallel.num_ranks or 1)
         return 0
     if is_resumable:
         from megatron_rl.run.output import check_output_dir
@@ -121,8 +114,6 @@ def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int 
     if arguments.gpus_per_node and not arguments.dry_run:
         raise ConfigError("--gpus-per-node is for --dry-run: a run counts the GPUs of its node")
     num_ranks = world_size or config.parallel.num_ranks or 1
-    from megatron_rl.rollout.sglang.process.server import count_gpus
-
     num_gpus = arguments.gpus_per_node or count_gpus()
     if os.environ.get("GROUP_RANK", "0") != "0":
         return Node(0, 0)

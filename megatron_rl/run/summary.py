@@ -12,6 +12,7 @@ from megatron_rl.config.schema import Config, WandbMode
 from megatron_rl.run.recorder import Evaluation, Recorder
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.terminal.console import accuracy_text, duration, summary_table
+from megatron_rl.tracking.timeline import OVERLAP
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def summarize(config: Config, recorder: Recorder) -> RunSummary:
         tokens_generated=recorder.num_tokens_generated,
         evaluations=tuple(recorder.evaluations),
         stage_seconds=recorder.stage_seconds,
-        critic_overlap_s=recorder.timeline.overlap_seconds("generate", "update_critic"),
+        critic_overlap_s=recorder.timeline.overlap_seconds(*OVERLAP),
     )
 
 

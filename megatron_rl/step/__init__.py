@@ -1,1 +1,1 @@
-"""The training step: its table of stages, and what each stage does."""
+"""The training step: the loop, its stages, and the components that stages share."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from megatron_rl.config.derived import block_size, effective_window_tokens, needs_greedy, num_responses_per_step
-from megatron_rl.config.schema import Config, Mode
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
+from megatron_rl.config.schema import Config
 from megatron_rl.data.slots import SlotPool, full_blocks
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
@@ -30,6 +31,7 @@ class Collector:
         self._rollout = rollout
         self._grader = grader
         self._window_tokens = effective_window_tokens(config)
+        self._in_windows = overlap_of(config.schedule) > Overlap.nothing
         self._num_greedy = int(needs_greedy(config))
         # Where all prompts have the same number of samples, a block is a group.
         self._block_size = block_size(config.batch) + self._num_greedy
@@ -44,7 +46,7 @@ class Collector:
         """
         self.rounds = []
         sorts_out = self._config.algorithm.dynamic_sampling.enabled
-        if sorts_out and self._config.schedule.mode is Mode.sync:
+        if sorts_out and not self._in_windows:
             return await self._mixed_groups(step)
         trajectories = self._pool.fill(step)
         num_carried = sum(any(segment.step < step for segment in t.segments) for t in trajectories)
@@ -56,7 +58,7 @@ class Collector:
         if sorts_out:
             await self._grader.grade(trajectories, step)
             metrics |= self._kinds(self._pool.ended_groups(step))
-        if self._config.schedule.mode is not Mode.sync or self._config.rollout.over_sampling == 1.0:
+        if self._in_windows or self._config.rollout.over_sampling == 1.0:
             return trajectories, metrics
         kept = list(chain(*self._blocks(self._complete_groups(trajectories))[: self._num_blocks]))
         num_discarded = self._discard_all_but(trajectories, kept)
@@ -130,7 +132,7 @@ class Collector:
     async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
         def is_enough() -> bool:
             """As many windows or, of full responses, groups are complete as the step wants."""
-            if self._config.schedule.mode is Mode.sync:
+            if not self._in_windows:
                 return len(self._blocks(self._complete_groups(trajectories))) >= self._num_blocks
             num_complete = sum(t.finished or t.remaining_window(step, self._window_tokens) <= 0 for t in trajectories)
             return num_complete >= num_responses_per_step(self._config)

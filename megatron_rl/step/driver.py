@@ -10,12 +10,13 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, eval_sets, num_responses_per_step
+from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rewards.lines.line_rewards import ProcessRewarder, program_types
@@ -28,18 +29,22 @@ from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.output import lock_output_dir
 from megatron_rl.run.policy_exports import PolicyExporter
 from megatron_rl.run.recorded_prompts import write_first_prompts
-from megatron_rl.run.recorder import Recorder
+from megatron_rl.run.recorder import Recorder, WriteReport
 from megatron_rl.run.summary import RunSummary, print_summary, summarize, write_summary
+from megatron_rl.schedule.table import make_graph
 from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.health_guard import HealthGuard
+from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
 from megatron_rl.step.run_inputs import RunInputs, describe_prompts, make_inputs
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.scoring import ResponseScorer
+from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.stored_responses import store_samples
-from megatron_rl.step.table import graph_of
+from megatron_rl.step.warmup import CriticWarmup
 from megatron_rl.step.watchdog import Rollback, Watchdog
 from megatron_rl.system.processes.gc_pauses import gc_young_only
 from megatron_rl.system.processes.host_memory import disable_memory_trim
@@ -53,20 +58,32 @@ from megatron_rl.training.trainer_ranks import trainer_ranks
 _STALL_MARGIN_S = 60.0
 
 
-def train(config: Config, spawned: ServerPool | None = None) -> None:
+@dataclass(frozen=True)
+class _RunContext:
+    """The surroundings of the loop: what its components are made from."""
+
+    config: Config
+    group: TrainerGroup
+    inputs: RunInputs
+    recorder: Recorder
+    runner: StageRunner
+    event_loop: asyncio.AbstractEventLoop
+
+
+def train(config: Config, spawned: ServerPool | None = None, write_report: WriteReport | None = None) -> None:
     """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir.
 
-    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``).
+    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``). ``write_report``: None: no report.html.
     """
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config), signals) as group:
         if group is not None:
-            summary = _drive(config, group, signals, spawned, freeze_policy=False)
+            summary = _drive(config, group, signals, spawned, write_report, freeze_policy=False)
     if group is not None:
         print_summary(config, summary)
 
 
-def critic_pretrain(config: Config, spawned: ServerPool | None = None) -> None:
+def critic_pretrain(config: Config, spawned: ServerPool | None = None, write_report: WriteReport | None = None) -> None:
     """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has settled.
 
     It starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
@@ -76,12 +93,12 @@ def critic_pretrain(config: Config, spawned: ServerPool | None = None) -> None:
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config, freeze_policy=True), signals) as group:
         if group is not None:
-            _drive(config, group, signals, spawned, freeze_policy=True)
+            _drive(config, group, signals, spawned, write_report, freeze_policy=True)
             group.save_hf("critic", output_path)
 
 
 def pretraining_config(config: Config) -> Config:
-    """As value pretraining runs: full responses as the policy gives them, the critic's own steps and learning rate."""
+    """The configuration of a value pretraining: full responses as the policy gives them, the critic's own steps and learning rate."""
     pretrain = config.critic_pretrain
     return replace(
         config,
@@ -97,13 +114,19 @@ def pretraining_config(config: Config) -> Config:
 
 
 def _drive(
-    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, *, freeze_policy: bool
+    config: Config,
+    group: TrainerGroup,
+    signals: StopSignals,
+    spawned: ServerPool | None,
+    write_report: WriteReport | None,
+    *,
+    freeze_policy: bool,
 ) -> RunSummary:
     """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
     back: Rollback | None = None
     while True:
         try:
-            return _drive_until_it_dies(config, group, signals, spawned, back, freeze_policy=freeze_policy)
+            return _drive_until_it_dies(config, group, signals, spawned, write_report, back, freeze_policy=freeze_policy)
         except Rollback as found:
             back, spawned = found, None  # stopped with the attempt
             group.release()
@@ -116,7 +139,14 @@ def _drive(
 
 
 def _drive_until_it_dies(
-    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, back: Rollback | None, *, freeze_policy: bool
+    config: Config,
+    group: TrainerGroup,
+    signals: StopSignals,
+    spawned: ServerPool | None,
+    write_report: WriteReport | None,
+    back: Rollback | None,
+    *,
+    freeze_policy: bool,
 ) -> RunSummary:
     """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
     with ExitStack() as stack:
@@ -125,17 +155,17 @@ def _drive_until_it_dies(
         write_first_prompts(folder, inputs.train_set.prompts)
         frozen = ("policy",) if freeze_policy else ()
         trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
-        saver = Checkpointer(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
+        checkpointer = Checkpointer(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
         position = back.position if back else {}
-        resume = functools.partial(saver.load, lambda state: inputs.go_on_from({**state["pool"], **position}))
+        resume = functools.partial(checkpointer.load, lambda state: inputs.go_on_from({**state["pool"], **position}))
         found = resume(healthy=back is not None) if config.run.resume else None
         restored = found or _beginning(inputs.pool)
         first_step = restored["num_steps_done"]
         title, spelling = _title(config, freeze_policy), inputs.tokenizer.spelling
-        recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling))
-        _note_what_is_there(recorder, saver, _checkpoint_note(config, first_step if found else None), group, inputs)
+        recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling, write_report=write_report))
+        _note_what_is_there(recorder, checkpointer, _checkpoint_note(config, first_step if found else None), group, inputs)
         event_loop = stack.enter_context(event_loop_thread())
-        graph = graph_of(config)
+        graph = make_graph(facts_of(config))
         runner = StageRunner(
             graph,
             event_loop,
@@ -146,27 +176,26 @@ def _drive_until_it_dies(
         )
         recorder.running = runner.running
         rewards = stack.enter_context(build_rewards(config.reward))
-        rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder, spawned))
+        context = _RunContext(config, group, inputs, recorder, runner, event_loop)
+        rollout = stack.enter_context(_rollout(context, spawned))
         # The weights of a checkpoint are published under the number that they had.
         rollout.weight_version = max(0, restored["weight_version"] - 1)
         rollout.add_restart_counts(restored.get("server_restarts", []))
-        parts = _parts(config, group, inputs, rollout, rewards, recorder, saver, runner)
-        parts = _with_fleet(stack, config, parts, inputs, event_loop, runner)
-        if freeze_policy:
-            parts = replace(parts, settling=_settling(config))
-        loop = TrainingLoop(config, parts)
-        loop.load_state(restored)
+        components = _components(context, rollout, rewards, checkpointer, freeze_policy=freeze_policy)
+        components = _with_fleet(stack, context, components)
+        components.saver.load_state(restored)
+        loop = TrainingLoop(components)
         if back:
-            parts.watchdog.num_rollbacks = back.number
+            components.health.watchdog.num_rollbacks = back.number
             recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
-        last_step = _before_first_step(config, parts, runner, first_step)
+        last_step = _before_first_step(components, runner, first_step)
         recorder.start_clock()
         disable_memory_trim()  # not earlier: what models were loaded from is given back
         with signals.defer_signals(runner.wake), gc_young_only():
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
-            _warn_of_unsaved(recorder, saver.finish_background_save(wait=True))
-            runner.wait_for(parts.evaluator.idle(at_once=bool(signals.requested)))
+            _warn_of_unsaved(recorder, checkpointer.finish_background_save(wait=True))
+            runner.wait_for(components.evaluator.idle(at_once=bool(signals.requested)))
         summary = summarize(config, recorder)
         write_summary(folder, summary)
         if signals.requested:
@@ -177,10 +206,10 @@ def _drive_until_it_dies(
     return summary
 
 
-def _note_what_is_there(recorder: Recorder, saver: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:
-    for text in saver.skipped:
+def _note_what_is_there(recorder: Recorder, checkpointer: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:
+    for text in checkpointer.skipped:
         recorder.console.warning(text)
-    for text in filter(None, (checkpoints, *group.notes, group.ways.note, *describe_prompts(inputs))):
+    for text in filter(None, (checkpoints, *group.notes, group.transport.note, *describe_prompts(inputs))):
         recorder.console.note(text)
 
 
@@ -197,34 +226,27 @@ def _checkpoint_note(config: Config, first_step: int | None) -> str:
 
 
 def _beginning(pool: SlotPool) -> dict[str, Any]:
-    """What a checkpoint of a run that has not begun would hold."""
+    """The driver's state in a checkpoint of a run that has not begun."""
     return {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
 
 
-def _parts(
-    config: Config,
-    group: TrainerGroup,
-    inputs: RunInputs,
-    rollout: RolloutService,
-    rewards: RewardRouter,
-    recorder: Recorder,
-    saver: Checkpointer,
-    runner: StageRunner,
+def _components(
+    context: _RunContext, rollout: RolloutService, rewards: RewardRouter, checkpointer: Checkpointer, *, freeze_policy: bool
 ) -> LoopComponents:
-    tokenizer, environment = inputs.tokenizer, inputs.environment
-    stop_on_errors = config.health.reward_errors is HealthAction.stop
-    grader = ResponseScorer(
-        config.reward,
-        rewards,
-        tokenizer.decode,
-        environment,
-        stop_on_errors=stop_on_errors,
-        texts=rollout.texts(tokenizer),
-    )
+    config, inputs, recorder, runner = context.config, context.inputs, context.recorder, context.runner
+    tokenizer, environment, pool = inputs.tokenizer, inputs.environment, inputs.pool
+    stop_on_errors, texts = config.health.reward_errors is HealthAction.stop, rollout.texts(tokenizer)
+    grader = ResponseScorer(config.reward, rewards, tokenizer.decode, environment, stop_on_errors=stop_on_errors, texts=texts)
+    kl_penalty, warmup = KlPenalty(config.algorithm.kl), CriticWarmup(config, _convergence(config) if freeze_policy else None)
+    watchdog = Watchdog(config.health, max_error_rate=config.reward.max_error_rate)
+    vision, prompts = tokenizer.vision, inputs.train_set.prompts
+    parity = ParityCheck(config, prompts, group=context.group, rollout=rollout, vision=vision, wait_for=runner.wait_for)
     return LoopComponents(
-        group=group,
-        pool=inputs.pool,
-        collector=Collector(config, inputs.pool, rollout, grader),
+        config=config,
+        facts=facts_of(config),
+        group=context.group,
+        pool=pool,
+        collector=Collector(config, pool, rollout, grader),
         rollout=rollout,
         grader=grader,
         evaluator=Evaluator(
@@ -237,98 +259,84 @@ def _parts(
             stop_after=runner.stop_after,
         ),
         recorder=recorder,
-        saver=saver,
-        keeper=PolicyExporter(config.run, group, first_step=recorder.num_steps_done),
+        policy_exporter=PolicyExporter(config.run, context.group, first_step=recorder.num_steps_done),
+        process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
+        kl_penalty=kl_penalty,
+        health=HealthGuard(watchdog, parity, checkpointer, recorder, pool, warmup),
+        saver=StepSaver(checkpointer, recorder, rollout, pool, kl_penalty, warmup, watchdog),
+        warmup=warmup,
+        stop_after=runner.stop_after,
+        store_samples=functools.partial(store_samples, config, recorder),
         rules=ResponseRules(
             independent_turns=environment is not None and environment.turns_are_independent,
             masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
         ),
-        process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
-        vision=tokenizer.vision,
-        stop_after=runner.stop_after,
-        parity=ParityCheck(
-            config,
-            inputs.train_set.prompts,
-            group=group,
-            rollout=rollout,
-            vision=tokenizer.vision,
-            wait_for=runner.wait_for,
-        ),
-        watchdog=Watchdog(config.health, max_error_rate=config.reward.max_error_rate),
-        keep_samples=functools.partial(store_samples, config, recorder),
+        vision=vision,
     )
 
 
-def _settling(config: Config) -> ValueConvergence:
+def _convergence(config: Config) -> ValueConvergence:
     pretrain = config.critic_pretrain
     return ValueConvergence(pretrain.settle_window, min_steps=pretrain.min_steps)
 
 
-def _rollout(
-    config: Config,
-    group: TrainerGroup,
-    inputs: RunInputs,
-    event_loop: asyncio.AbstractEventLoop,
-    runner: StageRunner,
-    recorder: Recorder,
-    spawned: ServerPool | None,
-) -> AbstractContextManager[RolloutService]:
-    console = recorder.console
+def _rollout(context: _RunContext, spawned: ServerPool | None) -> AbstractContextManager[RolloutService]:
+    inputs, console = context.inputs, context.recorder.console
     trainer = replace(
-        _trainer_side(config, group, runner, recorder),
-        far_workers=lambda number: start_on_nodes(group.ways, number, console.note, console.warning),
+        _trainer_side(context),
+        far_workers=lambda number: start_on_nodes(context.group.transport, number, console.note, console.warning),
     )
     return open_rollout(
-        config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned
+        context.config, context.event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned
     )
 
 
-def _with_fleet(
-    stack: ExitStack, config: Config, parts: LoopComponents, inputs: RunInputs, event_loop: asyncio.AbstractEventLoop, runner: StageRunner
-) -> LoopComponents:
-    """Where servers for evaluation alone are named, they evaluate."""
+def _with_fleet(stack: ExitStack, context: _RunContext, components: LoopComponents) -> LoopComponents:
+    """The components with the evaluation servers, if the configuration names some."""
+    config, inputs = context.config, context.inputs
     if not (config.eval.urls and eval_sets(config)):
-        return parts
-    trainer = _trainer_side(config, parts.group, runner, parts.recorder)
+        return components
     own = replace(config, rollout=replace(config.rollout, urls=config.eval.urls, urls_file=""), eval=replace(config.eval, urls=[]))
     opened = open_rollout(
         own,
-        event_loop,
-        trainer,
+        context.event_loop,
+        _trainer_side(context),
         tokenizer=inputs.tokenizer,
         environment=inputs.environment,
-        publisher=parts.rollout.publisher,
+        publisher=components.rollout.publisher,
     )
-    fleet = EvaluationServers(stack.enter_context(opened), runner.wait_for, parts.recorder.console.warning)
-    parts.evaluator.move_to(fleet.rollout)
-    return replace(parts, fleet=fleet)
+    fleet = EvaluationServers(stack.enter_context(opened), context.runner.wait_for, context.recorder.console.warning)
+    components.evaluator.move_to(fleet.rollout)
+    return replace(components, fleet=fleet)
 
 
-def _trainer_side(config: Config, group: TrainerGroup, runner: StageRunner, recorder: Recorder) -> TrainerHooks:
+def _trainer_side(context: _RunContext) -> TrainerHooks:
+    console = context.recorder.console
     return TrainerHooks(
-        weights=TrainerWeights(config, group, "policy"),
-        call_on_trainer=runner.call_on_trainer,
-        note=recorder.console.note,
-        warn=recorder.console.warning,
-        while_waiting=group.heartbeat,
+        weights=TrainerWeights(context.config, context.group, "policy"),
+        call_on_trainer=context.runner.call_on_trainer,
+        note=console.note,
+        warn=console.warning,
+        while_waiting=context.group.heartbeat,
     )
 
 
-def _before_first_step(config: Config, parts: LoopComponents, runner: StageRunner, first_step: int) -> int:
+def _before_first_step(components: LoopComponents, runner: StageRunner, first_step: int) -> int:
     """Current weights on every server, the two engines compared, and where the policy starts from.
 
     Returns the last step of the run: one that reached its goal before it was stopped has none left.
     """
-    parts.group.set_progress_callback(parts.recorder.console.note)
-    rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
+    config, parity = components.config, components.health.parity
+    rollout, recorder, evaluator = components.rollout, components.recorder, components.evaluator
+    components.group.set_progress_callback(recorder.console.note)
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
-    if parts.fleet is not None:
-        parts.fleet.rollout.publish()
-    if parts.parity.wanted:
-        parity = parts.parity.compare()
-        recorder.log_metrics(parity.metrics())
-        recorder.console.note(f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: {parity}")
+    if components.fleet is not None:
+        components.fleet.rollout.publish()
+    if parity.wanted:
+        agreement = parity.compare()
+        recorder.log_metrics(agreement.metrics())
+        recorder.console.note(f"Megatron and SGLang agree on {agreement.num_tokens} sampled tokens: {agreement}")
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)

@@ -26,10 +26,11 @@ def check_rl_inputs(config: Config) -> None:
 
 
 def _check_profiled_stages(config: Config) -> None:
-    from megatron_rl.step.graph import Resource
-    from megatron_rl.step.table import graph_of
+    from megatron_rl.config.schedule_facts import facts_of
+    from megatron_rl.schedule.graph import Resource
+    from megatron_rl.schedule.table import make_graph
 
-    known = [stage.name for stage in graph_of(config) if stage.resource is Resource.trainer]
+    known = [stage.name for stage in make_graph(facts_of(config)) if stage.resource is Resource.trainer]
     unknown = [name for name in config.profile.stages if name not in known]
     if unknown:
         raise ConfigError(f"profile.stages: expected trainer stages of this run ({', '.join(known)}), got {', '.join(unknown)}")

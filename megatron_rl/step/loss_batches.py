@@ -44,7 +44,7 @@ def policy_batch(
     """What the policy loss reads, and how far trainer and engine are apart (the correction's metrics).
 
     Without recomputed log-probs there is nothing to tell them apart by: no metrics. Nor with ``is_partial``: updates give the
-    old log-probs that are missing (``config.derived.reuses_first_logprobs``), and the loss takes the weights from them.
+    old log-probs that are missing (``config.schedule_facts.reuses_first_logprobs``), and the loss takes the weights from them.
 
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction, or
     ``rollout_logprobs``; ``kl_fields`` (``KlPenalty``) with a KL term in the loss, and then ``window``, the tokens whose

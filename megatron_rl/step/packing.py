@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.sequences import edges
-from megatron_rl.data.batch import ROUTES, TOKENS, PackedBatch, Parts, cu_seqlens_of
+from megatron_rl.data.batch import ROUTES, TOKENS, PackedBatch, cu_seqlens_of
+from megatron_rl.data.rows import Rows
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import ImageProcessor
 
@@ -31,7 +32,7 @@ def pack(
         spans = [(len(t.prompt.token_ids), t.num_tokens) for t in trajectories]
     lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
     images = None if vision is None else vision.batch([t.prompt.images for t in trajectories])
-    parts = {TOKENS: Parts([t.token_parts() for t in trajectories])} if trajectories else {}
+    parts = {TOKENS: Rows.of([t.token_parts() for t in trajectories])} if trajectories else {}
     tokens = torch.empty(int(lengths.sum()), dtype=torch.int64, device="meta" if trajectories else "cpu")
     ids, of_fields = tuple(t.id for t in trajectories), torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
     return PackedBatch(tokens, cu_seqlens_of(lengths), fields, images, ids, parts, of_fields)
@@ -62,7 +63,7 @@ def window_batch(
     return pack(trajectories, fields, vision, spans)
 
 
-def window_routes(trajectories: Sequence[Trajectory], step: int) -> Parts | None:
+def window_routes(trajectories: Sequence[Trajectory], step: int) -> Rows | None:
     """[layers, k] of each token: the experts that the engine chose in ``step`` (``data.batch.ROUTES``), 0 where it
     said nothing.
 
@@ -71,10 +72,10 @@ def window_routes(trajectories: Sequence[Trajectory], step: int) -> Parts | None
     records = [t.routes.routes if t.routes is not None and t.routes.step == step else None for t in trajectories]
     if not any(record is not None for record in records):
         return None
-    return Parts([[] if record is None else [record] for record in records])
+    return Rows.of([[] if record is None else [record] for record in records])
 
 
-def with_routes(batch: PackedBatch, routes: Parts | None) -> PackedBatch:
+def with_routes(batch: PackedBatch, routes: Rows | None) -> PackedBatch:
     """The batch with the experts that the policy's passes over it are to follow; None: it chooses by itself."""
     return batch if routes is None else replace(batch, parts={**batch.parts, ROUTES: routes})
 

@@ -12,9 +12,8 @@ from megatron_rl.config.derived import (
     eval_sets,
     needs_greedy,
     responses_per_group,
-    trains_whole_groups,
-    window_jitter_tokens,
 )
+from megatron_rl.config.schedule_facts import facts_of, window_jitter_tokens
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
@@ -159,5 +158,5 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
         num_slots=math.ceil(num_started / block) * (block + with_greedy),
         num_samples_per_prompt=num_samples,
         num_samples_by_type=batch.num_samples_by_type,
-        holds_groups=trains_whole_groups(config),
+        holds_groups=facts_of(config).whole_groups,
     )

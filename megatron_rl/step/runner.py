@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
-from megatron_rl.step.table import BOOKS, KEEPER, LASTING
+from megatron_rl.schedule.graph import Frontier, Resource, Stage, StageRun
+from megatron_rl.schedule.table import KEEPER, LASTING, OUTPUT_ONLY
 from megatron_rl.system.processes import process_probe
 
 _Action = Callable[[int], Any]
@@ -103,7 +103,7 @@ class StageRunner:
     def _wind_up(self) -> None:
         with self._lock:
             self._winding_up = True
-            still_needed = self._frontier.finish_open_steps(LASTING, KEEPER, BOOKS)
+            still_needed = self._frontier.wind_up(LASTING, KEEPER, OUTPUT_ONLY)
             futures = dict(self._running_coroutines)
             self._abandoned = futures.keys() - still_needed
         for stage_run in self._abandoned:

@@ -1,25 +1,28 @@
-"""What the stages of one step hand to each other; stages of different steps share only the run's parts."""
+"""The products that the stages of one step hand to each other; stages of different steps share only the run's components."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
 
+_EMPTY = PackedBatch(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), {})
+
 
 @dataclass(repr=False, eq=False)
 class StepState:
-    """The products of a step's stages, named as in the table. A field without a default exists once it is made."""
+    """The products of a step's stages, named as in the table. A field without a default exists once a stage has made it."""
 
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(default_factory=list)
     """The rows of ``batch``: what grew in this step and trains."""
-    batch: PackedBatch
+    batch: PackedBatch = field(default_factory=lambda: _EMPTY)
     """Prompts and responses so far; ``mask`` is on the tokens of this step's window."""
     slots: list[Trajectory] = field(default_factory=list)
-    """All that the step worked on: also what was cut before its first new token, and greedy responses, which train
+    """All responses that the step worked on: also those aborted before their first new token, and greedy ones, which train
     nothing; empty: as ``trajectories``."""
     finished: list[Trajectory] = field(init=False)
     """Finished in this step, and scored."""
@@ -37,13 +40,13 @@ class StepState:
     """[T] float32; None without a process reward model."""
     policy_batch: PackedBatch = field(init=False)
     critic_batch: PackedBatch | None = None
-    """None without a critic, and in a step without a finished, scored response."""
+    """The critic's sequences; None without a critic, and in a step without a finished, scored response."""
     is_shared_out: bool = False
     """The trainer's replicas know which of the batch's sequences each of them works on."""
     pool_state: Callable[[], dict[str, Any]] | None = None
-    """Gives the pool as it was when the finished responses had left it; None: they have not yet."""
+    """Gives the pool as it was when the finished responses had left it; None until then."""
     kl_state: dict[str, Any] | None = None
-    """Of the KL controller, at the same moment."""
+    """The KL controller's state at the same moment."""
     trained_s: float = 0.0
     """Seconds of training at the end of the policy's update."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -57,6 +60,5 @@ class StepState:
         return [t for t in self.slots if t.finished and not t.greedy]
 
     def saved_part(self) -> "StepState":
-        """What a checkpoint of this step needs; the rest may be forgotten."""
-        empty = PackedBatch(self.batch.tokens[:0], self.batch.cu_seqlens[:1], {})
-        return StepState([], empty, pool_state=self.pool_state, kl_state=self.kl_state, metrics=self.metrics)
+        """The part that a checkpoint of this step needs; the rest may be forgotten."""
+        return StepState(pool_state=self.pool_state, kl_state=self.kl_state, metrics=self.metrics)

@@ -1,1 +1,1 @@
-"""Signals, files and processes of the machine."""
+"""Signals, files, processes, HTTP and GPUs of the machine."""

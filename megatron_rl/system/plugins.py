@@ -1,11 +1,11 @@
-"""What a recipe names: a registered name, or an import path ``package.module:name``.
+"""Plug-ins of a recipe: resolved by a registered name, or by an import path ``package.module:name``.
 
-A room that others may add to has a ``Registry``. Its decorator gives a function (or class) a name; an import path finds
-one without a name too. A plug-in is given the registry's ``inputs`` that it names as parameters. Its other parameters
-are options, and they are checked here against its signature, before a run starts. A parameter whose default is a
-dataclass stands for its fields: each of them is an option (``arguments``).
+A package that users may extend has a ``Registry``. Its decorator gives a function (or class) a name; an import path
+also finds a function without a name. A plug-in gets those of the registry's ``inputs`` that it declares as parameters.
+Its other parameters are options, which are checked here against its signature before a run starts. A parameter whose
+default is a dataclass represents its fields: each field is an option (``arguments``).
 
-Invariant: importing a registry imports no plug-in; looking a name up imports the modules of the registry's packages.
+Invariant: importing a registry imports no plug-in; looking up a name imports the modules of the registry's packages.
 """
 
 import difflib
@@ -24,15 +24,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class PluginError(UserError, ValueError):
-    """A plug-in that cannot be found, or options that it does not take."""
+    """A plug-in cannot be found, or does not accept the given options."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What is known of one; a room with more to say of its plug-ins extends it by fields with defaults."""
+    """A registered plug-in; packages with more facts extend the class by fields with defaults."""
 
     name: str
-    """As the recipe says it: the registered name, or the import path."""
+    """Name in the recipe: the registered name, or the import path."""
     function: Callable[..., Any]
 
 
@@ -40,7 +40,7 @@ Entry = TypeVar("Entry", bound=Plugin)
 
 
 class Registry(Generic[Entry]):
-    """The plug-ins of one kind."""
+    """Plug-ins of one kind."""
 
     def __init__(
         self,
@@ -52,14 +52,15 @@ class Registry(Generic[Entry]):
         inputs: Collection[str] = (),
         error: type[UserError] = PluginError,
     ):
-        """
+        """Create an empty registry.
+
         Args:
-            kind: noun for messages, such as "reward".
-            entry: made of name, function and what the decorator was told.
-            packages: whose modules, not those of their sub-packages, register plug-ins.
-            options_key: configuration key of the options, for messages.
-            inputs: what every plug-in may name as a parameter and is given by the caller.
-            error: what is raised.
+            kind: Noun for messages, such as "reward".
+            entry: Class of the entries, built from name, function and the decorator's facts.
+            packages: Packages whose modules (not those of sub-packages) register plug-ins.
+            options_key: Configuration key of the options, for messages.
+            inputs: Parameters that any plug-in may declare and the caller provides.
+            error: Class of the exceptions raised.
         """
         self.kind = kind
         self.inputs = tuple(inputs)
@@ -71,9 +72,9 @@ class Registry(Generic[Entry]):
         self._by_function: dict[Callable[..., Any], Entry] = {}
 
     def register(self, name: str = "", **facts: Any) -> Callable[[Function], Function]:
-        """Decorator: make a function available as ``name``; ``facts`` are the further fields of the entry.
+        """Decorator that makes a function available as ``name``; ``facts`` are additional fields of the entry.
 
-        Without a name the function is still only found by its import path, now with its facts.
+        Without a name the function is still only found by its import path, but with its facts.
         """
 
         def add(function: Function) -> Function:
@@ -89,7 +90,7 @@ class Registry(Generic[Entry]):
         return add
 
     def names(self) -> list[str]:
-        """Of all registered plug-ins, by module, and within one in the order of registration: not by who imported what first."""
+        """Names of all registered plug-ins, by module and registration order, independent of the order of imports."""
         while self._packages:
             package = self._packages.pop()
             for module in iter_modules(import_module(package).__path__):
@@ -97,14 +98,15 @@ class Registry(Generic[Entry]):
         return sorted(self._by_name, key=lambda name: self._by_name[name].function.__module__)
 
     def summaries(self) -> dict[str, str]:
-        """The first line of each plug-in's docstring, for documentation."""
+        """First line of each plug-in's docstring, for documentation."""
         return {n: (inspect.getdoc(self._by_name[n].function) or "").partition("\n")[0] for n in self.names()}
 
     def find(self, name: str) -> Entry:
-        """The plug-in of a registered name or of an import path.
+        """Find a plug-in by a registered name or an import path.
 
         Raises:
-            PluginError: (or the registry's own error) unknown name, a module that does not import or lacks the name.
+            PluginError: (or the registry's own error) unknown name, or a module that cannot be imported or lacks the
+            name.
         """
         if ":" in name:
             function = self._import(name)
@@ -118,7 +120,7 @@ class Registry(Generic[Entry]):
         return self._by_name[name]
 
     def bind(self, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """The plug-in with its options: call it with all inputs by keyword, it is given those that it names."""
+        """The plug-in with its options bound. Call it with all inputs by keyword; it gets the inputs that it declares."""
         plugin, options = self.find(name), dict(options or {})
         self.check_options(plugin, options)
         wanted = set(self.inputs).intersection(parameters(plugin.function))
@@ -130,19 +132,19 @@ class Registry(Generic[Entry]):
         return call
 
     def check_options(self, plugin: Entry, options: Mapping[str, Any], *, given: Collection[str] = ()) -> None:
-        """Refuse options that a plug-in does not take, misses, or takes with another type.
+        """Reject options that are unknown, missing or of the wrong type.
 
         Args:
-            given: parameters that the caller sets besides ``inputs``.
+            given: Parameters that the caller sets in addition to ``inputs``.
 
         Raises:
-            PluginError: (or the registry's own error) naming the option, what was expected and what came.
+            PluginError: (or the registry's own error) with the option, the expected type and the value.
         """
         what, given = f"{self.kind} {plugin.name!r}", {*self.inputs, *given}
         named = [name for name in parameters(plugin.function) if name not in given]
         for name in options:
             if name in given:
-                raise self._error(f"{what}: {name} is given by the caller, it is no option of {self._options_key}")
+                raise self._error(f"{what}: {name} is set by the caller, it is not an option of {self._options_key}")
             if name not in named and not takes_any(plugin.function):
                 raise self._error(
                     f"{what} has no option {name!r}; its options: {', '.join(named) or 'none'}{_suggestion(name, named)}"
@@ -164,49 +166,49 @@ class Registry(Generic[Entry]):
                 f"{self.kind} {path!r}: module {module_name!r} does not import ({type(error).__name__}: {error}); "
                 "expected package.module:name with the module on PYTHONPATH"
             ) from error
-        found: Any = module
+        value: Any = module
         for part in qualified_name.split("."):
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module_name]
                 raise self._error(
                     f"{self.kind} {path!r}: {module_name} has no {qualified_name!r}; it has {sorted(own)}"
                     f"{_suggestion(qualified_name, own)}"
                 )
-            found = getattr(found, part)
-        if not callable(found):
-            raise self._error(f"{self.kind} {path!r}: expected a plain function or a class, got {found!r}")
-        return found
+            value = getattr(value, part)
+        if not callable(value):
+            raise self._error(f"{self.kind} {path!r}: expected a plain function or a class, got {value!r}")
+        return value
 
 
 def path_of(function: Callable[..., Any]) -> str:
-    """Where a function is found: its import path."""
+    """Import path of a function."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 @cache
 def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    # Losses are bound for every update: reading a signature costs more than all the rest.
+    # Cached, because losses are bound for every update and reading a signature is the most expensive part.
     return inspect.signature(function).parameters
 
 
 @cache
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters that can be passed by keyword, and the fields of those whose default is a dataclass."""
+    """Parameters that can be passed by keyword, with the fields of dataclass defaults in place of their parameter."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = {}
+    keywords = {}
     for name, parameter in _signature(function).items():
         group = parameter.default
         if is_dataclass(group):
             for own in fields(group):
                 default = getattr(group, own.name)
-                found[own.name] = inspect.Parameter(own.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                keywords[own.name] = inspect.Parameter(own.name, inspect.Parameter.KEYWORD_ONLY, default=default)
         elif parameter.kind in named:
-            found[name] = parameter
-    return found
+            keywords[name] = parameter
+    return keywords
 
 
 def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` as keyword arguments of ``function``: fields of a dataclass are put into one."""
+    """``options`` as keyword arguments of ``function``, with fields of a dataclass parameter combined into one value."""
     keywords = dict(options)
     for name, parameter in _signature(function).items():
         group = parameter.default
@@ -217,7 +219,7 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    """Those of the ``parameters`` that have no default."""
+    """Names of the ``parameters`` without a default."""
     return [name for name, p in parameters(function).items() if p.default is p.empty]
 
 
@@ -229,11 +231,11 @@ def takes_any(function: Callable[..., Any]) -> bool:
 def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
     groups = [type(p.default) for p in _signature(function).values() if is_dataclass(p.default)]
     try:
-        found = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
         for group in groups:
-            found.update(get_type_hints(group))
-        return found
-    except NameError:  # imported for type checkers only: nothing to check against
+            hints.update(get_type_hints(group))
+        return hints
+    except NameError:  # annotations imported only for type checkers cannot be checked
         return {}
 
 
@@ -249,7 +251,7 @@ _WORDS = {
 
 
 def _expected_instead(value: Any, hint: Any) -> str:
-    """What an annotation expects instead of ``value``; "" where it fits, or is of no type that a YAML file holds."""
+    """Type that an annotation expects instead of ``value``; "" if the value fits or the type cannot occur in YAML."""
     if get_origin(hint) in (Union, UnionType):
         expected = [_expected_instead(value, part) for part in get_args(hint)]
         return "" if "" in expected else " or ".join(expected)
@@ -259,7 +261,7 @@ def _expected_instead(value: Any, hint: Any) -> str:
     if kind not in _WORDS:
         return ""
     fits = isinstance(value, (int, float) if kind is float else kind)
-    # True is an int in Python, but nobody who writes it means 1.
+    # True is an int in Python, but a user who writes true does not mean 1.
     return "" if fits and (kind is bool or not isinstance(value, bool)) else _WORDS[kind]
 
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.schedule.table import GENERATE, UPDATE_CRITIC
 from megatron_rl.system.files.atomic_files import write_atomic
 
 logger = logging.getLogger(__name__)
 
 LANES = ("rollout", "trainer", "host")
 """Order of the lanes from the top; other lanes follow below."""
-OVERLAP = ("generate", "update_critic")
+OVERLAP = (GENERATE, UPDATE_CRITIC)
 """The two stages whose overlap is the purpose of windows: the critic trains while the next window is generated."""
 
 _MICROSECONDS = 1_000_000

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from megatron_rl.models.gpt import PackedGPTModel
+from megatron_rl.models.layers.gpt import PackedGPTModel
 from megatron_rl.models.vision.vision_gpt import VisionGPTModel
 
 _BUCKET_SIZE: int | None = None

@@ -45,7 +45,6 @@ from megatron_rl.data.batch import ALSO_WANTED, PackedBatch
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
-from megatron_rl.models.context import num_rows
 from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, sharded_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_mtp_present, mtp_note
@@ -57,10 +56,11 @@ from megatron_rl.models.hf.weights import (
     save_hf,
     unread_tensors_note,
 )
-from megatron_rl.models.layers import layers_note
+from megatron_rl.models.layers.context import num_rows
+from megatron_rl.models.layers.moe import Routing
+from megatron_rl.models.layers.torch_layers import layers_note
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.megatron_fields import MegatronSettings
-from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.pipeline_shapes import stage_options
 from megatron_rl.parallel.topology import Topology

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import Images
 from megatron_rl.data.images import ImageFile
+from megatron_rl.data.rows import Rows
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import takes_images
-from megatron_rl.parallel.collectives import Pieces
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.system.files.shared_file import SharedArrays
 
 _MOST_THREADS = 4
 
@@ -33,17 +35,19 @@ Cut = Callable[[int, ImageFile], Future[Tensor] | None]
 
 
 class ImageDirectory:
-    """The driver's account of one layout, for one step."""
+    """The driver's directory of the images on the ranks of one layout, for one step."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, shared: SharedArrays | None) -> None:
+        """``shared``: where to put files that other ranks of this machine are to map; None: there are no other ranks."""
+        self._shared = shared
+        self._files: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Python id of a file's bytes -> the bytes, and their copy that others can map."""
         self._numbers: dict[tuple[str, int], int] = {}
-        """By digest and size."""
+        """(digest, size) of an image -> its number."""
         self._held: list[set[int]] = [set() for _ in range(num_replicas)]
 
-    def payload(
-        self, images: Images, sequences: Sequence[int], replica: int, pieces: Callable[[Sequence[np.ndarray]], Pieces]
-    ) -> dict[str, Tensor | Pieces]:
-        """For ``ImageCache.take``, of ``sequences`` of the batch that the replica has not had. ``pieces``: of these arrays."""
+    def payload(self, images: Images, sequences: Sequence[int], replica: int) -> dict[str, Tensor | Rows]:
+        """The images of those ``sequences`` of the batch that are new to the replica, for ``ImageCache.take``."""
         shown: list[list[int]] = []
         new: dict[int, ImageFile] = {}
         for sequence in sequences:
@@ -54,8 +58,16 @@ class ImageDirectory:
         about = [(number, file.ref, len(file.data)) for number, file in new.items()]
         return {
             "images": torch.frombuffer(bytearray(pickle.dumps((shown, about))), dtype=torch.uint8),
-            "image_files": pieces([file.data for file in new.values()]),
+            "image_files": Rows.of([[self._mappable(file.data)] for file in new.values()], np.zeros(0, np.uint8)),
         }
+
+    def _mappable(self, data: np.ndarray) -> np.ndarray:
+        """Put a file where others can map it, once for all replicas."""
+        if self._shared is None:
+            return data
+        if id(data) not in self._files:
+            self._files[id(data)] = data, self._shared.put(data)
+        return self._files[id(data)][1]
 
     def _number(self, file: ImageFile) -> int:
         return self._numbers.setdefault((file.ref.digest, file.ref.max_tokens), len(self._numbers))
@@ -67,22 +79,22 @@ def _file(source: object) -> ImageFile:
 
 
 class ImageCache:
-    """Of the sequences on this rank."""
+    """The images of the sequences on this rank."""
 
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
         self._patches: dict[int, Future[Tensor] | None] = {}
         self._grids: dict[int, tuple[int, int, int]] = {}
         self._shown: dict[int, list[int]] = {}
-        """By sequence, the numbers of its images."""
+        """Sequence -> the numbers of its images."""
 
-    def take(self, payload: Mapping[str, Tensor], new: Sequence[int]) -> None:
-        """What ``ImageDirectory`` has for the sequences ``new``."""
+    def take(self, payload: Mapping[str, Any], new: Sequence[int]) -> None:
+        """Add the images that ``ImageDirectory`` has sent for the sequences ``new``."""
         shown, about = pickle.loads(payload["images"].numpy().tobytes())
-        for (number, ref, _), data in zip(about, payload["image_files"], strict=True):
+        for index, (number, ref, _) in enumerate(about):
             self._grids[number] = ref.grid
-            # A copy: threads may read it when the driver has forgotten it.
-            self._patches[number] = self._cut(number, ImageFile(ref, data.copy()))
+            # Packed into memory of its own: threads may read the file after the driver has dropped it.
+            self._patches[number] = self._cut(number, ImageFile(ref, payload["image_files"].select([index]).packed()))
         self._shown |= dict(zip(new, shown, strict=True))
 
     def of(self, sequences: Sequence[int]) -> Images:

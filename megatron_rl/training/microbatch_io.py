@@ -53,7 +53,7 @@ def dummy_batch(batch: PackedBatch) -> PackedBatch:
     if batch.num_sequences:
         return batch
     shapes = {name: values[:0] for name, values in batch.fields.items()}
-    shapes |= {name: torch.from_numpy(parts.nothing.copy()) for name, parts in batch.parts.items()}
+    shapes |= {name: torch.from_numpy(rows.like.copy()) for name, rows in batch.parts.items()}
     return PackedBatch(
         tokens=batch.tokens.new_zeros(STAND_IN_TOKENS),
         cu_seqlens=batch.cu_seqlens.new_tensor([0, STAND_IN_TOKENS]),

@@ -30,8 +30,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.gpt import PackedGPTModel
-from megatron_rl.models.hf.torch_dist import check_metadata
+from megatron_rl.models.layers.gpt import PackedGPTModel
+from megatron_rl.models.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
 from megatron_rl.system.files.atomic_files import replace_folder, write_atomic
@@ -82,19 +82,6 @@ class CheckpointWrite:
                 _write_checksums(self._partial, self._files.checksums)
                 if rank == 0:
                     replace_folder(self._partial, self._folder)
-
-
-def save_checkpoint(
-    folder: str | Path,
-    chunks: Sequence[PackedGPTModel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> None:
-    """Write ``folder``; one that exists is replaced once the new one is complete. Raises CheckpointNotSaved.
-
-    ``chunks`` are the bare GPTModel chunks (no DDP around them).
-    """
-    start_checkpoint(folder, chunks, optimizer, scheduler, in_background=False).finish()
 
 
 def start_checkpoint(
@@ -156,7 +143,7 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
+    """Restore in place what ``start_checkpoint`` wrote, from the same or another parallel layout.
 
     Raises CheckpointError where there is no whole checkpoint, and where it is of another model.
     """
@@ -203,8 +190,6 @@ def _problems(folder: Path) -> Iterator[str]:
         return
     try:
         expected = parse_checksums(json.loads((folder / _CHECKSUMS_FILE).read_bytes()))
-    except FileNotFoundError:
-        expected = {}  # written before there were checksums
     except (OSError, ValueError, RecursionError) as error:
         yield f"{folder / _CHECKSUMS_FILE} cannot be read: {error}"
         return

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import DecayStyle, Moments, OptimizerConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.layers import has_transformer_engine
+from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
 _FUSED_MAIN = "master_param"
 """Where Transformer Engine's Adam keeps main parameters with moments of another dtype than theirs."""

@@ -16,7 +16,6 @@ import numpy as np
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.data.images import ImageFile
-from megatron_rl.system.files.shared_file import NODE, address_of
 from megatron_rl.training.batching import (
     CostFunction,
     Plan,
@@ -57,20 +56,11 @@ class PlacementPreferences(Generic[Key]):
             for source, sequence in zip(batch.images.sources, batch.images.sequences.tolist(), strict=True):
                 assert isinstance(source, ImageFile)  # as the driver's batches have them
                 images.setdefault(keys[sequence], []).append((source.ref.digest, source.ref.max_tokens))
-        by_sequence = batch.parts[ROUTES].by_sequence if ROUTES in batch.parts else ()
-        nodes_of = zip(keys, map(_node_of, by_sequence), strict=False)
-        routes = {key: node for key, node in nodes_of if node is not None}
+        nodes_of = zip(keys, batch.parts[ROUTES].nodes.tolist(), strict=True) if ROUTES in batch.parts else ()
+        routes = {key: node for key, node in nodes_of if node >= 0}
         if len(set(routes.values())) < 2:
             routes = {}  # wherever sequences are, as much of it goes to other nodes
         return cls(nodes() if routes else (), routes, {key: tuple(shown) for key, shown in images.items()})
-
-
-def _node_of(arrays: Sequence[np.ndarray]) -> int | None:
-    """Of a sequence's rows: that of the first; None: it has none."""
-    if not arrays:
-        return None
-    address = address_of(arrays[0])
-    return 0 if address is None else address.pid // NODE
 
 
 class _PreferenceScores(Generic[Key]):

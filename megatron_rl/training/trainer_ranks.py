@@ -13,7 +13,8 @@ from megatron_rl.system.processes import process_probe, run_processes
 from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 
 BuildEngines = Callable[[Topology], Mapping[str, Engine]]
 
@@ -36,13 +37,13 @@ def trainer_ranks(
         try:
             register_processes(topology, folder)
             with gc_disabled():
-                worker = TrainerRank(config, topology, build_engines(topology))
+                rank = TrainerRank(config, topology, build_engines(topology))
             if topology.rank != 0:
                 leave_signals_to_the_driver()
-                worker.serve()
+                rank.serve()
                 yield None
                 return
-            group = TrainerGroup(worker)
+            group = TrainerGroup(rank)
             yield group
             group.stop()
         finally:

@@ -12,8 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.http.json_http import HttpError, HttpReply, HttpThread, NoHttpReply, bearer
-from megatron_rl.system.http.kept_http import KeptSession
+from megatron_rl.system.http.json_http import HttpError, HttpReply, HttpSession, HttpThread, NoHttpReply, bearer
 from megatron_rl.weights.bucket_plan import ServerAddress
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -69,7 +68,7 @@ class ServerCalls:
         self._pauses = pauses
         self.paused = False
         """True while the servers are paused, that is, until ``go_on``."""
-        self._http = HttpThread(KeptSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_REPLY_BYTES))
+        self._http = HttpThread(HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_REPLY_BYTES))
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
         self._turns = {server.url: asyncio.Lock() for server in self.servers}
         self._lost: set[str] = set()

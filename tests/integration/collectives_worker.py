@@ -9,17 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.data.rows import Rows
 from megatron_rl.parallel import collectives, topology
 from megatron_rl.parallel import hang_report as progress
-from megatron_rl.parallel.array_server import start_array_server
-from megatron_rl.parallel.collectives import Pieces
-from megatron_rl.system.files.shared_file import SharedArrays, address_of
+from megatron_rl.parallel.array_server import Reachability, start_array_server
+from megatron_rl.system.files.shared_file import SharedArrays
 
 
 def payload_for(replica: int) -> dict[str, torch.Tensor]:
@@ -36,22 +35,20 @@ def payload_for(replica: int) -> dict[str, torch.Tensor]:
     }
 
 
-def in_pieces(payload: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | Pieces]:
-    """Those of more than one row, each in an array of its own that other processes can map."""
-    shared = SharedArrays()
+def as_rows(payload: dict[str, torch.Tensor], shared: SharedArrays | None) -> dict[str, torch.Tensor | Rows]:
+    """Tensors of more than one row as rows, each row in an array of its own, which other processes can map if it is ``shared``."""
 
-    def pieces(values: torch.Tensor) -> Pieces:
-        arrays = [shared.put(part.numpy()) for part in values.split(1)]
-        found = [address_of(array) for array in arrays]
-        return Pieces(arrays, np.array([(one.pid, one.fd, *one.place) for one in found if one is not None]))
+    def rows(values: torch.Tensor) -> Rows:
+        arrays = [part.numpy() for part in values.split(1)]
+        return Rows.of([arrays if shared is None else [shared.put(array) for array in arrays]])
 
     names = ("tokens", "mask", "routes")
-    return {name: pieces(values) if name in names else values for name, values in payload.items()}
+    return {name: rows(values) if name in names else values for name, values in payload.items()}
 
 
 def joined(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The pieces of what arrived put together."""
-    return {name: torch.from_numpy(np.concatenate(v)) if isinstance(v, list) else v for name, v in found.items()}
+    """The payload that arrived, its rows packed."""
+    return {name: torch.from_numpy(v.packed()) if isinstance(v, Rows) else v for name, v in found.items()}
 
 
 def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, Any]:
@@ -59,11 +56,12 @@ def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, An
     heads = topology.ReplicaRanks.of(parallel, ranks.world_size).replica_roots
     payloads = [payload_for(replica) for replica in range(ranks.dp_size)] if ranks.rank == 0 else None
     seen["payload"] = collectives.scatter_payloads(payloads, heads, ranks)
-    parted = [in_pieces(payload) for payload in payloads or ()] or None
-    service = start_array_server("127.0.0.1") if parted else None
-    mapped, fetched = (collectives.Reachability(node, node == 0, {0: service}) for node in (0, -1))
-    seen["mapped"] = joined(collectives.scatter_payloads(parted, heads, ranks, sights=[mapped] * len(heads)))
-    seen["fetched"] = joined(collectives.scatter_payloads(parted, heads, ranks, sights=[fetched] * len(heads)))
+    own, shared = ([as_rows(one, where) for one in payloads or ()] or None for where in (None, SharedArrays()))
+    service = start_array_server("127.0.0.1") if shared else None
+    mapped, fetched = (Reachability(node, node == 0, {0: service}) for node in (0, -1))
+    seen["copied"] = joined(collectives.scatter_payloads(own, heads, ranks, reaches=[fetched] * len(heads)))
+    seen["mapped"] = joined(collectives.scatter_payloads(shared, heads, ranks, reaches=[mapped] * len(heads)))
+    seen["fetched"] = joined(collectives.scatter_payloads(shared, heads, ranks, reaches=[fetched] * len(heads)))
     seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
     mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
     seen["gathered"] = collectives.gather_tensors(mine)

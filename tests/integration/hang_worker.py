@@ -20,7 +20,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import collectives, hang_report, topology
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
-from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.schedule.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.system.processes import process_probe
 from megatron_rl.training.stage_resources import StageKey, StageMeter

@@ -38,7 +38,8 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.image_cache import ImagePatcher
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=0)
 NUM_SAMPLES = 3
@@ -117,7 +118,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
             return {}
         group = TrainerGroup(worker)
         if case.fetched:
-            vars(group.ways)["near"] = ()
+            vars(group.transport)["near"] = ()
         tokenizer = Tokenizer(config.policy.path)
         assert tokenizer.vision is not None
         seen = drive(group, responses(folder, tokenizer), tokenizer.vision)

@@ -31,11 +31,12 @@ from megatron_rl.config.schema import (
     RunConfig,
 )
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.training import losses, trainer_group
+from megatron_rl.training import losses, rank_methods
 from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.optimizer import state_tensors
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 from tests.integration.engine_worker import OPTIMIZER, make_batch
 
 ALGORITHM = AlgorithmConfig(advantage="egae", kl=KlConfig(place=KlPlace.loss, coef=0.1))
@@ -77,7 +78,7 @@ class Watch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        schedule, free = Engine._schedule, trainer_group.free_cached_memory
+        schedule, free = Engine._schedule, rank_methods.free_cached_memory
 
         def watched_schedule(engine: Engine, *arguments: Any, **options: Any) -> Any:
             name = next(name for name, other in self.engines.items() if other is engine)
@@ -90,7 +91,7 @@ class Watch:
 
         with (
             mock.patch.object(Engine, "_schedule", watched_schedule),
-            mock.patch.object(trainer_group, "free_cached_memory", watched_free),
+            mock.patch.object(rank_methods, "free_cached_memory", watched_free),
         ):
             yield
 
@@ -134,7 +135,7 @@ def step(group: TrainerGroup) -> dict[str, Any]:
     # A publish of a model that is out; this rank is asked for room in its middle.
     weights = group.export_weights("policy")
     seen["weights"] = {name: tensor.clone() for name, tensor in itertools.islice(weights, 1)}
-    group._worker.offload_others("")
+    group.driver.offload_others("")
     seen["weights"] |= {name: tensor.clone() for name, tensor in weights}
     group.free_memory()
     seen["critic weights"] = {name: tensor.clone() for name, tensor in group.export_weights("critic")}

@@ -25,7 +25,9 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.weight_sources import TrainerWeights
 from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.trainer_group import Command, TrainerGroup, TrainerRank
+from megatron_rl.training.sequence_cache import RankBatch
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import Call, TrainerRank
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 
@@ -36,16 +38,16 @@ PROMPT = [3 + i % 60 for i in range(20)]
 NUM_TOKENS = 6
 
 
-def change(worker: TrainerRank, engine: Engine, microbatches: list[PackedBatch]) -> None:
+def change(rank: TrainerRank, engine: Engine, batch: RankBatch) -> None:
     with torch.no_grad():
         for chunk in engine.chunks:
             for parameter in chunk.parameters():
                 parameter.mul_(1.02)
 
 
-def fail(worker: TrainerRank, engine: Engine, microbatches: list[PackedBatch]) -> None:
+def fail(rank: TrainerRank, engine: Engine, batch: RankBatch) -> None:
     """One rank's next stream fails."""
-    if worker.topology.rank == SECOND_STAGE:
+    if rank.topology.rank == SECOND_STAGE:
         engine.export_weights = failing(engine, engine.export_weights)
 
 
@@ -70,7 +72,7 @@ class Driver:
         self.results: dict[str, Any] = {}
 
     def change(self) -> None:
-        self.group._call(Command("change", "policy", change))
+        self.group.transport.call(Call("change", change, "policy"))
 
     def publish(self, publisher: WeightPublisher, placement: Placement = Placement.disaggregated) -> None:
         self.version += 1
@@ -127,7 +129,7 @@ def scenario(driver: Driver, bucket_bytes: int) -> None:
     driver.compare("without a publish")
     driver.publish(by_stage)
     driver.compare("second publish, same groups")
-    driver.group._call(Command("fail", "policy", fail))
+    driver.group.transport.call(Call("fail", fail, "policy"))
     driver.expect_failure("failing rank", by_stage)
 
     by_memory = WeightPublisher(bucket_bytes, 60.0, method=WeightMethod.colocated)

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import Dtype, Init, OptimizerConfig, ParallelConfig
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.errors import UserError
 from megatron_rl.families.model_facts import has_vision
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import expected_names
 from megatron_rl.parallel import topology
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 from tests.integration.engine_worker import set_overlap
 from tests.te_stand_ins import CALLS

@@ -21,7 +21,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 def test_every_rank_receives_the_payload_of_its_replica(layout: int, seen: list[list[Any]]) -> None:
     for rank in range(3):
         expected = payload_for(seen[rank][layout]["topology"].dp_rank)
-        for way in ("payload", "mapped", "fetched"):
+        for way in ("payload", "copied", "mapped", "fetched"):
             found = seen[rank][layout][way]
             assert list(found) == list(expected)
             for name, tensor in expected.items():

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
@@ -19,6 +18,7 @@ from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator, end_of_text
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]

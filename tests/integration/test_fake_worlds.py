@@ -22,8 +22,8 @@ from megatron_rl.families.transforms import Replicated
 from megatron_rl.models.hf.gather import owner_of
 from megatron_rl.parallel.topology import ReplicaRanks, Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
+from megatron_rl.training.cache_directory import CacheDirectory
 from megatron_rl.training.export import source_ranks
-from megatron_rl.training.sequence_cache import CacheDirectory
 from tests.fake_world import fake_rank
 
 ROOT = Path(__file__).parents[2]
@@ -168,5 +168,5 @@ def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     assert len(plan) == topology.dp_size
     batch = PackedBatch(torch.arange(sum(lengths)), cu_seqlens_of(torch.tensor(lengths)))
     payloads = CacheDirectory(topology.dp_size).payloads(batch, range(len(lengths)), plan, [])
-    sent = [token for payload in payloads for part in payload["tokens"].parts() for token in part.tolist()]
+    sent = [token for payload in payloads for token in payload["tokens"].packed().tolist()]
     assert sorted(sent) == list(range(sum(lengths)))

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron_rl.cli import main
 from megatron_rl.config.schema import Dtype, Mtp, ParallelConfig
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.conversion import convert
+from megatron_rl.models.conversion import convert
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import INDEX_FILE, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack
@@ -402,7 +402,7 @@ def test_a_conversion_that_is_killed_leaves_no_target_and_can_be_repeated(
 ) -> None:
     """Killed as if by SIGKILL: nothing is cleaned up, not even the temporary folder."""
     monkeypatch.setattr("megatron_rl.models.hf.folder.shutil.rmtree", lambda *args, **kwargs: None)
-    monkeypatch.setattr("megatron_rl.models.hf.conversion.copy_files", interrupt)
+    monkeypatch.setattr("megatron_rl.models.conversion.copy_files", interrupt)
     source, target = models["qwen3_wide_heads_yarn"], tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         convert(source, target, to="megatron", max_shard_bytes=SHARD_BYTES)

@@ -19,7 +19,8 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 from tests.integration.engine_worker import ALGORITHM, make_batch
 from tests.tiny_models import make_tiny_model
 from tests.unit.step.test_first_updates import STEP, configured, responses, run_a_step

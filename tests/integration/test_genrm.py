@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RewardConfig, RewardRouteConfig
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, TemplateError, render_judge, render_pairwise
@@ -19,6 +18,7 @@ from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import make_tiny_model
 
 START_TIMEOUT_S = 400.0

@@ -31,12 +31,13 @@ from megatron_rl.desk.doctor.mismatch_factors import (
 )
 from megatron_rl.desk.doctor.mismatch_ranks import TrainerAndServers, trials
 from megatron_rl.desk.doctor.trainer_and_servers import temporary_servers
-from megatron_rl.models.routing import _Choice, replay
+from megatron_rl.models.layers.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.wire.routes import route_shape
 from megatron_rl.training.build_engines import build_engine
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 from tests.tiny_models import make_tiny_model
 
 RECIPE = """
@@ -216,7 +217,7 @@ def test_dtype_and_expert_parallelism_are_tried_in_launches_of_their_own(sides, 
 def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tmp_path, capsys):
     from megatron_rl.cli import main
     from megatron_rl.data.prompts import load_prompts
-    from megatron_rl.desk.doctor.template_check import template_trial
+    from megatron_rl.desk.doctor.mismatch_runs import template_trial
     from megatron_rl.run.recorded_prompts import write_first_prompts
 
     prompts = load_prompts(config.data.train_files, config.data, Tokenizer(config.policy.path), max_prompt_tokens=99).prompts

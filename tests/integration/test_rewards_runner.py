@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.score import score_file
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.error_rate_alarm import RewardAlarm, check_error_rate
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.score_file import score_file
 from megatron_rl.rewards.workers.calls import RunnerSettings
-from megatron_rl.rewards.workers.frames import pack
 from megatron_rl.rewards.workers.processes import RewardRunner
+from megatron_rl.system.processes.child_process import pack_frame
 
 HOSTILE = "tests.integration.hostile_rewards"
 ROOT = Path(__file__).parents[2]
@@ -251,9 +251,9 @@ def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: p
 
     def count(payloads: list) -> bytes:
         chunk_sizes.append(len(payloads))
-        return pack(payloads)
+        return pack_frame(payloads)
 
-    monkeypatch.setattr("megatron_rl.rewards.workers.processes.pack", count)
+    monkeypatch.setattr("megatron_rl.rewards.workers.processes.pack_frame", count)
     items = [("4,12,122,134", "134")] * 5000
     with RewardRunner("math", options={"separator": ","}) as runner:
         started_at = time.monotonic()

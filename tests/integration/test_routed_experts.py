@@ -80,14 +80,14 @@ if "RANK" in os.environ:
     from megatron_rl.system.files import shared_file
 
     os.environ["LOCAL_RANK"] = "0"
-    opened = shared_file.MappedFiles._file
+    opened = shared_file.map_file
 
-    def file(self, pid, fd):
-        if f"RANK={os.environ['RANK']}".encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(bytes(1)):
+    def file(pid, fd):
+        if f"RANK={os.environ['RANK']}".encode() not in Path(f"/proc/{pid % shared_file.NODE}/environ").read_bytes().split(bytes(1)):
             raise FileNotFoundError(f"process {pid} is on another node")
-        return opened(self, pid, fd)
+        return opened(pid, fd)
 
-    shared_file.MappedFiles._file = file
+    shared_file.map_file = file
     if os.environ["RANK"] == "0" and not any("workers" in word or "array_server" in word for word in sys.orig_argv):
         from megatron_rl.rollout.workers import worker_pool
 
@@ -264,14 +264,15 @@ def test_a_worker_on_another_node_changes_no_bit(windows, model_path, url, tmp_p
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes" / "sitecustomize.py").write_text(TWO_NODES)
     words = ["preset=tppo", *RUNS["tppo"], "parallel.num_ranks=2", "rollout.num_workers=1", "run.num_steps=2"]
-    for name, path in (("one", ""), ("two", str(tmp_path / "nodes"))):
+    repository = Path(__file__).resolve().parents[2]
+    for name, path in (("one", ""), ("two", f"{tmp_path / 'nodes'}:")):
         done = subprocess.run(
             [sys.executable, "-m", "megatron_rl.cli", "train", f"--config={recipe}", *words, f"run.output_dir={tmp_path / name}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{repository}"},
         )
         assert done.returncode == 0, done.stdout[-6000:]
         assert ("rollout workers on further nodes: 1 each" in done.stdout) == (name == "two"), done.stdout[-6000:]

@@ -24,6 +24,7 @@ from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from megatron_rl.tracking.status import read_status
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
+from tests.no_wings import blocking
 from tests.same_runs import differences
 from tests.tiny_models import make_tiny_model
 
@@ -92,18 +93,20 @@ def make_task(folder):
     return folder
 
 
-def start(folder, command, *overrides):
+def start(folder, command, *overrides, python_path=()):
     arguments = [sys.executable, "-m", "megatron_rl.cli", command, "--config", str(folder / "recipe.yaml"), *overrides]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
+    if python_path:
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, python_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
 
 
-def run(folder, command, *overrides):
+def run(folder, command, *overrides, python_path=()):
     """(exit status, output) of a command that ends by itself."""
-    process = start(folder, command, *overrides)
+    process = start(folder, command, *overrides, python_path=python_path)
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -436,6 +439,19 @@ def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
         "--dry-run",
     )
     assert status == 0 and "batch arithmetic" in output and "stages of a step" in output
+
+
+def test_training_imports_nothing_of_the_desk(folder, tmp_path):
+    """The desk is what looks at a run from outside: without it a run has no report.html, and nothing else is missing."""
+    (tmp_path / "sitecustomize.py").write_text(blocking("desk"))
+    output_dir = folder / "without_desk"
+    short = (f"run.output_dir={output_dir}", "run.num_steps=2", "parallel.num_ranks=1", "tracking.mlflow=false")
+    status, output = run(folder, "train", *short, "tracking.report_every_steps=1", python_path=[tmp_path])
+    assert status == 0, output
+    assert [row.step for row in read_metrics(output_dir / "metrics.jsonl")][-2:] == [1, 2]
+    assert (output_dir / "policy" / "config.json").is_file() and (output_dir / "timeline.json").is_file()
+    assert "the report could not be written: ModuleNotFoundError: megatron_rl.desk" in output
+    assert not (output_dir / "report.html").exists()
 
 
 def test_a_run_that_has_died_returns_to_its_last_good_checkpoint_and_goes_on_with_other_prompts(folder):

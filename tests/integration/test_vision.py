@@ -15,7 +15,7 @@ from megatron_rl.desk.doctor.layout_comparison import check_invariance
 from megatron_rl.errors import ModelError
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.conversion import convert
+from megatron_rl.models.conversion import convert
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import export_weights, load_weights
 from megatron_rl.models.vision.encoder import ADAPTER

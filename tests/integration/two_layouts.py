@@ -29,7 +29,8 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.sequence_cache import RankBatch, SequenceCache
-from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_rank import TrainerRank
 from tests.integration.collective_order import recorded
 from tests.integration.engine_worker import ALGORITHM, LENGTHS, OPTIMIZER, make_batch
 
@@ -139,7 +140,7 @@ def _recorded_run(out: Path, name: str, part: str, *args: Any, **options: Any) -
     received: dict[int, list[int]] = {}
     take = SequenceCache.take
 
-    def noting(held: SequenceCache, payload: dict[str, torch.Tensor], fields: dict[str, int]) -> RankBatch:
+    def noting(held: SequenceCache, payload: dict[str, Any], fields: dict[str, int]) -> RankBatch:
         received.setdefault(id(held), []).extend(payload["new"].tolist() if "new" in payload else [])
         return take(held, payload, fields)
 

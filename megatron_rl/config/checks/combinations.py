@@ -7,11 +7,15 @@ from megatron_rl.algorithms import register
 from megatron_rl.config.derived import (
     block_size,
     effective_window_tokens,
-    generates_ahead,
     needs_critic,
     num_responses_per_step,
-    server_placement,
-    trains_whole_responses,
+)
+from megatron_rl.config.schedule_facts import (
+    Overlap,
+    facts_of,
+    overlap_of,
+    placement_problem,
+    why_not_ahead,
     window_jitter_tokens,
 )
 from megatron_rl.config.schema import (
@@ -20,7 +24,6 @@ from megatron_rl.config.schema import (
     CorrectionConfig,
     FireLoss,
     KlPlace,
-    Mode,
     OldPolicy,
     Overlong,
     RolloutConfig,
@@ -69,7 +72,7 @@ def _windows(config: Config) -> Iterator[str]:
             f"batch.max_response_tokens={batch.max_response_tokens}; lower it, or set 0 for a window as long as the response"
         )
     window = effective_window_tokens(config)
-    if config.schedule.mode is Mode.sync and window != batch.max_response_tokens:
+    if overlap_of(config.schedule) is Overlap.nothing and window != batch.max_response_tokens:
         yield (
             f"batch.window_tokens: schedule.mode=sync generates full responses, but the window is {window} of "
             f"{batch.max_response_tokens} tokens; set batch.window_tokens=0 or schedule.mode=tppo"
@@ -99,19 +102,16 @@ def _overlap(config: Config) -> Iterator[str]:
             f"schedule.max_staleness: expected 0 or 1, got {schedule.max_staleness}: one window is generated ahead, so that servers "
             "and trainer both work all the time, and more windows ahead would only make tokens older; set 1"
         )
-    if not generates_ahead(schedule):
+    if overlap_of(schedule) < Overlap.training:
         if schedule.weight_update is WeightUpdate.in_flight:
-            keys = f"mode={schedule.mode.value}" if schedule.mode is not Mode.async_ else f"max_staleness={schedule.max_staleness}"
             yield (
                 "schedule.weight_update: in_flight publishes into the window that is generated while the trainer trains, and with "
-                f"schedule.{keys} there is none; set schedule.mode=async with max_staleness=1, or schedule.weight_update=between"
+                f"schedule.{why_not_ahead(schedule)} there is none; set schedule.mode=async with max_staleness=1, or "
+                "schedule.weight_update=between"
             )
         return
-    if server_placement(config.rollout).shares_devices:
-        yield (
-            "schedule.mode: async generates while the trainer trains, but with rollout.placement=colocated they take turns on "
-            "the same devices; set rollout.placement=disaggregated, or schedule.mode=tppo"
-        )
+    if problem := placement_problem(config):
+        yield problem
     if config.policy.moe.routing_replay is RoutingReplay.R3:
         yield (
             "policy.moe.routing_replay: with schedule.mode=async checkpoints hold a window that has not trained yet, but not the "
@@ -120,7 +120,7 @@ def _overlap(config: Config) -> Iterator[str]:
 
 
 def _full_responses(config: Config) -> Iterator[str]:
-    if config.schedule.mode is Mode.sync:
+    if overlap_of(config.schedule) is Overlap.nothing:
         return
     algorithm = config.algorithm
     if register.needs_greedy(algorithm.advantage):
@@ -139,22 +139,22 @@ def _full_responses(config: Config) -> Iterator[str]:
 
 def _old_tokens(config: Config) -> Iterator[str]:
     """Tokens that train steps after they were sampled are not the policy's own."""
-    correction, window = config.algorithm.correction, effective_window_tokens(config)
+    correction, window, facts = config.algorithm.correction, effective_window_tokens(config), facts_of(config)
     uncorrected = correction.old_policy is OldPolicy.recomputed and correction.weight == "none"
-    if generates_ahead(config.schedule) and uncorrected:
+    if facts.ahead and uncorrected:
         yield (
             "algorithm.correction.weight: with schedule.mode=async the policy before the newest update sampled the tokens, and "
             "weight=none trains them as if the newest had; set token (decoupled loss, the default there), or "
             "algorithm.correction.old_policy=rollout"
         )
-    if not trains_whole_responses(config) or window >= config.batch.max_response_tokens:
+    if not facts.whole_responses or window >= config.batch.max_response_tokens:
         return
-    if needs_critic(config) and config.schedule.critic_trains_on is TrainsOn.windows:
+    if facts.critic and config.schedule.critic_trains_on is TrainsOn.windows:
         yield (
             "schedule.critic_trains_on: values are read of what the policy trains on, and with policy_trains_on=responses that is no "
             "window; set responses"
         )
-    if uncorrected and not generates_ahead(config.schedule):
+    if uncorrected and not facts.ahead:
         yield (
             "schedule.policy_trains_on: responses are trained on when they end, but older policies sampled their first windows; set "
             "algorithm.correction.old_policy=rollout (ratios to the policy that sampled each token), or "

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.model_facts import cached_by_content, dims, has_experts
 from megatron_rl.families.transforms import Replicated, padded_vocab_size
 from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from megatron_rl.desk.costs.rank_memory import (
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import dims, has_experts, num_experts, text_config
+from megatron_rl.schedule.table import ROWS, DeviceWork, row_of
 
 CONTEXT_BYTES = 2.0e9
 """The CUDA context, libraries' workspaces and memory lost to the allocator. slime v0.1.0 reports 3 to 5 GB after models and
@@ -69,8 +70,8 @@ COMPONENTS = (
     "CUDA and PyTorch",
 )
 
-_PASSES = {"old_logprobs": "policy", "reference_logprobs": "reference", "process_rewards": "process"}
-"""Stages that run a forward pass over the batch, and the model that each one uses."""
+_ORDER = (DeviceWork.forward, DeviceWork.update, DeviceWork.send, DeviceWork.none)
+"""The order of the stages in tables, by their work."""
 _UPDATE_BYTES, _PASS_BYTES, _OUTPUT_BYTES = 24, 12, 4
 """Device bytes per token of a micro-batch in an update and in a pass (ids in int64, mask, float32 fields), and of a pass's output."""
 _RESPONSE_BYTES, _BATCH_BYTES = 16, 50
@@ -200,39 +201,44 @@ class _Run:
 
     @property
     def stage_names(self) -> list[str]:
-        passes = [stage for stage, name in _PASSES.items() if name in {model.name for model in self.models}]
-        updates = [f"update_{model.name}" for model in self.models if model.trains]
-        return [*passes, *updates, "publish", *(["generate"] if self.is_colocated else [])]
+        """Stages with a model on the devices, or colocated servers awake."""
+        models = [model.name for model in self.models]
+        found = []
+        for row in ROWS:
+            if row.model == "critic" and row.work is DeviceWork.forward:
+                continue  # never more than its update, on the same ranks
+            if row.model in models or (row.servers_awake and self.is_colocated):
+                found.append((_ORDER.index(row.work), [*models, ""].index(row.model), row.name))
+        return [name for *_, name in sorted(found)]
 
     def stage_starts(self, model: RunModel) -> range:
         return range(0, self.num_ranks, self.num_ranks // model.parallel.pipeline_parallel_size)
 
     def parts(self, stage: str, rank: int) -> Iterator[tuple[str, float]]:
-        """Yields (component, bytes) of a rank's GPU."""
-        updates = stage.startswith("update_")
-        active = {"publish": "policy", **_PASSES}.get(stage, stage.removeprefix("update_"))
+        """(component, bytes) of a rank's GPU."""
+        row = row_of(stage)
+        updates, passes = row.work is DeviceWork.update, row.work in (DeviceWork.forward, DeviceWork.update)
         for model in self.models:
-            is_active, memory = model.name == active, self._memory(model, rank, updates)
+            is_active, memory = model.name == row.model, self._memory(model, rank, updates)
             if is_active or not self._waits(model):
                 yield f"{model.name}: weights", memory.weights
             if is_active and updates:
                 yield f"{model.name}: gradients", memory.gradients
-            if not self._waits(model) or (is_active and self._has_state(model, stage)):
+            if not self._waits(model) or (is_active and self._has_state(model, row.work)):
                 yield f"{model.name}: optimizer", memory.optimizer
             if isinstance(model.settings, PolicyConfig) and model.settings.fp8 is not Fp8.none:
                 # Transformer Engine keeps these for forward and, in training, backward products; they are never offloaded.
                 share = _in_layers(model) / num_parameters(model.facts)
                 yield "8-bit copies of weights", (2 if model.trains else 1) * share * memory.weights / model.number_bytes
-            if is_active and stage != "publish":
+            if is_active and passes:
                 yield from self._work(model, rank, updates)
-        if stage == "publish":
+        if row.work is DeviceWork.send:
             yield "weights in transit", self._sending()
         yield "NCCL", GROUP_BYTES * self._num_groups()
         yield "CUDA and PyTorch", CONTEXT_BYTES
         if self.is_colocated:
-            awake = stage in ("generate", "publish")
-            yield "server: weights", self.server_weights if awake else 0.0
-            yield "server: CUDA", SERVER_CONTEXT_BYTES + (SERVER_GRAPH_BYTES if awake else 0.0)
+            yield "server: weights", self.server_weights if row.servers_awake else 0.0
+            yield "server: CUDA", SERVER_CONTEXT_BYTES + (SERVER_GRAPH_BYTES if row.servers_awake else 0.0)
 
     def host(self) -> dict[str, float]:
         """Bytes by component on the driver's node."""
@@ -270,12 +276,12 @@ class _Run:
         """True if the model is offloaded while inactive: offloading is on, and another model or a server needs the device."""
         return model.offloads and (len(self.models) > 1 or self.is_colocated)
 
-    def _has_state(self, model: RunModel, stage: str) -> bool:
-        """True if the optimizer state is on the device when ``stage`` uses the model."""
-        if stage in _PASSES:
-            # The state was offloaded after the last update if another model trained or servers woke; a pass reloads only weights.
+    def _has_state(self, model: RunModel, work: DeviceWork) -> bool:
+        """A model that has returned to the device for ``work`` has its optimizer state there."""
+        if work is DeviceWork.forward:
+            # It left after its last update where another model trained or servers woke; a pass brings back weights alone.
             return not self.is_colocated and not any(other.trains and other is not model for other in self.models)
-        return not (stage == "publish" and self.is_colocated)
+        return not (work is DeviceWork.send and self.is_colocated)
 
     @property
     def _longest(self) -> int:

@@ -16,8 +16,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.desk.doctor.machine_checks import FAIL, SKIPPED, WARN, CheckResult, environment_lines, show
 from megatron_rl.desk.doctor.rank_launcher import run_ranks
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.rollout.sglang.process.server import count_gpus
-from megatron_rl.system.gpu.gpu_environment import set_gpu_defaults
+from megatron_rl.system.gpu.gpu_environment import count_gpus, set_gpu_defaults
 
 _ENGINES = "trainer and servers"
 _ENGINE_MARGIN_S = 900.0

@@ -104,13 +104,12 @@ def check_invariance(
     requested = list(dict.fromkeys(layouts))
     if needs_sequence_parallelism(hf_config):
         reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
-    refusals: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    for layout in (reference, *layouts):
-        sizes[layout], refusals[layout] = _size_and_refusal(hf_config, layout, dtype)
+    checked = {name: _size_and_refusal(hf_config, name, dtype) for name in (reference, *layouts)}
+    sizes = {name: size for name, (size, _) in checked.items()}
+    refusals = {name: refusal for name, (_, refusal) in checked.items()}
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
-    wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
+    wanted = [name for name in dict.fromkeys(layouts) if not refusals[name] and name != reference]
     if not wanted and all(refusals[layout] for layout in layouts):
         alone = LayoutResult(reference, sizes[reference], verdict="reference")
         return [alone, *(LayoutResult(name, sizes[name], verdict="refused", reason=refusals[name]) for name in layouts)]
@@ -140,7 +139,7 @@ def check_invariance(
 
 
 def _own_dtype() -> str:
-    from megatron_rl.models.layers import has_transformer_engine
+    from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     return default_dtype(has_engine=has_transformer_engine())
 
@@ -148,7 +147,7 @@ def _own_dtype() -> str:
 def _tolerances(dtype: str, has_experts: bool) -> Tolerances:
     import torch
 
-    from megatron_rl.models.layers import has_transformer_engine
+    from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     return tolerances_for(
         dtype, on_gpu=torch.cuda.is_available(), has_engine=has_transformer_engine(), has_experts=has_experts
@@ -230,7 +229,7 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) ->
 
     from megatron_rl.errors import ModelError
     from megatron_rl.models.hf.megatron_config import check_layout
-    from megatron_rl.models.layers import has_transformer_engine
+    from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     parallel, data_parallel_size = parse_layout(layout)
     problems = list(layout_problems(parallel, None))

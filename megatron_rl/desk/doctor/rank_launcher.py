@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_rl.system.processes.child_process import wait_or_kill
 from megatron_rl.system.processes.torchrun import LAUNCHER_VARIABLES
 
 _LOG_TAIL_LINES = 15
@@ -32,11 +33,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     """Terminate torchrun, which passes the signal to its ranks and waits for them."""
     if process.poll() is None:
         process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill(process, 30.0)
 
 
 def _reason(log: str) -> str:

@@ -1,4 +1,4 @@
-"""Replays recorded steps of a run: same prompts, recorded tokens, and the quantities that each stage computes here.
+"""Replays recorded steps of a run: the same prompts, the tokens of the record, and each stage's own function on them.
 
 Every stage of a step gets its usual inputs, except that tokens and their log-probs come from the record. A
 deviating stage therefore shows in its own step, and in later stages only to the extent that they depend on it.
@@ -7,6 +7,7 @@ deviating stage therefore shows in its own step, and in later stages only to the
 
 import asyncio
 import hashlib
+import inspect
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,32 +17,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config.schedule_facts import Facts, facts_of
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.rewards.router import build_rewards
+from megatron_rl.schedule.graph import Resource
+from megatron_rl.schedule.table import GENERATE, make_graph
 from megatron_rl.step.advantage_spans import SINGLE_RESPONSE
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.loop import LoopComponents, TrainingLoop
+from megatron_rl.step.kl_penalty import KlPenalty
+from megatron_rl.step.loop import share_out
 from megatron_rl.step.run_inputs import RunInputs
 from megatron_rl.step.scoring import ResponseScorer
-from megatron_rl.step.table import graph_of
+from megatron_rl.step.stage_facts import ChildCpuClock
+from megatron_rl.step.stages import function_of
+from megatron_rl.step.state import StepState
+from megatron_rl.step.warmup import CriticWarmup
 from megatron_rl.training.trainer_group import TrainerGroup
 
 Quantities = dict[str, list[float] | str]
 """Maps a name to values, or to a digest if they must be exactly equal."""
 Window = dict[str, dict[str, Any]]
-"""Tokens generated in one step, by trajectory id: token_ids, logprobs and finish_reason."""
+"""Trajectory id -> token_ids, logprobs and finish_reason of the tokens that a step generated."""
 STAGES = ("generate", "score", "values", "old_logprobs", "advantages", "update_policy", "publish", "update_critic")
 """Stages that are replayed, in this order."""
 
 
 @dataclass
 class RecordedServers:
-    """A rollout service that returns the record's tokens."""
+    """Servers that return the record's tokens."""
 
     windows: Sequence[Window]
-    """Recorded windows by step."""
+    """Windows by step."""
     weight_version: int = 1
 
     async def generate(
@@ -63,41 +71,47 @@ class RecordedServers:
     def wake(self) -> None: ...
 
 
-class _Loop(TrainingLoop):
-    def quantities(self, step: int, stage: str, group: TrainerGroup) -> Quantities:
-        """Quantities of a stage that has just run."""
-        state = self._states[step]
-        batch = state.batch
-        if stage == "generate":
+def _quantities(state: StepState, stage: str, group: TrainerGroup) -> Quantities:
+    """The quantities of a stage that has just run."""
+    batch = state.batch
+    match stage:
+        case "generate":
             return {"prompts": _digest([t.prompt.token_ids for t in state.slots])}
-        if stage == "score":
+        case "score":
             return {"rewards": [-1.0 if t.reward is None else float(t.reward) for t in state.finished]}
-        if stage == "values" and state.values is not None:
+        case "values" if state.values is not None:
             return {"values": _by_sequence(state.values, batch)}
-        if stage == "old_logprobs" and not state.first_update:
+        case "old_logprobs" if not state.first_update:
             return {"log-probs": _by_sequence(state.old_logprobs, batch)}
-        if stage == "advantages":
+        case "advantages":
             return {"advantages": _by_sequence(state.policy_batch.fields["advantages"], state.policy_batch)}
-        if stage in ("update_policy", "update_critic"):
-            # Without a separate pass, the old log-probs come from the first update.
-            of_update = stage == "update_policy" and bool(state.first_update)
-            logprobs: Quantities = {"log-probs": _by_sequence(state.old_logprobs, batch)} if of_update else {}
-            names = [f"{stage.removeprefix('update_')}/{name}" for name in ("lr", "loss", "grad_norm")]
-            return logprobs | {_label(name): [state.metrics[name]] for name in names if name in state.metrics}
-        return weight_fingerprints(group, "policy") if stage == "publish" else {}
+        case "update_policy":
+            logprobs: Quantities = {"log-probs": _by_sequence(state.old_logprobs, batch)} if state.first_update else {}
+            return logprobs | _update_quantities(state, "policy")
+        case "update_critic":
+            return _update_quantities(state, "critic")
+        case "publish":
+            return weight_fingerprints(group, "policy")
+    return {}
 
-    def window(self, step: int) -> Window:
-        """The tokens that this step generated, in the format of ``RecordedServers``."""
-        window = {}
-        for t in self._states[step].slots:
-            for s in t.segments:
-                if s.step == step:
-                    window[str(t.id)] = {
-                        "token_ids": s.token_ids.tolist(),
-                        "logprobs": [round(float(value), 7) for value in s.rollout_logprobs],
-                        "finish_reason": s.finish_reason,
-                    }
-        return window
+
+def _update_quantities(state: StepState, model: str) -> Quantities:
+    names = [f"{model}/{name}" for name in ("lr", "loss", "grad_norm")]
+    return {_label(name): [state.metrics[name]] for name in names if name in state.metrics}
+
+
+def _window(state: StepState, step: int) -> Window:
+    """The tokens that this step generated, in the form that ``RecordedServers`` takes."""
+    return {
+        str(t.id): {
+            "token_ids": s.token_ids.tolist(),
+            "logprobs": [round(float(value), 7) for value in s.rollout_logprobs],
+            "finish_reason": s.finish_reason,
+        }
+        for t in state.slots
+        for s in t.segments
+        if s.step == step
+    }
 
 
 def weight_fingerprints(group: TrainerGroup, engine: str) -> Quantities:
@@ -118,38 +132,58 @@ def replay(
     num_steps: int,
     wait_for: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
 ) -> Iterator[tuple[int, str, Quantities, Window]]:
-    """Yields (step, stage, quantities, window after ``generate``). Stages of the trainer are collective.
+    """(step, stage, its quantities, after ``generate`` the window); all trainer stages are collective.
 
     ``rollout``: ``RecordedServers``, or a service that samples. ``wait_for`` runs a coroutine on the service's event
     loop.
     """
+    facts = facts_of(config)
+    stages = {stage.name: stage for stage in make_graph(facts)}
     with build_rewards(config.reward) as rewards:
-        grader = ResponseScorer(config.reward, rewards, inputs.tokenizer.decode, None)
-        # The replayed stages use none of these parts.
-        unused: dict[str, Any] = dict.fromkeys(("keeper", "process_rewarder", "watchdog"))
-        unused |= dict.fromkeys(("evaluator", "parity"), SimpleNamespace(due=lambda step: False))
-        unused["saver"] = SimpleNamespace(finish_background_save=lambda wait: "")
-        recorder: Any = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *args, **facts: None)
-        parts = LoopComponents(
-            group=group,
-            pool=inputs.pool,
-            collector=Collector(config, inputs.pool, rollout, grader),
-            rollout=rollout,
-            grader=grader,
-            recorder=recorder,
-            rules=SINGLE_RESPONSE,
-            stop_after=lambda step: None,
-            **unused,
-        )
-        loop = _Loop(config, parts)
-        actions = loop.actions(graph_of(config))
+        scorer = ResponseScorer(config.reward, rewards, inputs.tokenizer.decode, None)
+        components = _components(config, facts, group, inputs, rollout, scorer)
         for step in range(num_steps):
-            for stage in filter(actions.__contains__, STAGES):
-                made = actions[stage](step)
-                if asyncio.iscoroutine(made):
-                    wait_for(made)
-                yield step, stage, loop.quantities(step, stage, group), loop.window(step) if stage == "generate" else {}
+            state = StepState()
+            for stage in (stages[name] for name in STAGES if name in stages):
+                run, taken = function_of(stage.name)
+                arguments = {name: components[name] for name in taken}
+                if stage.resource is Resource.trainer:
+                    with group.stage(step, stage.name):
+                        share_out(config, group, state, step)
+                        run(step, state, **arguments)
+                elif inspect.iscoroutinefunction(run):
+                    wait_for(run(step, state, **arguments))
+                else:
+                    run(step, state, **arguments)
+                window = _window(state, step) if stage.name == GENERATE else {}
+                yield step, stage.name, _quantities(state, stage.name, group), window
             group.release(step)
+
+
+def _components(
+    config: Config, facts: Facts, group: TrainerGroup, inputs: RunInputs, rollout: Any, grader: ResponseScorer
+) -> dict[str, Any]:
+    """The components that the replayed stages take; a replay records nothing, evaluates nothing and judges nothing."""
+    return {
+        "config": config,
+        "facts": facts,
+        "group": group,
+        "pool": inputs.pool,
+        "collector": Collector(config, inputs.pool, rollout, grader),
+        "rollout": rollout,
+        "grader": grader,
+        "kl_penalty": KlPenalty(config.algorithm.kl),
+        "warmup": CriticWarmup(config),
+        "rules": SINGLE_RESPONSE,
+        "children": ChildCpuClock(),
+        "recorder": SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *words, **facts: None),
+        "health": SimpleNamespace(check_parity=lambda step, state: None),
+        "stop_after": lambda step: None,
+        "store_samples": lambda state, step: None,
+        "evaluator": None,
+        "fleet": None,
+        "vision": None,
+    }
 
 
 def _by_sequence(values: Tensor, batch: PackedBatch) -> list[float]:

@@ -10,11 +10,11 @@ from rich.table import Table
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.load import config_to_yaml
+from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.desk.plan.memory_table import print_memory
-from megatron_rl.step.graph import check_graph
-from megatron_rl.step.table import graph_of
+from megatron_rl.schedule.table import make_graph
 
 _MOST_DEVICES = 8
 """GPUs of a usual machine; their number is not asked for here, where torch may see none."""
@@ -85,14 +85,12 @@ def _layout_text(parallel: ParallelConfig, world_size: int) -> str:
 
 
 def _stage_table(config: Config) -> Table:
-    graph = graph_of(config)
-    check_graph(graph)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("stage", no_wrap=True)
     table.add_column("runs on", no_wrap=True)
     table.add_column("waits for (k-1: of the step before; k+1: of the one after)", overflow="fold")
     table.add_column("makes", overflow="fold")
-    for stage in graph:
+    for stage in make_graph(facts_of(config)):
         waits = [f"{product}(k{-distance:+})" if distance else product for product, distance in stage.waits_for]
         runs_on = "+".join(sorted(resource.value for resource in stage.occupies))
         table.add_row(stage.name, runs_on, ", ".join(waits), ", ".join(stage.products))

@@ -17,6 +17,7 @@ from megatron_rl.desk.costs.run_memory import RunMemory, RunModel, memory_fracti
 from megatron_rl.desk.costs.serving_time import kv_bytes
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import dims, split_sizes, text_config
+from megatron_rl.schedule.table import GENERATE
 
 SPARE_SHARE = 0.04
 """Of a GPU, left free by a mem-fraction-static that is recommended, and by a plan."""
@@ -67,8 +68,8 @@ def check_fit(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
 def _fullest(config: Config, memory: RunMemory, gpu: Gpu) -> tuple[str, float]:
     """(stage, bytes). Colocated servers take what they are given, their weights included."""
     sizes = {stage.name: stage.total for stage in memory.stages}
-    if "generate" in sizes:
-        sizes["generate"] += max(0.0, memory_fraction(config) * gpu.hbm_bytes - memory.server_weights)
+    if GENERATE in sizes:
+        sizes[GENERATE] += max(0.0, memory_fraction(config) * gpu.hbm_bytes - memory.server_weights)
     name = max(sizes, key=lambda stage: sizes[stage])
     return name, sizes[name]
 
@@ -139,7 +140,7 @@ def largest_fraction(memory: RunMemory, gpu: Gpu) -> float:
     """mem-fraction-static in hundredths, of servers that may take what the trainer leaves; 0: it leaves too little."""
     fraction = LARGEST_FRACTION
     for stage in memory.stages:
-        if stage.name == "generate":
+        if stage.name == GENERATE:
             others = stage.total - memory.server_weights
             fraction = min(fraction, 1 - SPARE_SHARE - others / gpu.hbm_bytes)
     return int(fraction * 100) / 100 if fraction >= _SMALLEST_FRACTION else 0.0

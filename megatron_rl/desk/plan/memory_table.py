@@ -22,6 +22,7 @@ from megatron_rl.desk.costs.run_memory import (
 )
 from megatron_rl.desk.plan.memory_fit import MemoryFit, check_fit_with_fixes
 from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.schedule.table import GENERATE
 
 _GPUS = ("H100-80G", "H20", "H200")
 """One of each size in use: 80, 96 and 141 GB."""
@@ -43,7 +44,7 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
     print_stages(console, memory, models)
     verdicts = {name: check_fit_with_fixes(config, facts, gpu(name)) for name in _GPUS}
     console.print(_verdict_table(config, verdicts))
-    if "generate" in {stage.name for stage in memory.stages}:
+    if GENERATE in {stage.name for stage in memory.stages}:
         share = memory_fraction(config)
         console.print(f"servers that generate take {share:g} of the GPU (mem-fraction-static), weights and KV cache", soft_wrap=True)
     for line in _remedies(verdicts):

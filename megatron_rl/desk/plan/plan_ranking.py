@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_rl.config.derived import generates_ahead, server_placement
 from megatron_rl.config.layout import expert_tensor_size, ranks_of_replica
-from megatron_rl.config.schema import Config, Mode, Recompute
+from megatron_rl.config.schedule_facts import facts_of
+from megatron_rl.config.schema import Config, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.run_memory import memory_fraction
 from megatron_rl.desk.plan.plan_search import GpuSplit
@@ -34,7 +34,8 @@ from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.family import ModelConfig
-from megatron_rl.step.graph import Resource
+from megatron_rl.schedule.graph import Resource
+from megatron_rl.schedule.table import GENERATE, UPDATE_CRITIC
 
 _LOOKED_AT, _SIMULATED = 4, 32
 """Servers of a plan, for its bound and for its simulation: of many, some stand for all."""
@@ -60,9 +61,8 @@ class RankedPlan:
     def bottleneck(self) -> str:
         """What has to become faster for a step to."""
         outcome = self.outcome
-        takes_turns = server_placement(self.config.rollout).shares_devices or self.config.schedule.mode is Mode.sync
-        generation = outcome.stage_s["generate"] / outcome.step_s
-        if takes_turns:
+        generation = outcome.stage_s[GENERATE] / outcome.step_s
+        if facts_of(self.config).alternates:
             return f"generation, {generation:.0%} of a step" if generation > 0.5 else f"training, {1 - generation:.0%} of a step"
         if outcome.trainer_idle <= outcome.rollout_idle:
             return f"trainer (servers idle {outcome.rollout_idle:.0%})"
@@ -169,18 +169,18 @@ def _server_seconds(window: GeneratedStep, scenario: Scenario, timing: Timing, n
 
 
 def _trainer_seconds(scenario: Scenario, work: StepWork, timing: Timing) -> dict[str, float]:
-    stages = (stage.name for stage in scenario.graph if Resource.trainer in stage.occupies and stage.name != "generate")
+    stages = (stage.name for stage in scenario.graph if Resource.trainer in stage.occupies and stage.name != GENERATE)
     return {name: stage_seconds(name, work, 0, scenario, timing) for name in stages}
 
 
 def _step_bound(config: Config, generate_s: float, trains: Mapping[str, float]) -> float:
-    total = sum(trains.values())
-    if server_placement(config.rollout).shares_devices or config.schedule.mode is Mode.sync:
+    facts, total = facts_of(config), sum(trains.values())
+    if facts.alternates:
         return generate_s + total
-    if generates_ahead(config.schedule):
+    if facts.ahead:
         return max(generate_s, total)
     # The critic learns while the next window is generated.
-    return max(generate_s + total - trains.get("update_critic", 0.0), total)
+    return max(generate_s + total - trains.get(UPDATE_CRITIC, 0.0), total)
 
 
 def _various(configs: Sequence[Config], number: int) -> list[Config]:

@@ -12,8 +12,9 @@ from itertools import islice, product
 from operator import attrgetter
 from typing import Any
 
-from megatron_rl.config.derived import generates_ahead, needs_critic, server_placement
+from megatron_rl.config.derived import needs_critic, server_placement
 from megatron_rl.config.layout import ranks_of_replica
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, Offload, ParallelConfig, Placement, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
@@ -33,6 +34,7 @@ from megatron_rl.desk.plan.layout_search import (
 from megatron_rl.desk.plan.memory_fit import LARGEST_FRACTION, SPARE_SHARE, check_fit, largest_fraction
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.sglang_limits import split_problems
+from megatron_rl.schedule.table import UPDATE_POLICY
 
 CHOSEN = (
     *("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.virtual_pipeline_size"),
@@ -165,7 +167,7 @@ def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
 
 def _colocated(search: PlanSearch, num_gpus: int) -> Iterator[Config]:
     """Trainers whose servers take turns with them, which no window ahead can."""
-    if generates_ahead(search.config.schedule):
+    if overlap_of(search.config.schedule) >= Overlap.training:
         return
     sizes = [*_server_sizes(search, num_gpus)]
     ways = [_served(search, Placement.colocated, num_gpus, size, num_gpus // size) for size in reversed(sizes)]
@@ -311,7 +313,7 @@ def _misses(search: PlanSearch, config: Config) -> bool:
     config = _shared(search, config)
     least = _least_bytes(search, config) - search.room
     if least > 0:
-        search.refuse(f"{TOO_MANY}update_policy", config, least)
+        search.refuse(TOO_MANY + UPDATE_POLICY, config, least)
         return True
     found = check_fit(config, search.facts, search.gpu)
     excess = found.needed - search.room

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from megatron_rl.schedule.table import row_of
 from megatron_rl.tracking.timeline import Span, assign_tracks, overlap_intervals
 
 LIGHT = {
@@ -36,6 +37,11 @@ LIGHT = {
     "pink": "#b05087",
     "yellow": "#a98a22",
     "sky": "#6fa0d8",
+    "indigo": "#4d55a8",
+    "brown": "#8a5f44",
+    "olive": "#707a2e",
+    "sand": "#b39a72",
+    "slate": "#56626e",
     "grey": "#858c93",
 }
 DARK = {
@@ -52,19 +58,12 @@ DARK = {
     "pink": "#dd91bb",
     "yellow": "#d2b65c",
     "sky": "#4d80c0",
+    "indigo": "#9ba2ee",
+    "brown": "#c79b7c",
+    "olive": "#b3bd68",
+    "sand": "#cdb58d",
+    "slate": "#a3b0bd",
     "grey": "#8f979f",
-}
-STAGE_COLORS = {
-    "generate": "blue",
-    "score": "grey",
-    "old_logprobs": "teal",
-    "values": "violet",
-    "advantages": "yellow",
-    "update_policy": "green",
-    "publish": "orange",
-    "update_critic": "pink",
-    "evaluate": "sky",
-    "checkpoint": "red",
 }
 _LONG_TAIL = 8
 """Ratio of maximum to median from which a histogram's axis is logarithmic."""
@@ -209,7 +208,7 @@ def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_second
 
 
 def _stage_color(stage: str) -> str:
-    return LIGHT[STAGE_COLORS.get(stage, "grey")]
+    return LIGHT[row_of(stage).color]
 
 
 def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tuple[str, str]) -> str:

@@ -46,11 +46,9 @@ def _mismatch_check(run: RunRecord) -> HealthCheck:
     if not len(divergences):
         return HealthCheck("Servers and trainer", "none", "no mismatch was logged")
     largest = f"largest k3 per step {divergences.max():.1e}"
-    if not isinstance(MAX_MISMATCH, int | float) or MAX_MISMATCH <= 0:
-        return HealthCheck("Servers and trainer", "none", f"{largest}; no MAX_MISMATCH is set")
     if divergences.max() <= MAX_MISMATCH:
-        return HealthCheck("Servers and trainer agree", "good", f"{largest}, MAX_MISMATCH {MAX_MISMATCH:.1e}")
-    return HealthCheck("Servers and trainer disagree", "look", f"{largest}, over the MAX_MISMATCH {MAX_MISMATCH:.1e}")
+        return HealthCheck("Servers and trainer agree", "good", f"{largest}, limit {MAX_MISMATCH:.1e}")
+    return HealthCheck("Servers and trainer disagree", "look", f"{largest}, over the limit {MAX_MISMATCH:.1e}")
 
 
 def _critic_check(run: RunRecord) -> HealthCheck:

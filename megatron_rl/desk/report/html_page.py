@@ -61,7 +61,7 @@ class ReportPage:
     summary: tuple[tuple[str, str], ...]
     config_text: str
     samples: str = ""
-    """A separate section as HTML (``sample_panel``)."""
+    """A separate section as HTML (``run_report.samples_html``)."""
     tables: tuple[ReportTable, ...] = ()
 
 

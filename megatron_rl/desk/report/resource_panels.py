@@ -8,7 +8,8 @@ from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
 from megatron_rl.desk.report.html_page import ReportPanel
 from megatron_rl.desk.report.run_record import RunRecord
-from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact
+from megatron_rl.schedule.table import GENERATE, ROWS, in_table_order, row_of
+from megatron_rl.tracking.terminal.console import compact
 from megatron_rl.tracking.timeline import Span
 
 _NUM_RECENT_STEPS = 20
@@ -34,7 +35,7 @@ def length_panel(run: RunRecord) -> ReportPanel:
 
 def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of the responses that finished in the first and the last fifth of the recorded steps; a single step counts as last."""
-    steps = sorted({span.step for span in run.spans if span.name == "generate"})
+    steps = sorted({span.step for span in run.spans if span.name == GENERATE})
     fifth = max(1, len(steps) // 5)
     first = steps[:fifth] if len(steps) > 1 else []
     return finished_lengths(run.spans, set(first)), finished_lengths(run.spans, set(steps[-fifth:]))
@@ -44,7 +45,7 @@ def finished_lengths(spans: Sequence[Span], steps: set[int]) -> np.ndarray:
     """Lengths [N] in tokens of the responses that finished in these steps, if the timeline has rows for them."""
     lengths: list[int] = []
     for span in spans:
-        if span.name != "generate" or span.step not in steps:
+        if span.name != GENERATE or span.step not in steps:
             continue
         for work in span.args.get("rounds", ()):
             held, new, ended = (list(map(int, str(work.get(name, "")).split())) for name in ("held", "new", "ended"))
@@ -63,8 +64,8 @@ def rank_panel(run: RunRecord) -> ReportPanel:
             for rank, value in _rank_seconds(span):
                 seconds.setdefault(span.name, {}).setdefault(rank, []).append(value)
     stages = {}
-    for stage in [*STAGE_STYLES, *sorted(set(seconds) - set(STAGE_STYLES))]:
-        ranks = sorted(seconds.get(stage, {}))
+    for stage in in_table_order(seconds):
+        ranks = sorted(seconds[stage])
         means = np.array([np.mean(seconds[stage][rank]) for rank in ranks])
         if len(ranks) and means.max() > 0:
             stages[stage] = (np.array(ranks), means)
@@ -74,7 +75,7 @@ def rank_panel(run: RunRecord) -> ReportPanel:
     heaviest = max(stages, key=lambda stage: stages[stage][1].sum())
     of_heaviest, means = stages[heaviest]
     latest = f"{heaviest}: rank {of_heaviest[means.argmax()]} takes {spread[heaviest]:.0%} more than the mean"
-    legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
+    legend = tuple((stage, row_of(stage).color) for stage in stages)
     return ReportPanel(title, says, charts.rank_chart(stages), legend, latest if len(means) > 1 else "one rank", wide=True)
 
 
@@ -91,9 +92,9 @@ def memory_panel(run: RunRecord) -> ReportPanel:
     title = "Memory by stage"
     says = f"Largest {'allocated device' if device else 'resident host'} memory during a stage, on the rank that used the most."
     series, legend, peaks = [], [], {}
-    stages = [stage for stage in STAGE_STYLES if len(run.finite(f"memory/{stage}_{kind}_gib"))]
+    stages = [row.name for row in ROWS if len(run.finite(f"memory/{row.name}_{kind}_gib"))]
     for stage in stages:
-        color, values = charts.STAGE_COLORS.get(stage, "grey"), run.values(f"memory/{stage}_{kind}_gib")
+        color, values = row_of(stage).color, run.values(f"memory/{stage}_{kind}_gib")
         series.append(Series(stage, color, run.steps, values))
         legend.append((stage, color))
         peaks[stage] = float(np.nanmax(values))

@@ -23,8 +23,9 @@ from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.desk.report.training_panels import SECTIONS
 from megatron_rl.errors import DataError
+from megatron_rl.schedule.table import ROWS
 from megatron_rl.system.files.atomic_files import write_atomic
-from megatron_rl.tracking.terminal.console import STAGE_STYLES, accuracy_text, compact, duration
+from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
 
 COLORS = ("blue", "orange", "green", "violet", "red", "teal", "pink", "yellow", "sky", "grey")
 _NOT_COMPARED = ("run.output_dir", "run.resume", "run.overwrite")
@@ -235,7 +236,7 @@ def _side_by_side(runs: Mapping[str, RunRecord]) -> ReportSection:
         ("Host memory", "Maximum over the run, on the rank that used the most.", "memory/{}_host_gib", "GiB"),
     ):
         pick = np.median if title == "Stage times" else np.max
-        stages = [stage for stage in STAGE_STYLES if any(run.finite(pattern.format(stage)).any() for run in runs.values())]
+        stages = [row.name for row in ROWS if any(run.finite(pattern.format(row.name)).any() for run in runs.values())]
         groups = []
         for run, color in zip(runs.values(), COLORS, strict=False):
             by_stage = [run.finite(pattern.format(stage)) for stage in stages]

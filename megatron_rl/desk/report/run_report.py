@@ -4,11 +4,18 @@ Reads ``metrics.jsonl``, ``timeline.json``, ``config.yaml`` and ``summary.json``
 missing: a panel without data shows the reason. The run may still be running. Safe to call from a thread or another
 process: figures are plain objects, and the file appears atomically. Takes one to two seconds, mostly to import
 matplotlib and to draw.
+
+The page's samples can be filtered and looked at token by token, without a network. The page holds a bounded part of what is
+stored: some steps from the first to the newest, some responses of each, of long ones step, and the start and end of long ones.
 """
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files as package_files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +23,24 @@ from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report.health_checks import health_checks
 from megatron_rl.desk.report.html_page import ReportPage, render
 from megatron_rl.desk.report.run_record import RunRecord, load_run
-from megatron_rl.desk.report.sample_panel import samples_html
+from megatron_rl.desk.report.sample_colors import advantages_of, mismatch_of
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.desk.report.training_panels import report_sections
+from megatron_rl.errors import UserError
 from megatron_rl.system.files.atomic_files import write_atomic
+from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, read_samples, sample_files
 from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
+
+_MAX_STEPS, _MAX_PER_STEP = 8, 16
+_MAX_TOKENS_PER_STEP = 12_000
+"""Limit that keeps a page at a few MB."""
+_HEAD, _TAIL = 500, 1000
+"""Tokens shown from the start and from the end of a long response."""
+_MAX_PROMPT_CHARACTERS = 6000
+_MISSING = (
+    "This run has stored no responses yet: each policy update writes some, unless tracking.samples_per_step is 0."
+)
 
 
 def write_report(output_dir: str | Path, path: str | Path | None = None) -> Path:
@@ -79,3 +98,111 @@ def _hidden_share(spans: Sequence[Span]) -> float | None:
     """Fraction of critic update time during which generation ran, 0 to 1; None without critic updates."""
     total_s = overlap_seconds(spans, OVERLAP[1], OVERLAP[1])
     return overlap_seconds(spans, *OVERLAP) / total_s if total_s > 0 else None
+
+
+def samples_html(run: str | Path) -> str:
+    """The samples section as HTML; one sentence if nothing is stored."""
+    files = sample_files(run)
+    try:
+        rows = _chosen_rows(files) if files else []
+    except UserError as error:
+        return _section(f'<p class="missing">{escape(str(error))}</p>')
+    if not rows:
+        return _section(f'<p class="missing">{escape(_MISSING)}</p>')
+    kinds = {name: {"bool_": "bool", "string": "text"}.get(kind, "number") for name, kind in ROW_COLUMNS.items()}
+    metrics = sorted({name for row in rows for name in row["metrics"]} - set(kinds))
+    # Escape every "<": a response may contain "</script>".
+    data = json.dumps({"rows": rows, "kinds": kinds, "metrics": metrics}, separators=(",", ":")).replace("<", "\\u003c")
+    says = (
+        f"{len(rows)} of the stored responses, from {len({row['step'] for row in rows})} of {len(files)} stored steps. All of them: "
+        f"megatron-rl samples {escape(str(run))}"
+    )
+    here = package_files("megatron_rl.desk.report")
+    style, script = (here.joinpath(f"samples.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return _section(
+        f"<style>{style}</style>\n{_TOOLS}<noscript><p class=\"missing\">Samples need JavaScript.</p></noscript>\n"
+        f'<script type="application/json" id="samples-data">{data}</script>\n<script>{script}</script>',
+        says,
+    )
+
+
+_TOOLS = """<div class="samples" id="samples">
+<div class="tools">
+<label class="filter"><span>Filter</span><input data-is="where" type="text" spellcheck="false" autocomplete="off"
+ placeholder="reward &lt; 0.5 and length &gt; 200"></label>
+<label><span>Step</span><select data-is="step"><option value="">all</option></select></label>
+<label><span>Order</span><select data-is="sort"><option value="step:desc">newest step</option>
+<option value="reward:asc">lowest reward</option>
+<option value="reward:desc">highest reward</option><option value="length:desc">longest</option><option value="length:asc">shortest</option>
+<option value="advantage:asc">lowest advantage</option><option value="advantage:desc">highest advantage</option>
+<option value="mismatch:desc">highest mismatch</option></select></label>
+<label><span>Color</span><select data-is="by"><option value="advantage">advantage</option><option value="version">weight version</option>
+<option value="mismatch">mismatch</option></select></label>
+<span class="count" data-is="count"></span><div class="problem" data-is="problem" role="status"></div>
+</div>
+<div class="both"><div class="list" data-is="list"></div><div class="one" data-is="one"></div></div>
+</div>
+"""
+
+
+def _section(body: str, says: str = "") -> str:
+    return f'<h2>Samples</h2>\n<p class="says" style="margin-bottom: 10px">{says}</p>\n{body}\n'
+
+
+def _chosen_rows(files: Mapping[int, Path]) -> list[dict[str, Any]]:
+    steps = list(files)
+    indices = np.unique(np.linspace(0, len(steps) - 1, min(_MAX_STEPS, len(steps))).round().astype(int))
+    chosen = []
+    for index in indices.tolist():
+        table = read_samples([files[steps[index]]]).slice(0, _MAX_PER_STEP)
+        so_far = np.cumsum([min(length, _HEAD + _TAIL) for length in table["length"].to_pylist()])
+        # Keep at least one response per step, even if it exceeds the limit.
+        # Keep at least one response per step, even if it exceeds the limit.
+        chosen += [_embedded(row) for row in table.slice(0, max(1, int((so_far <= _MAX_TOKENS_PER_STEP).sum()))).to_pylist()]
+    return chosen
+
+
+def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row in the format of the page's script: token values as text, and only the tokens that are shown."""
+    length = row["length"]
+    left_out = max(0, length - _HEAD - _TAIL)
+    head = _HEAD if left_out else length
+    kept = np.r_[0:head, head + left_out : length]
+    ends = np.array(row["token_ends"], np.int64)
+    sizes = np.diff(ends, prepend=0)
+    text: str = row["response"]
+    cut_from, cut_to = (int(ends[head - 1]), int(ends[head + left_out - 1])) if left_out else (len(text), len(text))
+    scalars = {name: row[name] for name in ROW_COLUMNS}
+    return scalars | {
+        "prompt": _shortened(row["prompt"]),
+        "response": text[:cut_from] + text[cut_to:],
+        "metrics": dict(row[METRICS]),
+        "head": head,
+        "left_out": left_out,
+        # A character outside the basic plane counts as two units in JavaScript.
+        "ends": ",".join(map(str, _utf16_sizes(text, sizes)[kept].tolist())),
+        "adv": _digits(advantages_of(row)[kept]),
+        "lp": _digits(np.array(row["rollout_logprobs"], np.float64)[kept]),
+        "diff": _digits(mismatch_of(row)[kept]),
+        "ver": [
+            [s["num_tokens"], None if s["role"] == "environment" else s["weight_version"], s["step"]] for s in row["segments"]
+        ],
+    }
+
+
+def _utf16_sizes(text: str, sizes: np.ndarray) -> np.ndarray:
+    """Number of UTF-16 units of each token [tokens]."""
+    if text.isascii():
+        return sizes
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    so_far = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
+    return np.diff(so_far[np.cumsum(sizes)], prepend=0)
+
+
+def _digits(values: np.ndarray) -> str:
+    return ",".join("" if value != value else f"{value:.3g}" for value in values.tolist())
+
+
+def _shortened(text: str) -> str:
+    half = _MAX_PROMPT_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"

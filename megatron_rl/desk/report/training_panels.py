@@ -13,8 +13,9 @@ from megatron_rl.desk.report.html_page import ReportPanel, ReportSection
 from megatron_rl.desk.report.resource_panels import idle_panel, length_panel, memory_panel, rank_panel
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
+from megatron_rl.schedule.table import in_table_order, row_of
 from megatron_rl.step.watchdog import MAX_MISMATCH
-from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact, evaluation_sets
+from megatron_rl.tracking.terminal.console import compact, evaluation_sets
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
 
 _NUM_TIMELINE_STEPS = 3
@@ -272,24 +273,16 @@ def _series(run: RunRecord, line: _Curve, values: np.ndarray, scale: float) -> l
 def _stage_panel(run: RunRecord) -> ReportPanel:
     title, says = "Stage times", "Stages stacked, the step itself as a dark line: stages above the line ran at the " \
         "same time as others. Very slow steps are clipped."
-    stages = {
-        stage: run.values(f"time/{stage}_s")
-        for stage in [*STAGE_STYLES, *sorted(_other_stages(run))]
-        if len(run.finite(f"time/{stage}_s"))
-    }
+    logged = {name[5:-2] for name in run.columns if name.startswith("time/") and name.endswith("_s") and len(run.finite(name))}
+    stages = {stage: run.values(f"time/{stage}_s") for stage in in_table_order(logged)}
     if not stages:
         return ReportPanel(title, says, "", missing="The steps have not logged time/<stage>_s.", wide=True)
     svg = charts.stage_chart(run.steps, stages, run.values("step/time_s"))
-    legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
+    legend = tuple((stage, row_of(stage).color) for stage in stages)
     totals = {stage: float(np.nansum(seconds)) for stage, seconds in stages.items()}
     longest = max(totals, key=lambda stage: totals[stage])
     share = totals[longest] / (sum(totals.values()) or 1.0)
     return ReportPanel(title, says, svg, legend, f"{longest} takes {share:.0%} of stage time", wide=True)
-
-
-def _other_stages(run: RunRecord) -> set[str]:
-    names = {name[5:-2] for name in run.columns if name.startswith("time/") and name.endswith("_s")}
-    return names - set(STAGE_STYLES)
 
 
 def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) -> list[Span]:
@@ -335,8 +328,8 @@ def _timeline_panel(run: RunRecord) -> ReportPanel:
     overlap_s = overlap_seconds(window, *OVERLAP)
     critic_s = overlap_seconds(window, OVERLAP[1], OVERLAP[1])
     latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update in these steps"
-    stages = sorted({span.name for span in window}, key=lambda name: ([*STAGE_STYLES, name].index(name), name))
-    legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
+    stages = in_table_order({span.name for span in window})
+    legend = tuple((stage, row_of(stage).color) for stage in stages)
     return ReportPanel(title, says, charts.timeline_chart(window, lanes, OVERLAP), legend, latest, wide=True)
 
 

@@ -7,6 +7,8 @@ per token (``_PRIOR``).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
+from typing import assert_never
 
 import numpy as np
 
@@ -19,21 +21,10 @@ from megatron_rl.desk.simulate.server_costs import all_rows, decode_costs, non_d
 from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, trained_rows
 from megatron_rl.desk.simulate.timing import LinearCost, Timing
 from megatron_rl.errors import UserError
+from megatron_rl.schedule.table import GENERATE, OLD_LOGPROBS, ROWS, UPDATE_POLICY, Cost, DeviceWork, row_of
 
 _PRIOR = {"token_s": 0.7, "row_s": 0.15, "fixed_s": 0.15, "update_s": 0.3}
 """Shares of a stage's seconds that each part has where the run does not tell them apart."""
-_FORWARD = ("old_logprobs", "values", "reference_logprobs")
-_FIXED = ("sleep", "publish", "record")
-_UNITS = {
-    "old_logprobs": ("token_s", "fixed_s"),
-    "reference_logprobs": ("token_s", "fixed_s"),
-    "values": ("token_s", "fixed_s"),
-    "process_rewards": ("token_s", "fixed_s"),
-    "advantages": ("token_s", "fixed_s"),
-    "score": ("row_s", "fixed_s"),
-    "update_policy": ("token_s", "update_s"),
-    "update_critic": ("token_s", "update_s"),
-}
 
 
 def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
@@ -55,18 +46,20 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
         cost = _stage_cost(stage.name, seconds, works, scenario)
         if cost is not None:
             stages[stage.name] = replace(cost, cores=cores.get(stage.name, 0.0))
-    forward_s = max((stages[name].token_s for name in _FORWARD if name in stages), default=0.0)
-    if "old_logprobs" not in stages and "update_policy" in stages:
+    # A process reward model may be of another size.
+    passes = [row.name for row in ROWS if row.work is DeviceWork.forward and row.model != "process"]
+    forward_s = max((stages[name].token_s for name in passes if name in stages), default=0.0)
+    if OLD_LOGPROBS not in stages and UPDATE_POLICY in stages:
         # It never ran, and so says nothing of a forward pass's seconds; forward and backward are three times as much.
-        update = stages["update_policy"]
-        stages["old_logprobs"] = replace(update, token_s=update.token_s / 3, update_s=0.0)
+        update = stages[UPDATE_POLICY]
+        stages[OLD_LOGPROBS] = replace(update, token_s=update.token_s / 3, update_s=0.0)
     prefill, rest = non_decode_costs(run, scenario, timing, shared, forward_s)
-    stages["generate"] = replace(rest, cores=cores.get("generate", 0.0))
+    stages[GENERATE] = replace(rest, cores=cores.get(GENERATE, 0.0))
     return replace(timing, prefill=prefill, stages=stages, between_s=_between_s(run, scenario))
 
 
 def recorded_window(rounds: Sequence[RequestRound], scenario: Scenario, timing: Timing) -> GeneratedStep:
-    """What a recorded generate stage did, and how long its servers take for it under ``timing``."""
+    """The responses of a recorded generate stage, and the seconds of its servers under ``timing``."""
     rows, server_s = [], np.zeros(scenario.num_servers)
     for one in rounds:
         whole = all_rows(one)
@@ -76,7 +69,7 @@ def recorded_window(rounds: Sequence[RequestRound], scenario: Scenario, timing: 
     for more in rows[1:]:
         generated += more
     # What over-sampling discarded a run does not say; groups are unknown, so that no response waits for its own.
-    trains = replace(scenario, num_slots=scenario.num_trained, whole_groups=False)
+    trains = replace(scenario, num_slots=scenario.num_trained, facts=replace(scenario.facts, whole_groups=False))
     return GeneratedStep(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
 
 
@@ -85,42 +78,48 @@ def recorded_work(rounds: Sequence[RequestRound], step: int, scenario: Scenario,
 
 
 def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork], scenario: Scenario) -> LinearCost | None:
-    steps = sorted(seconds)
-    if name == "update_policy":
-        steps = [step for step in steps if step > scenario.critic_warmup_steps]
-    if not steps or name == "generate":
+    """A stage's fitted costs, or None where the run does not tell them; the servers' costs come from ``engine_costs``."""
+    cost, steps = row_of(name).cost, sorted(seconds)
+    first = scenario.critic_warmup_steps + 1 if cost is Cost.policy_updates else 0
+    steps = [step for step in steps if step >= first]
+    if not steps:
         return None
     measured = np.array([seconds[step] for step in steps])
-    if name in ("evaluate", "checkpoint"):
-        due = np.array([runs_in_step(name, step - 1, scenario) or step == steps[-1] for step in steps])
-        usual_s = float(measured[~due].mean()) if not due.all() else 0.0
-        return LinearCost(fixed_s=usual_s, update_s=max(float(measured[due].mean()) - usual_s, 0.0))
-    if name in _FIXED or name not in _UNITS:
-        return LinearCost(fixed_s=float(measured.mean()))
     chosen = [works[step] for step in steps]
-    if name == "update_critic":
-        tokens, rows = [float(w.finished_tokens) for w in chosen], [w.num_finished for w in chosen]
-        size, passes = scenario.critic_minibatch_size, scenario.critic_epochs
-    else:
-        tokens, rows = [float(w.row_tokens) for w in chosen], [w.num_rows for w in chosen]
-        size, passes = scenario.policy_minibatch_size, 1
-    if name == "old_logprobs":
-        shares = [scenario.stale_fraction(work.num_rows, step - 1) for step, work in zip(steps, chosen, strict=True)]
-        if not any(shares):
+    match cost:
+        case Cost.generation:
             return None
-        tokens = [number * share for number, share in zip(tokens, shares, strict=True)]
-    if name == "score":
-        rows = [w.num_finished for w in chosen]
-    found = {
-        "token_s": np.array(tokens, dtype=np.float64) * passes,
-        "row_s": np.array(rows, dtype=np.float64),
-        "update_s": np.ceil(np.array(rows) / size) * passes,
-        "fixed_s": np.ones(len(steps)),
-    }
-    return _fitted({unit: found[unit] for unit in _UNITS[name]}, measured)
+        case Cost.evaluations | Cost.checkpoints:
+            return _due_cost(measured, np.array([runs_in_step(name, step - 1, scenario) or step == steps[-1] for step in steps]))
+        case Cost.publish | Cost.fixed:
+            return LinearCost(fixed_s=float(measured.mean()))
+        case Cost.batch:
+            return _fitted(measured, token_s=[work.row_tokens for work in chosen], fixed_s=[1] * len(steps))
+        case Cost.old_logprobs:
+            shares = [scenario.stale_fraction(work.num_rows, step - 1) for step, work in zip(steps, chosen, strict=True)]
+            tokens = [work.row_tokens * share for work, share in zip(chosen, shares, strict=True)]
+            return _fitted(measured, token_s=tokens, fixed_s=[1] * len(steps)) if any(shares) else None
+        case Cost.finished:
+            return _fitted(measured, row_s=[work.num_finished for work in chosen], fixed_s=[1] * len(steps))
+        case Cost.policy_updates:
+            updates = [ceil(work.num_rows / scenario.policy_minibatch_size) for work in chosen]
+            return _fitted(measured, token_s=[work.row_tokens for work in chosen], update_s=updates)
+        case Cost.critic_updates:
+            epochs, size = scenario.critic_epochs, scenario.critic_minibatch_size
+            updates = [epochs * ceil(work.num_finished / size) for work in chosen]
+            return _fitted(measured, token_s=[epochs * work.finished_tokens for work in chosen], update_s=updates)
+        case other:
+            assert_never(other)
 
 
-def _fitted(units: dict[str, np.ndarray], measured: np.ndarray) -> LinearCost:
+def _due_cost(measured: np.ndarray, due: np.ndarray) -> LinearCost:
+    usual_s = float(measured[~due].mean()) if not due.all() else 0.0
+    return LinearCost(fixed_s=usual_s, update_s=max(float(measured[due].mean()) - usual_s, 0.0))
+
+
+def _fitted(measured: np.ndarray, **amounts: Sequence[float]) -> LinearCost:
+    """The ``measured`` seconds of each step, divided among the units whose ``amounts`` each step had."""
+    units = {unit: np.array(amount, dtype=np.float64) for unit, amount in amounts.items()}
     mean = float(measured.mean())
     if mean <= 0:
         return LinearCost()

@@ -7,7 +7,8 @@ slow down alike, as under a fair scheduler. While weights are published into a w
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.step.graph import Frontier, Stage, StageRun
+from megatron_rl.schedule.graph import Frontier, Stage, StageRun
+from megatron_rl.schedule.table import GENERATE, PUBLISH
 from megatron_rl.tracking.timeline import Span
 
 FULL_SHARE = 0.85
@@ -82,8 +83,8 @@ def run_clock(
 
 def _moving(active: Sequence[_Active]) -> list[_Active]:
     """Those that get on: a generate stage does not while a publish pauses it."""
-    publishes = any(one.run.stage.name == "publish" for one in active)
-    return [one for one in active if not (publishes and one.run.stage.name == "generate")]
+    publishes = any(one.run.stage.name == PUBLISH for one in active)
+    return [one for one in active if not (publishes and one.run.stage.name == GENERATE)]
 
 
 def _rate(active: Sequence[_Active], cores: float, overlap_rate: float) -> float:

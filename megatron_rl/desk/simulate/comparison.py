@@ -11,7 +11,8 @@ from megatron_rl.desk.simulate.prediction import Prediction, StepWork, stage_loa
 from megatron_rl.desk.simulate.recorded_run import RecordedRun
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.timing import Timing
-from megatron_rl.step.graph import StageRun
+from megatron_rl.schedule.graph import StageRun
+from megatron_rl.schedule.table import LAST
 
 
 @dataclass(frozen=True)
@@ -76,5 +77,5 @@ def _replayed(
         return load_of(stage_run.stage.name, run.steps[stage_run.step])
 
     spans = run_clock(scenario.graph, at, run.num_steps, **options)
-    ends = np.array([span.end_s for span in spans if span.name == "record"])
+    ends = np.array([span.end_s for span in spans if span.name == LAST])
     return Replayed(np.diff(ends, prepend=0.0), run.step_s)

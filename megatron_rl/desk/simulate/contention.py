@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_rl.desk.simulate.clock import FULL_SHARE
 from megatron_rl.desk.simulate.recorded_run import RecordedRun
+from megatron_rl.schedule.table import GENERATE
 from megatron_rl.tracking.timeline import Span
 
 _LEAST_RATE = 0.25
@@ -90,7 +91,7 @@ class Contention:
         if not self.cores:
             return {}
         lost_s = (1 - self.rate) * self.overlap_s * self.num_servers
-        found = {"generate": sum(map(_cpu_s, self.generate)) / max(self.busy_s - lost_s, 1e-9)}
+        found = {GENERATE: sum(map(_cpu_s, self.generate)) / max(self.busy_s - lost_s, 1e-9)}
         for name in {span.name for span in self.trainer}:
             alone = self.alone(run, name)
             spans = [span for span in self.trainer if span.name == name]
@@ -101,7 +102,7 @@ class Contention:
 def fit_contention(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
     """With the rate that CPU seconds speak for."""
     chosen = set(steps)
-    generate = [span for span in run.spans if span.name == "generate" and span.step in chosen]
+    generate = [span for span in run.spans if span.name == GENERATE and span.step in chosen]
     trainer = [span for span in run.spans if span.lane == "trainer" and span.args.get("cpu_s") and span.step in chosen]
     cores = max((float(span.args.get("cores", 0)) for span in generate), default=0.0)
     if not all("cpu_s" in span.args for span in generate):

@@ -5,6 +5,7 @@ The formulas of ``megatron_rl.desk.costs``; docs/estimates.md says how far they 
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import assert_never
 
 from megatron_rl.config.derived import bucket_bytes, server_placement
 from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_replica
@@ -20,6 +21,7 @@ from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import as_config, read_model_json
+from megatron_rl.schedule.table import ROWS, DeviceWork, StageRow
 
 _NODES = tuple(2.0**power for power in range(13))
 """Running responses between which a decode step's time is taken as linear."""
@@ -44,22 +46,27 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
     def passes(number: float, layout: ParallelConfig = parallel) -> LinearCost:
         return _passes(model, gpu, layout, number, parallel.num_ranks, config.batch.max_tokens_per_microbatch)
 
-    def update(recompute: Recompute) -> float:
-        return 4.0 if recompute is Recompute.full else 3.0
+    forward = {False: passes(1.0), True: passes(1.0, critic)}
 
-    policy, values = passes(1.0), passes(1.0, critic)
+    def stage(row: StageRow) -> LinearCost:
+        is_critic = row.model in ("critic", "process")  # the two lie by the critic's layout
+        match row.work:
+            case DeviceWork.none:
+                return LinearCost()
+            case DeviceWork.forward:
+                return forward[is_critic]
+            case DeviceWork.update:
+                settings, layout = (config.critic, critic) if is_critic else (config.policy, parallel)
+                return passes(4.0 if settings.recompute is Recompute.full else 3.0, layout)
+            case DeviceWork.send:
+                return LinearCost(fixed_s=_publish_s(config, model, gpu))
+            case other:
+                assert_never(other)
+
     return Timing(
         decode=Decode(_NODES, tuple(curve(running, 0) for running in _NODES), context_s),
         prefill=_quadratic(lambda length: prefill_seconds(model, gpu, num_gpus=size, lengths=[length])),
-        stages={
-            "old_logprobs": policy,
-            "reference_logprobs": policy,
-            "values": values,
-            "process_rewards": values,
-            "update_policy": passes(update(config.policy.recompute)),
-            "update_critic": passes(update(config.critic.recompute), critic),
-            "publish": LinearCost(fixed_s=_publish_s(config, model, gpu)),
-        },
+        stages={row.name: stage(row) for row in ROWS if row.work is not DeviceWork.none},
     )
 
 

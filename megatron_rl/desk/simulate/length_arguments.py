@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Config, Mode
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
+from megatron_rl.config.schema import Config
 from megatron_rl.desk.simulate.lengths import LengthDistribution, named_lengths, read_lengths
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, read_run, response_lengths
 from megatron_rl.errors import UserError
@@ -28,4 +29,4 @@ def parse_lengths(words: str) -> LengthDistribution:
 def load_lengths(run: RecordedRun) -> LengthDistribution:
     if not run.rounds:
         raise UserError(f"{run.folder}: the run's timeline does not say how long its responses were; give --lengths")
-    return response_lengths(run, carries=config_of_run(run).schedule.mode is not Mode.sync)
+    return response_lengths(run, carries=overlap_of(config_of_run(run).schedule) > Overlap.nothing)

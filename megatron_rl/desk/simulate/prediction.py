@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import ceil
+from typing import assert_never
 
 import numpy as np
 
@@ -12,11 +13,9 @@ from megatron_rl.desk.simulate.lengths import LengthDistribution
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, SlotResponses
 from megatron_rl.desk.simulate.timing import Timing
-from megatron_rl.step.graph import StageRun
+from megatron_rl.schedule.graph import StageRun
+from megatron_rl.schedule.table import GENERATE, LAST, Cost, row_of
 from megatron_rl.tracking.timeline import Span
-
-_ROW_STAGES = ("old_logprobs", "reference_logprobs", "values", "process_rewards", "advantages")
-"""Stages that read the rows of the window's batch once."""
 
 
 @dataclass(frozen=True)
@@ -81,34 +80,41 @@ def work_of(window: GeneratedStep, step: int) -> StepWork:
 def stage_seconds(
     name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False
 ) -> float:
-    """What a stage takes where nothing disturbs it. ``last``: of the run, which ends with a checkpoint and an evaluation."""
+    """Seconds of a stage that nothing disturbs. ``last``: the run's last step, which ends with a checkpoint and an evaluation."""
     cost = timing.stage(name)
     rows = {"tokens": work.row_tokens, "squares": work.row_squares, "rows": work.num_rows}
     finished = {"tokens": work.finished_tokens, "squares": work.finished_squares, "rows": work.num_finished}
     policy_rests = step < scenario.critic_warmup_steps
-    if name == "generate":
-        return max(work.server_s) + cost.seconds(tokens=work.new_tokens, rows=work.num_requests)
-    if name == "update_critic":
-        updates = ceil(work.num_finished / scenario.critic_minibatch_size)
-        return scenario.critic_epochs * cost.seconds(**finished, updates=updates) if updates else 0.0
-    if name in ("update_policy", "publish") and policy_rests:
-        return 0.0
-    if name == "old_logprobs":
-        share = scenario.stale_fraction(work.num_rows, step)
-        return cost.seconds(**{unit: number * share for unit, number in rows.items()}) if share else 0.0
-    if name in ("evaluate", "checkpoint"):
-        return cost.seconds(updates=last or runs_in_step(name, step, scenario))
-    if name == "update_policy":
-        return cost.seconds(**rows, updates=ceil(work.num_rows / scenario.policy_minibatch_size))
-    if name == "score":
-        return cost.seconds(**finished)
-    return cost.seconds(**rows) if name in _ROW_STAGES else cost.fixed_s
+    match row_of(name).cost:
+        case Cost.generation:
+            return max(work.server_s) + cost.seconds(tokens=work.new_tokens, rows=work.num_requests)
+        case Cost.batch:
+            return cost.seconds(**rows)
+        case Cost.old_logprobs:
+            share = scenario.stale_fraction(work.num_rows, step)
+            return cost.seconds(**{unit: number * share for unit, number in rows.items()}) if share else 0.0
+        case Cost.finished:
+            return cost.seconds(**finished)
+        case Cost.policy_updates:
+            updates = ceil(work.num_rows / scenario.policy_minibatch_size)
+            return 0.0 if policy_rests else cost.seconds(**rows, updates=updates)
+        case Cost.critic_updates:
+            updates = ceil(work.num_finished / scenario.critic_minibatch_size)
+            return scenario.critic_epochs * cost.seconds(**finished, updates=updates) if updates else 0.0
+        case Cost.publish:
+            return 0.0 if policy_rests else cost.fixed_s
+        case Cost.evaluations | Cost.checkpoints:
+            return cost.seconds(updates=last or runs_in_step(name, step, scenario))
+        case Cost.fixed:
+            return cost.fixed_s
+        case other:
+            assert_never(other)
 
 
 def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False) -> StageLoad:
     """``stage_seconds`` and the cores that they take: of generate fewer and fewer, as one server after the other is through."""
     seconds, cores = stage_seconds(name, work, step, scenario, timing, last=last), timing.stage(name).cores
-    if name != "generate":
+    if name != GENERATE:
         return StageLoad(seconds, cores)
     load, times = None, (0.0, *work.server_s)
     for index in range(len(times) - 1, 0, -1):
@@ -117,8 +123,8 @@ def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing:
 
 
 def runs_in_step(name: str, step: int, scenario: Scenario) -> bool:
-    """Whether ``evaluate`` or ``checkpoint`` has something to do in a step."""
-    every = scenario.eval_every_steps if name == "evaluate" else scenario.save_every_steps
+    """An evaluation or a checkpoint is due in a step."""
+    every = scenario.eval_every_steps if row_of(name).cost is Cost.evaluations else scenario.save_every_steps
     return is_due(step + 1, every)
 
 
@@ -137,7 +143,7 @@ class Prediction:
     @property
     def ends_s(self) -> np.ndarray:
         """[steps] when each was recorded."""
-        return np.array([span.end_s for span in self.spans if span.name == "record"])
+        return np.array([span.end_s for span in self.spans if span.name == LAST])
 
     @property
     def step_s(self) -> np.ndarray:
@@ -238,7 +244,7 @@ def compute_means(prediction: Prediction) -> PredictedMeans:
         prefix_share=(rows - total("trained_tokens") - total("prompt_tokens")) / rows,
         reprefilled_per_step=total("carried_tokens") / count,
         # A window that is generated ahead is one version old when it trains.
-        oldest_age=max((work.oldest_age + prediction.scenario.ahead for work in works), default=0),
+        oldest_age=max((work.oldest_age + prediction.scenario.facts.ahead for work in works), default=0),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.desk.simulate.lengths import LengthDistribution, empirical
 from megatron_rl.errors import UserError
+from megatron_rl.schedule.table import GENERATE, LAST, PUBLISH
 from megatron_rl.tracking.timeline import Span, read_timeline
 
 
@@ -42,7 +43,7 @@ class RecordedRun:
     @cached_property
     def steps(self) -> list[int]:
         """Whole steps, rising; they count from 1."""
-        return sorted({span.step for span in self.spans if span.name == "record"})
+        return sorted({span.step for span in self.spans if span.name == LAST})
 
     def seconds(self, name: str) -> dict[int, float]:
         """By step; a stage that ran several times counts its sum, and ``generate`` not while a publish paused it."""
@@ -50,9 +51,9 @@ class RecordedRun:
         for span in self.spans:
             if span.name == name:
                 found[span.step] = found.get(span.step, 0.0) + span.end_s - span.start_s
-        if name == "generate":
+        if name == GENERATE:
             windows = self.by_name(name)
-            for publish in self.by_name("publish").values():
+            for publish in self.by_name(PUBLISH).values():
                 window = windows.get(publish.step + 1)  # the only one that it can meet
                 if window is not None:
                     found[window.step] -= max(min(window.end_s, publish.end_s) - max(window.start_s, publish.start_s), 0.0)
@@ -67,13 +68,13 @@ class RecordedRun:
         return {
             span.step: [_round_of(one) for one in span.args["rounds"]]
             for span in self.spans
-            if span.name == "generate" and span.args.get("rounds")
+            if span.name == GENERATE and span.args.get("rounds")
         }
 
     @property
     def step_s(self) -> np.ndarray:
         """[steps] from one step's record to the next one's; the first from the start of its first stage."""
-        ends = self.by_name("record")
+        ends = self.by_name(LAST)
         begin_s = min(span.start_s for span in self.spans)
         return np.diff([ends[step].end_s for step in self.steps], prepend=begin_s)
 
@@ -85,9 +86,9 @@ def read_run(folder: Path) -> RecordedRun:
         missing = path if (folder / "config.yaml").is_file() else folder / "config.yaml"
         raise UserError(f"--run {folder}: expected the output folder of a run (run.output_dir); there is no {missing}")
     spans = read_timeline(path)
-    whole = {span.step for span in spans if span.name == "record"}
+    whole = {span.step for span in spans if span.name == LAST}
     # The oldest steps may have lost spans, and a process that went on from a checkpoint repeats none.
-    whole &= {span.step for span in spans if span.name == "generate"}
+    whole &= {span.step for span in spans if span.name == GENERATE}
     kept = sorted((span for span in spans if span.step in whole), key=lambda span: span.start_s)
     if not whole:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What of a configuration a simulation needs."""
+"""The part of a configuration that a simulation needs."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -7,33 +7,31 @@ from typing import Any
 from megatron_rl.config.derived import (
     effective_window_tokens,
     eval_sets,
-    generates_ahead,
-    needs_critic,
     needs_greedy,
-    needs_reference,
     num_responses_per_step,
-    publishes_in_flight,
+)
+from megatron_rl.config.schedule_facts import (
+    Facts,
+    facts_of,
+    placement_problem,
     reuses_first_logprobs,
-    server_placement,
-    trains_whole_groups,
-    trains_whole_responses,
     window_jitter_tokens,
 )
-from megatron_rl.config.schema import Config, Mode, OldPolicy
+from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.config.schema.bounds import bound_problems, type_problems
 from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.errors import ConfigError
-from megatron_rl.step.graph import Stage
-from megatron_rl.step.table import step_graph
+from megatron_rl.schedule.graph import Stage
+from megatron_rl.schedule.table import make_graph
 
 
 @dataclass(frozen=True)
 class Scenario:
-    mode: Mode
+    facts: Facts
     num_trained: int
     """Responses that a step works on."""
     num_slots: int
-    """Those that are started for it: more with over-sampling."""
+    """Responses that are started for a step: more with over-sampling."""
     group_size: int
     max_response_tokens: int
     window_tokens: int
@@ -42,22 +40,10 @@ class Scenario:
     ranks_per_server: float = 1.0
     """Devices of the trainer over those of one server."""
     limits: ServerLimits = field(default_factory=ServerLimits)
-    critic: bool = True
-    reference: bool = False
-    process_rewards: bool = False
-    colocated: bool = False
-    ahead: bool = False
-    """A window is generated while the step before trains."""
-    in_flight: bool = False
-    """Weights are published into it."""
-    whole_responses: bool = False
-    """The policy trains on responses when they end, over all their windows (schedule.policy_trains_on)."""
-    whole_groups: bool = False
-    """Each waits until all of its group have ended."""
     recomputes_old: bool = True
     """Log-probs of the old policy come from a trainer pass of their own."""
     first_is_own_old: bool = False
-    """A step's first update needs no such pass (``config.derived.reuses_first_logprobs``)."""
+    """A step's first update needs no such pass (``config.schedule_facts.reuses_first_logprobs``)."""
     policy_minibatch_size: int = 512
     critic_minibatch_size: int = 512
     critic_epochs: int = 1
@@ -67,7 +53,7 @@ class Scenario:
     eval_every_steps: int = 0
 
     def stale_fraction(self, num_rows: int, step: int) -> float:
-        """Of a step's rows, those that go through a pass for their old log-probs."""
+        """The share of a step's rows that go through a pass for their old log-probs."""
         if not self.recomputes_old:
             return 0.0
         if not self.first_is_own_old or step < self.critic_warmup_steps or not num_rows:
@@ -82,22 +68,12 @@ class Scenario:
 
     @property
     def graph(self) -> tuple[Stage, ...]:
-        return step_graph(
-            self.mode,
-            critic=self.critic,
-            reference=self.reference,
-            process_rewards=self.process_rewards,
-            colocated=self.colocated,
-            ahead=self.ahead,
-            in_flight=self.in_flight,
-        )
+        return make_graph(self.facts)
 
     @property
     def num_settling_steps(self) -> int:
         """Steps until the slots are mixed as they will be: the longest response that began in the first has ended."""
-        windows = (
-            0 if self.mode is Mode.sync else ceil((self.max_response_tokens + self.jitter_tokens) / self.window_tokens)
-        )
+        windows = ceil((self.max_response_tokens + self.jitter_tokens) / self.window_tokens) if self.facts.windows else 0
         return max(windows, self.critic_warmup_steps)
 
 
@@ -113,6 +89,8 @@ def make_scenario(config: Config) -> Scenario:
             f"batch.window_tokens={batch.window_tokens} is longer than a response may become "
             f"(batch.max_response_tokens={batch.max_response_tokens}); lower it, or 0 for no windows"
         )
+    if problem := placement_problem(config):
+        problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
     if config.algorithm.dynamic_sampling.enabled:
@@ -120,18 +98,16 @@ def make_scenario(config: Config) -> Scenario:
             "algorithm.dynamic_sampling: how many rounds a step needs depends on rewards, which a simulation does not have; "
             "simulate with algorithm.dynamic_sampling.enabled=false and multiply generate by the rounds you expect"
         )
-    num_greedy = int(needs_greedy(config))
+    facts, num_greedy = facts_of(config), int(needs_greedy(config))
     per_prompt = batch.num_samples_per_prompt + num_greedy
     started = ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
     return Scenario(
-        mode=config.schedule.mode,
+        facts=facts,
         num_trained=batch.num_prompts_per_step * per_prompt if num_greedy else num_responses_per_step(config),
         num_slots=started * per_prompt,
         group_size=per_prompt,
         max_response_tokens=batch.max_response_tokens,
-        window_tokens=batch.max_response_tokens
-        if config.schedule.mode is Mode.sync
-        else effective_window_tokens(config),
+        window_tokens=effective_window_tokens(config) if facts.windows else batch.max_response_tokens,
         jitter_tokens=window_jitter_tokens(config),
         num_servers=len(config.rollout.urls) or config.rollout.num_servers,
         ranks_per_server=max(config.parallel.num_ranks, 1) / config.rollout.tensor_parallel_size,
@@ -142,20 +118,12 @@ def make_scenario(config: Config) -> Scenario:
             # Where some may be cut, each travels alone (rollout/windows.py).
             **({"http_batch": 1} if config.rollout.over_sampling > 1 else {}),
         ),
-        critic=needs_critic(config),
-        reference=needs_reference(config),
-        process_rewards=bool(config.reward.process.path),
-        colocated=server_placement(config.rollout).shares_devices,
-        ahead=generates_ahead(config.schedule),
-        in_flight=publishes_in_flight(config.schedule),
-        whole_responses=trains_whole_responses(config),
-        whole_groups=trains_whole_groups(config),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
         first_is_own_old=reuses_first_logprobs(config),
         policy_minibatch_size=batch.policy_minibatch_size,
         critic_minibatch_size=batch.critic_minibatch_size,
         critic_epochs=config.critic.num_epochs,
-        critic_warmup_steps=config.critic.warmup_steps if needs_critic(config) else 0,
+        critic_warmup_steps=config.critic.warmup_steps if facts.critic else 0,
         save_every_steps=config.run.save_every_steps,
         eval_every_steps=config.eval.every_steps if eval_sets(config) else 0,
     )

@@ -17,6 +17,7 @@ from megatron_rl.desk.simulate.recorded_run import RecordedRun, RequestRound
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.slot_simulation import SlotResponses
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
+from megatron_rl.schedule.table import GENERATE
 
 _RATES = (1.0, 0.8, 0.6, 0.4)
 _ALIKE = 0.2
@@ -83,7 +84,7 @@ def non_decode_costs(
     ``forward_s``: the trainer's seconds per token of a forward pass. A server's prefill is taken to be as fast on as many
     devices where the run does not tell it apart from what each request costs.
     """
-    alone = shared.alone(run, "generate")
+    alone = shared.alone(run, GENERATE)
     steps = [step for step in run.steps if step in run.rounds][1:] or run.steps
     rest: list[float] = []
     units: dict[str, list[float]] = {name: [] for name in ("prefix", "row_s", "token_s", "fixed_s")}
@@ -128,7 +129,7 @@ def _decode(nodes: Sequence[int], found: np.ndarray) -> Decode:
 def _ends(run: RecordedRun, scenario: Scenario, steps: Sequence[int], bases: Sequence[Timing]) -> _Ends | None:
     """None where the servers did not say how long they took."""
     features, starts, ends = [], [], []
-    spans = run.by_name("generate")
+    spans = run.by_name(GENERATE)
     for step in steps:
         if len(run.rounds[step]) > 1:
             continue  # where one round ends and the next one begins is not known
@@ -201,7 +202,7 @@ def _from_totals(
 ) -> np.ndarray:
     """From the seconds of whole stages, where nothing else is known."""
     bases, shared = known
-    alone = shared.alone(run, "generate")
+    alone = shared.alone(run, GENERATE)
     features = []
     for step in steps:
         rounds = [all_rows(one) for one in run.rounds[step]]

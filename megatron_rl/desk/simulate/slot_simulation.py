@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_rl.config.derived import max_remainder_tokens
-from megatron_rl.config.schema import Mode
 from megatron_rl.desk.simulate.decoding import ServerTrace, serve, spread
 from megatron_rl.desk.simulate.lengths import Draw
 from megatron_rl.desk.simulate.scenario import Scenario
@@ -97,11 +96,11 @@ class SlotProcess:
         grown, until_s = self._cut_when_enough(wanted, served) if scenario.over_samples else (wanted, np.inf)
         done = SlotResponses(**{**vars(rows), "new": grown})
         trained = finished = trained_rows(done, scenario)
-        if scenario.whole_groups:
+        if scenario.facts.whole_groups:
             trained = self._whole_groups(finished)
         self._slots = self._carried(done)
         seconds = tuple(min(one.seconds, until_s) for one in served)
-        return GeneratedStep(done, trained, seconds, finished if scenario.whole_groups else None)
+        return GeneratedStep(done, trained, seconds, finished if scenario.facts.whole_groups else None)
 
     def _fill(self, step: int) -> None:
         missing = self._scenario.num_slots - len(self._slots)
@@ -131,8 +130,8 @@ class SlotProcess:
         finish_s = np.empty(len(wanted))
         for own, one in zip(places, served, strict=True):
             finish_s[own] = one.finish_s
-        complete_s = self._whole_groups_s(finish_s) if scenario.mode is Mode.sync else finish_s
-        needed = scenario.num_trained // (scenario.group_size if scenario.mode is Mode.sync else 1)
+        complete_s = finish_s if scenario.facts.windows else self._whole_groups_s(finish_s)
+        needed = scenario.num_trained // (1 if scenario.facts.windows else scenario.group_size)
         enough_s = float(np.sort(complete_s)[needed - 1])
         grown = np.empty_like(wanted)
         for own, one in zip(places, served, strict=True):
@@ -152,7 +151,7 @@ class SlotProcess:
         return rows.pick(np.flatnonzero(whole))
 
     def _carried(self, rows: SlotResponses) -> SlotResponses:
-        if self._scenario.mode is Mode.sync:
+        if not self._scenario.facts.windows:
             return rows.pick(np.zeros(0, dtype=np.int64))
         left = rows.pick(np.flatnonzero(~rows.ended))
         return SlotResponses(**{**vars(left), "held": left.held + left.new, "new": np.zeros_like(left.new)})
@@ -160,10 +159,10 @@ class SlotProcess:
 
 def trained_rows(rows: SlotResponses, scenario: Scenario) -> SlotResponses:
     """Of what a step generated, the rows that the policy learns from; with ``whole_groups`` once all of their group have ended."""
-    if scenario.whole_responses:
+    if scenario.facts.whole_responses:
         ended = rows.pick(np.flatnonzero(rows.ended))
         return SlotResponses(**{**vars(ended), "held": np.zeros_like(ended.held), "new": ended.held + ended.new})
-    if scenario.mode is Mode.sync and scenario.over_samples:
+    if not scenario.facts.windows and scenario.over_samples:
         whole = np.repeat(rows.ended.reshape(-1, scenario.group_size).all(axis=1), scenario.group_size)
         return rows.pick(np.flatnonzero(whole)[: scenario.num_trained])
     return rows.pick(np.flatnonzero(rows.new > 0))

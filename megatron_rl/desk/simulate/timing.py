@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DataError, UserError
+from megatron_rl.schedule.table import row_of
 from megatron_rl.system.files.atomic_files import write_atomic
 
 
@@ -128,9 +129,16 @@ def _timing_of(found: object, path: str) -> Timing:
     return Timing(
         decode=curve,
         prefill=_work(values.pop("prefill", {}), f"{path}: prefill"),
-        stages={str(name): _work(work, f"{path}: stages.{name}") for name, work in stages.items()},
+        stages={_known_stage(str(name), path): _work(work, f"{path}: stages.{name}") for name, work in stages.items()},
         **{name: _number(value, f"{path}: {name}") for name, value in values.items()},
     )
+
+
+def _known_stage(name: str, path: str) -> str:
+    try:
+        return row_of(name).name
+    except DataError as error:
+        raise UserError(f"--timing {path}: stages: {error}") from error
 
 
 def _work(found: object, place: str) -> LinearCost:

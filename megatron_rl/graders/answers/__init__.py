@@ -1,1 +1,1 @@
-"""Answers in mathematics: where they stand in a text, what they mean, when two mean the same. Pure."""
+"""Answers in mathematics: finds them in a text, parses their meaning and compares meanings. Pure."""

@@ -1,8 +1,8 @@
-"""Decides whether two answers mean the same (``parse_answer.py``).
+"""Decides whether two answers have the same meaning (``parse_answer.py``).
 
-Numbers and formulas by value, equations and inequalities as relations (up to a constant factor that is not zero, a
-negative one turns an inequality around), sets in any order, points in order, intervals with their ends, inequalities
-as the intervals that they describe.
+Numbers and formulas are compared by value. Equations and inequalities are compared as relations, up to a nonzero
+constant factor (a negative factor reverses an inequality). Sets are compared in any order, points in order, intervals
+with their ends, and inequalities as the intervals that they describe.
 """
 
 import re
@@ -26,7 +26,7 @@ _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 def same(first: Meaning, second: Meaning) -> bool:
-    """Whether both mean the same."""
+    """True if both meanings are equal."""
     first, second = _single(first), _single(second)
     if isinstance(first, Assignment) or isinstance(second, Assignment):
         return _same_named(first, second)
@@ -40,14 +40,15 @@ def same(first: Meaning, second: Meaning) -> bool:
 
 
 def _single(meaning: Meaning) -> Meaning:
-    """The one thing of a list or set of one."""
+    """The only item of a list or set with one item; other meanings unchanged."""
     while isinstance(meaning, Collection) and len(set(meaning.items)) == 1 and meaning.kind in (*BARE, "{"):
         meaning = meaning.items[0]
     return meaning
 
 
 def _same_named(first: Meaning, second: Meaning) -> bool:
-    """x = 5 is 5; beside another name or an equation it is an equation."""
+    """Compare meanings of which at least one is named. x = 5 equals 5; next to another name or an equation, x = 5 is an
+    equation."""
     if isinstance(first, Assignment) and isinstance(second, Assignment) and first.name == second.name:
         return same(first.value, second.value)
     if any(isinstance(each, Assignment) and not isinstance(each.value, Value) for each in (first, second)):
@@ -78,12 +79,12 @@ def _same_group(first: Collection, second: Collection) -> bool:
         return _same_list(first, second)
     if len(kinds) > 1 and not kinds <= {*BARE, "()"}:
         return False
-    # (1, 2) beside a bare 1, 2 is a point; 1 < x, x < 2 beside it is an interval, for _same_set.
+    # Compared with a bare 1, 2, (1, 2) is a point; compared with 1 < x, x < 2 it is an interval (_same_set).
     return len(first.items) == len(second.items) and all(map(same, first.items, second.items))
 
 
 def _same_list(first: Collection, second: Collection) -> bool:
-    """Lists and sets, in any order, unless different names say what is what."""
+    """Compare lists and sets in any order, unless different names identify the items."""
     if _relations(first) and _relations(second) and first.kind != second.kind:
         return False  # "and" is not "or"
     if _distinct_names(first) != _distinct_names(second):
@@ -99,7 +100,7 @@ def _relations(group: Collection) -> bool:
 
 
 def _distinct_names(group: Collection) -> bool:
-    """x and y, but not x_1 and x_2, which are roots in any order."""
+    """True for different names such as x and y, but not for x_1 and x_2, which are roots in any order."""
     names = [re.sub("_.*|[0-9]+$", "", item.name) for item in group.items if isinstance(item, Assignment)]
     return len(set(names)) > 1
 
@@ -109,9 +110,10 @@ def _unique(items: tuple[Meaning, ...]) -> list[Meaning]:
 
 
 def _same_items(first: list[Meaning], second: list[Meaning]) -> bool:
-    """Whether the items can be paired; equal writings are paired first, so that long lists are quick."""
+    """True if the items can be paired. Items with equal spelling are paired first, so that long lists are fast."""
     if len(first) != len(second):
         return False
+    # Only items without an equal spelling need the quadratic comparison by meaning.
     common = set(first) & set(second)
     left = [item for item in second if item not in common]
     for item in first:
@@ -128,7 +130,7 @@ def _same_items(first: list[Meaning], second: list[Meaning]) -> bool:
 
 
 def _same_relation(first: Relation, second: Relation) -> bool:
-    """Whether the pairs of neighbouring sides stand in the same relations."""
+    """True if the pairs of neighboring sides are in the same relations."""
     left = _pairs(second)
     for pair in _pairs(first):
         partner = next((index for index, other in enumerate(left) if _same_pair(*pair, *other)), None)
@@ -139,7 +141,7 @@ def _same_relation(first: Relation, second: Relation) -> bool:
 
 
 def _pairs(relation: Relation) -> list[tuple[str, Any]]:
-    """(sign, difference) with the signs =, !=, <, <= only."""
+    """(sign, difference) of neighboring sides, with the signs =, !=, <, <= only."""
     pairs = []
     for sign, (left, right) in zip(relation.signs, pairwise(relation.sides), strict=True):
         turned = sign in (">", ">=")
@@ -149,7 +151,7 @@ def _pairs(relation: Relation) -> list[tuple[str, Any]]:
 
 
 def _same_pair(sign: str, first: Any, other_sign: str, second: Any) -> bool:
-    """Whether the differences have one ratio at all points: not zero, and positive between inequalities."""
+    """True if the differences have the same nonzero ratio at all points, and a positive ratio for inequalities."""
     if sign != other_sign or unknowns(first.expand()) != unknowns(second.expand()):
         return False
     ratio = None
@@ -158,10 +160,10 @@ def _same_pair(sign: str, first: Any, other_sign: str, second: Any) -> bool:
             if one is None or other is None or bool(one == 0) != bool(other == 0):
                 return False
             continue
-        found = one / other
-        if ratio is not None and not close(found, ratio):
+        ratio_here = one / other
+        if ratio is not None and not close(ratio_here, ratio):
             return False
-        ratio = found
+        ratio = ratio_here
     return ratio is not None and (sign in ("=", "!=") or bool(ratio.is_real and ratio > 0))
 
 
@@ -169,23 +171,24 @@ def _same_pair(sign: str, first: Any, other_sign: str, second: Any) -> bool:
 
 
 def _same_set(first: Meaning, second: Meaning) -> bool:
-    """Whether both describe the same numbers: intervals, unions, inequalities of one unknown."""
+    """True if both describe the same set of numbers: intervals, unions, inequalities in one unknown."""
     one, other = _as_set(first), _as_set(second)
     if one is None or other is None:
         return False
     if one == other:
         return True
-    pieces, others = _pieces(one), _pieces(other)
-    if pieces is None or others is None or len(pieces) != len(others):
+    intervals, others = _intervals(one), _intervals(other)
+    if intervals is None or others is None or len(intervals) != len(others):
         return False
     return all(
-        piece[2:] == twin[2:] and same_expression(piece[0], twin[0]) and same_expression(piece[1], twin[1])
-        for piece, twin in zip(pieces, others, strict=True)
+        ours[2:] == theirs[2:] and same_expression(ours[0], theirs[0]) and same_expression(ours[1], theirs[1])
+        for ours, theirs in zip(intervals, others, strict=True)
     )
 
 
-def _pieces(numbers: Any) -> list[tuple[Any, Any, bool, bool]] | None:
-    """(start, end, left end open, right end open), from left to right."""
+def _intervals(numbers: Any) -> list[tuple[Any, Any, bool, bool]] | None:
+    """(start, end, left end open, right end open) of each interval, from left to right; None if not a union of
+    intervals."""
     from sympy import FiniteSet, Interval
     from sympy import Union as SetUnion
 
@@ -204,7 +207,7 @@ def _pieces(numbers: Any) -> list[tuple[Any, Any, bool, bool]] | None:
 
 
 def _as_set(meaning: Meaning) -> Any:
-    """A sympy set of numbers; None for what is none."""
+    """sympy set of the meaning's numbers; None if the meaning is not a set."""
     try:
         return _to_set(meaning)
     except MemoryError:
@@ -225,7 +228,7 @@ def _to_set(meaning: Meaning) -> Any:
     if isinstance(meaning, Value):
         if isinstance(meaning.expression, sympy.Set):
             return meaning.expression
-        raise ParseError("a number is no set")
+        raise ParseError("a number is not a set")
     if _relations(meaning) and meaning.kind in BARE:
         parts = [sympy.And(*_relationals(item)) for item in meaning.items if isinstance(item, Relation)]
         if len(parts) != len(meaning.items):
@@ -236,7 +239,7 @@ def _to_set(meaning: Meaning) -> Any:
         return sympy.FiniteSet(*values)
     if len(values) == len(meaning.items) == 2 and meaning.kind in _INTERVALS and bool(values[0] < values[1]):
         return sympy.Interval(*values, meaning.kind[0] == "(", meaning.kind[1] == ")")
-    raise ParseError("no set of numbers")
+    raise ParseError("not a set of numbers")
 
 
 def _relationals(relation: Relation) -> list[Any]:
@@ -248,7 +251,7 @@ def _relationals(relation: Relation) -> list[Any]:
 
 
 def _solved(condition: Any) -> Any:
-    """The numbers that fulfil a condition on one unknown."""
+    """Numbers that satisfy a condition on one unknown."""
     import sympy
 
     names = unknowns(condition)

@@ -1,11 +1,11 @@
-r"""Single expressions: read by latex2sympy, made exact, and compared by their values.
+r"""Single expressions: parsed by latex2sympy, made exact, and compared by value.
 
-Two expressions are equal if they are equal wherever they are evaluated: constants to 50 digits, relative; formulas at
-points with positive and negative coordinates. No rounding to a fixed number of places: small values differ as large
-ones do. The only tolerance is for decimals: a value that no finite decimal can write, 1/7 or a root, equals its decimal
-of six or more places.
+Two expressions are equal if they are equal at every evaluated point: constants to 50 digits, relative; formulas at
+points with positive and negative coordinates. Values are not rounded to fixed places, so small values are
+compared as exactly as large ones. The only tolerance is for decimals: a value without a finite decimal, such as 1/7 or a
+root, equals its decimal of six or more places.
 
-What would take for ever to compute (towers of powers, large factorials) raises ``ParseError``.
+Expressions that would take forever to compute (towers of powers, large factorials) raise ``ParseError``.
 """
 
 import math
@@ -17,13 +17,14 @@ from typing import Any
 from megatron_rl.graders.answers.number_parsing import NO_UNITS, parse_number
 
 _MAX_DIGITS = 100_000
-"""Numbers longer than this, in decimal digits, are not computed."""
+"""Maximum number of decimal digits of a number that is computed."""
 _MAX_NODES = 5_000
 _DIGITS = 50
 _ERROR = 1e-35
-"""Relative: more than what rounding leaves of ``_DIGITS``, less than any difference that is meant."""
+"""Relative tolerance: more than the rounding errors of ``_DIGITS`` digits, less than any intended difference."""
 _MIN_PLACES = 6
-"""Places, and significant digits, from which on a decimal can stand for a value that it cannot write."""
+"""Minimum number of places, and of significant digits, of a decimal that may represent a value it cannot express
+exactly."""
 _NUM_POINTS = 4
 
 _BASE = re.compile(r"([0-9A-Fa-f.]+)\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
@@ -36,7 +37,7 @@ _LARGE_CALL = re.compile(r"\\(?:[Gg]amma|[dt]?binom)(?![A-Za-z])")
 
 
 class ParseError(ValueError):
-    """A text that is no mathematics, or more than can be computed."""
+    """The text is not mathematics, or is too large to compute."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,17 @@ class Value:
 
     expression: Any
     decimals: int = 0
-    """Places behind the point, of a plain decimal."""
+    """Number of decimal places of a plain decimal."""
     percent: bool = False
     text: str = ""
-    """As written, where the writing is the answer: ``AB``, ``10_2``."""
+    """Original text, for answers compared as written: ``AB``, ``10_2``."""
 
 
 def read_value(text: str) -> list[Value]:
-    r"""What ``text`` says: one value, or two for ``1 \pm 2``.
+    r"""Parse ``text``: one value, or two for ``1 \pm 2``.
 
     Raises:
-        Unreadable: it is no mathematics as a whole, not a number, or too large.
+        Unreadable: the whole text is not mathematics, not a number, or too large.
     """
     from sympy import Rational
 
@@ -94,17 +95,17 @@ def _both_signs(text: str) -> list[str]:
 
 
 def parse_latex(text: str) -> Any:
-    """A sympy expression of ``text``, its decimals exact, its symbols without assumptions.
+    """Parse ``text`` to a sympy expression with exact decimals and symbols without assumptions.
 
     Raises:
-        Unreadable: it is no mathematics as a whole, not a number, or too large.
+        Unreadable: the whole text is not mathematics, not a number, or too large.
     """
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
     from sympy import Basic, MatrixBase
 
     degree = r"\\cdot\\frac{\\pi}{180}" if _TRIGONOMETRY.search(text) else ""
     text = _DEGREE.sub(degree, text)
-    # Its units are off: to it the t of 2t is a unit.
+    # units=False, because the parser would take the t of 2t for a unit.
     config = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
     for match in _LARGE_CALL.finditer(text):
         if re.search(r"[0-9]{5}|\^|!", text[match.end() :]):
@@ -114,14 +115,14 @@ def parse_latex(text: str) -> Any:
         parsed = latex2sympy(latex, is_real=False, convert_degrees=False, normalization_config=None)
     except MemoryError:
         raise
-    except Exception as error:  # on text that is no mathematics, the parser raises many kinds
-        raise ParseError(f"no mathematics ({type(error).__name__})") from error
+    except Exception as error:  # the parser raises many kinds of errors on other text
+        raise ParseError(f"not mathematics ({type(error).__name__})") from error
     if not isinstance(parsed, Basic | MatrixBase):
-        raise ParseError("no mathematics")
+        raise ParseError("not mathematics")
     try:
         return _exact(parsed)
     except (ArithmeticError, TypeError, AttributeError, RecursionError) as error:
-        raise ParseError(f"no mathematics ({type(error).__name__})") from error
+        raise ParseError(f"not mathematics ({type(error).__name__})") from error
 
 
 def _exact(parsed: Any) -> Any:
@@ -146,7 +147,7 @@ def _exact(parsed: Any) -> Any:
 
 
 def _refuse_large(parsed: Any) -> None:
-    """Refuse numbers with too many digits, before anything computes them."""
+    """Reject numbers with too many digits before they are computed."""
     from sympy import preorder_traversal
 
     for count, node in enumerate(preorder_traversal(parsed)):
@@ -155,7 +156,7 @@ def _refuse_large(parsed: Any) -> None:
 
 
 def _digits(node: Any) -> float:
-    """About the decimal digits of numerator or denominator, rather too many; infinite where even that overflows."""
+    """Upper estimate of the decimal digits of numerator or denominator; infinite if the estimate itself overflows."""
     from sympy import binomial, factorial, factorial2, gamma
 
     try:
@@ -174,7 +175,7 @@ def _digits(node: Any) -> float:
 
 
 def _size(exponent: Any, digits: float) -> float:
-    """The absolute value of an exponent, of which only as much is computed as is safe."""
+    """Estimated absolute value of an exponent; computed only if that is safe."""
     if unknowns(exponent):
         return 1.0 if digits < 3 else 10.0**digits
     number = _number(exponent) if digits < 1000 else None
@@ -185,7 +186,7 @@ def _size(exponent: Any, digits: float) -> float:
 
 
 def same_value(first: Value, second: Value) -> bool:
-    """Whether both are the same number, formula or matrix. A percentage equals itself, its count and its share."""
+    """True if both are the same number, formula or matrix. A percentage equals itself, its count and its share."""
     if first.text or second.text:
         return first.text == second.text
     if _same_written(first, second):
@@ -198,7 +199,7 @@ def same_value(first: Value, second: Value) -> bool:
 
 
 def _same_written(first: Value, second: Value) -> bool:
-    """Whether the values are equal, or one is a decimal that stands for the other."""
+    """True if the values are equal, or if one is a decimal that represents the other."""
     if same_expression(first.expression, second.expression):
         return True
     for decimal, exact in ((first, second), (second, first)):
@@ -208,14 +209,14 @@ def _same_written(first: Value, second: Value) -> bool:
 
 
 def _stands_for(decimal: Value, exact: Any) -> bool:
-    """Whether a decimal is the value rounded to its last place, cut off there, or a float's spelling of it."""
+    """True if a decimal is the value rounded or truncated at its last place, or a float's spelling of it."""
     written = Fraction(int(decimal.expression.p), int(decimal.expression.q))
     unit = Fraction(1, 10**decimal.decimals)
     if abs(written) < unit * 10 ** (_MIN_PLACES - 1):  # fewer significant digits
         return False
     if getattr(exact, "is_Rational", False):
         if _is_finite_decimal(int(exact.q)):
-            return False  # it could have been written
+            return False  # the exact value has a finite decimal
         value = Fraction(int(exact.p), int(exact.q))
     else:
         number = _number(exact)
@@ -223,8 +224,8 @@ def _stands_for(decimal: Value, exact: Any) -> bool:
             return False
         value = Fraction(str(number))
     distance = abs(written - value)
-    cut_off = decimal.decimals > _MIN_PLACES and abs(written) <= abs(value) and distance < unit
-    return cut_off or distance <= max(unit / 2, abs(value) * Fraction(1, 10**14))
+    truncated = decimal.decimals > _MIN_PLACES and abs(written) <= abs(value) and distance < unit
+    return truncated or distance <= max(unit / 2, abs(value) * Fraction(1, 10**14))
 
 
 def _is_finite_decimal(denominator: int) -> bool:
@@ -235,7 +236,7 @@ def _is_finite_decimal(denominator: int) -> bool:
 
 
 def same_expression(first: Any, second: Any) -> bool:
-    """Whether two expressions, sets or matrices are equal, by value."""
+    """True if two expressions, sets or matrices have equal values."""
     from sympy import Expr, MatrixBase
 
     if first == second:
@@ -251,23 +252,23 @@ def same_expression(first: Any, second: Any) -> bool:
         return False
     pairs = list(zip(at_points(first, second), at_points(second, first), strict=True))
     if any((one is None) != (other is None) for one, other in pairs):
-        return False  # one of them is not defined there
+        return False  # only one is defined at some point
     pairs = [(one, other) for one, other in pairs if one is not None]
     return bool(pairs) and all(close(one, other, first, second) for one, other in pairs)
 
 
 def _computed(expression: Any) -> Any:
-    """With sums, integrals and factorials computed, where that is possible."""
+    """The expression with sums, integrals and factorials computed, if possible."""
     try:
         return expression.doit()
     except MemoryError:
         raise
-    except Exception:  # sympy raises many kinds; the expression stands as it is
+    except Exception:  # sympy raises many kinds of errors; keep the expression unchanged
         return expression
 
 
 def at_points(expression: Any, *others: Any) -> list[Any]:
-    """Values, or None where there is none, at a few points for the symbols of all the expressions."""
+    """Values at a few points for the symbols of all expressions; None at points without a value."""
     unknown = sorted({unknown for each in (expression, *others) for unknown in unknowns(each)}, key=str)
     if not unknown:
         return [_number(expression)]
@@ -275,14 +276,14 @@ def at_points(expression: Any, *others: Any) -> list[Any]:
 
 
 def unknowns(expression: Any) -> set[Any]:
-    """Symbols, and functions of which nothing is known, f(3)."""
+    """Symbols, and undefined functions such as f(3)."""
     from sympy.core.function import AppliedUndef
 
     return set(expression.atoms(AppliedUndef) | expression.free_symbols)
 
 
 def _point(unknown: list[Any], index: int) -> dict[Any, Any]:
-    """Coordinates between 1/2 and 5/2 in size: all positive twice, all negative, of both signs."""
+    """Test point ``index``, with coordinates of size 1/2 to 5/2: all positive (0, 1), all negative (2), or mixed (3)."""
     from sympy import Rational
 
     point = {}
@@ -294,24 +295,24 @@ def _point(unknown: list[Any], index: int) -> dict[Any, Any]:
 
 
 def _number(expression: Any) -> Any:
-    """The value to ``_DIGITS`` digits, or None if it has none."""
+    """Value to ``_DIGITS`` digits, or None if the expression has no finite value."""
     try:
         value = expression.evalf(_DIGITS)
     except MemoryError:
         raise
-    except Exception:  # sympy raises many kinds; it has no value there
+    except Exception:  # sympy raises many kinds of errors; the value is undefined
         return None
     return value if value.is_number and value.is_finite and not value.free_symbols else None
 
 
 def close(one: Any, other: Any, *sources: Any) -> bool:
-    """Whether two numbers agree up to what rounding can have done to them."""
+    """True if two numbers are equal within rounding errors."""
     from sympy import Add
 
     scale = max(abs(one), abs(other))
     if scale == 0:
         return True
-    if scale < 1e-20:  # what is left where terms cancel is noise, and is to be measured by the terms
+    if scale < 1e-20:  # terms that cancel leave rounding noise, which is relative to the size of the terms
         terms = [
             abs(number)
             for source in sources

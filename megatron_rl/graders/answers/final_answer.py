@@ -1,17 +1,17 @@
-r"""Finds where the final answer of a response stands: boxes, ``####``, "the answer is", formulas; and who hedges.
+r"""Locates the final answer of a response (boxes, ``####``, "the answer is", formulas) and detects hedging.
 
-An answer counts only where the response commits to it. Words that list alternatives, deny or doubt ("1 or 2", "not 7",
-"maybe") make a sentence no answer.
+An answer counts only if the response commits to it. A sentence that lists alternatives, denies or doubts ("1 or 2",
+"not 7", "maybe") is not an answer.
 
-Invariant: every function takes time linear in the text, whatever the text.
+Invariant: every function takes time linear in the text, for any text.
 """
 
 import re
 
 MAX_ANSWER_CHARS = 1000
-"""An anchored answer longer than this is no answer."""
+"""Maximum length of an anchored answer; a longer text is not an answer."""
 _MAX_GAP_CHARS = 60
-"""Between two boxes or formulas that belong together."""
+"""Maximum distance between two boxes or formulas of one answer."""
 
 _THINK = re.compile(r"<(/?)think>")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
@@ -44,7 +44,8 @@ _HARMLESS = re.compile(
     r"""(?ix) \b(?:that|which|who)\s+(?:could|may|might|can)\s+(?!be\s*(?:[-$0-9\\]|$)) | \bthe\s+(?:most|least)\b
     | << [^<>]{0,80} >> | </?[a-z]{1,10}> | <\|[^<>]{0,30}\|> | [-=]>"""
 )
-"""The number of points that could be in the domain; calculator marks, tags and arrows."""
+"""Text without hedging although it matches: "the number of points that could be in the domain", calculator marks, tags,
+arrows."""
 _EXPLANATION = re.compile(
     r"(?i)[,;]?\s+\(?(?:because|since|as|which|where|given|due|for|that\s+is|so\s+that)\b|\s+\((?=[A-Za-z ]{8})"
 )
@@ -55,7 +56,7 @@ _SECOND_THOUGHT = re.compile(
 
 
 def solution_of(response: str) -> str | None:
-    """The response without its thought; None if the thought does not end."""
+    """Text after the thought; None if the thought does not end."""
     last = None
     for match in _THINK.finditer(response):
         last = match
@@ -64,14 +65,14 @@ def solution_of(response: str) -> str | None:
     return response[last.end() :] if last.group(1) else None
 
 
-# ---------------------------------------------------------------------------------------------------- where it stands
+# ----------------------------------------------------------------------------------------------------------- location
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """(start of the command, start and end of the content) of the closed boxes that hold no other, in order."""
+    """(start of the command, start and end of the content) of all innermost closed boxes, in order."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return []
-    openings: list[tuple[int, int] | None] = []  # for each open brace: where a box and its content start, or None
+    openings: list[tuple[int, int] | None] = []  # for each open brace: start of a box and of its content, or None
     boxes: list[tuple[int, int, int]] = []
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -81,15 +82,16 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
             openings.append((match.start(), match.end()))
         elif token == "}" and openings:
             opening = openings.pop()
+            # A box that opens before the last closed one contains it, and only innermost boxes count.
             if opening is not None and (not boxes or opening[0] > boxes[-1][0]):
                 boxes.append((*opening, match.start()))
     return boxes
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The content of the last closed ``\boxed{...}``; of the inner one if they nest.
+    r"""Content of the last closed ``\boxed{...}``; of the innermost box if boxes nest.
 
-    Boxes that stand together, ``\boxed{1} and \boxed{2}``, are one answer, separated by semicolons.
+    Adjacent boxes, ``\boxed{1} and \boxed{2}``, are one answer, joined by semicolons.
     """
     boxes = _boxes(text)
     if not boxes:
@@ -104,12 +106,12 @@ def boxed_answer(text: str) -> str | None:
 
 
 def open_box(text: str) -> str:
-    r"""What follows a ``\boxed{`` that is never closed; else the text."""
+    r"""Text after a ``\boxed{`` that is never closed; otherwise the whole text."""
     return text.rpartition("\\boxed{")[2] if "\\boxed{" in text and not _boxes(text) else text
 
 
 def _belong_together(between: str) -> bool:
-    """Whether two boxes or formulas with this between them are parts of one answer."""
+    """True if two boxes or formulas separated by ``between`` are parts of one answer."""
     if len(between) > _MAX_GAP_CHARS or _PARTS.search(between):
         return False
     rest = _DELIMITERS.sub(" ", between).strip()
@@ -117,22 +119,22 @@ def _belong_together(between: str) -> bool:
 
 
 def hash_answer(text: str) -> str | None:
-    """What follows the last ``####``, to the end of its line (the GSM8K form)."""
+    """Text after the last ``####``, up to the end of its line (the GSM8K form); None without the marker."""
     start = text.rfind("####")
     return text[start + 4 :].strip().partition("\n")[0].strip() if start >= 0 else None
 
 
 def phrase_answer(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:", to the end of its sentence; "" if the sentence hedges or denies."""
-    found = None
+    """Text after the last "answer is" or "answer:", up to the end of its sentence; "" if the sentence hedges or denies."""
+    phrase = None
     for match in _ANSWER_PHRASE.finditer(text):
-        found = match
-    if found is None:
+        phrase = match
+    if phrase is None:
         return None
-    tail = text[found.end() : found.end() + MAX_ANSWER_CHARS + 1].lstrip()
+    tail = text[phrase.end() : phrase.end() + MAX_ANSWER_CHARS + 1].lstrip()
     end = _SENTENCE_END.search(tail)
     sentence = (tail[: end.start()] if end else tail).strip(" *_`")
-    lead = text[max(0, found.start() - 200) : found.start()]
+    lead = text[max(0, phrase.start() - 200) : phrase.start()]
     lead = _CONCLUSION.split(_SENTENCE_END.split(lead)[-1])[-1]
     if (
         _DOUBT.search(lead)
@@ -144,19 +146,19 @@ def phrase_answer(text: str) -> str | None:
 
 
 def strip_explanation(sentence: str) -> str:
-    """The sentence up to "because" and the like."""
+    """The sentence up to "because" or a similar word."""
     match = _EXPLANATION.search(sentence)
     return sentence[: match.start()] if match else sentence
 
 
 def hedged(text: str) -> bool:
-    """Whether the words of ``text`` list alternatives, deny or doubt."""
+    """True if ``text`` lists alternatives, denies or doubts."""
     text = _HARMLESS.sub(" ", text)
     return bool(_DOUBT.search(text) or _DENIAL.search(text))
 
 
 def hedged_near(text: str, position: int) -> bool:
-    """Whether the sentence around ``position`` doubts, or its clause there denies."""
+    """True if the sentence around ``position`` doubts, or its clause at ``position`` denies."""
     start = max(0, position - 400)
     before, after = text[start:position], text[position : position + 200]
     sentence = _SENTENCE_END.split(_HARMLESS.sub(" ", before))[-1]
@@ -166,7 +168,8 @@ def hedged_near(text: str, position: int) -> bool:
 
 
 def last_formula(text: str) -> tuple[str, int, int] | None:
-    r"""(content, start, end) of the last ``$...$``, ``\(...\)`` or ``\[...\]``, with those that belong to it."""
+    r"""(content, start, end) of the last ``$...$``, ``\(...\)`` or ``\[...\]``, joined with earlier formulas of the same answer."""
+    # Search only the end of the text, to bound the work of the pattern.
     offset = max(0, len(text) - 4 * MAX_ANSWER_CHARS)
     matches = [match for match in _FORMULA.finditer(text, offset)]
     if not matches:

@@ -1,10 +1,10 @@
-r"""Reads plain numbers, exactly, as fractions.
+r"""Parses plain numbers exactly, as fractions.
 
 Integers, decimals, thousands separators, signs, currencies, percent, fractions, mixed numbers, powers of ten, LaTeX and
-Unicode spellings of all these, units behind them. Everything else is for ``parse_answer.py``.
+Unicode spellings of all these, with units after them. All other answers are parsed by ``parse_answer.py``.
 
-Invariants: every function takes time linear in the text, whatever the text; numbers longer than ``MAX_NUMBER_CHARS``
-are not numbers; only ASCII digits are digits.
+Invariants: every function takes time linear in the text, for any text; numbers longer than ``MAX_NUMBER_CHARS`` are
+rejected; only ASCII digits are digits.
 """
 # ruff: noqa: RUF001 (signs of mathematics look like others)
 
@@ -14,7 +14,8 @@ from fractions import Fraction
 
 MAX_NUMBER_CHARS = 256
 _MARGIN_CHARS = 32
-"""How far left of a number its meaning may be decided: by a sign, a caret, the top of a LaTeX fraction."""
+"""Characters to the left of a number that can change its meaning: a sign, a caret, the numerator of a LaTeX fraction.
+"""
 _STEP_CHARS = MAX_NUMBER_CHARS + 2 * _MARGIN_CHARS
 
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -23,16 +24,16 @@ NO_UNITS = frozenset(
     "perhaps possibly probably either neither nor if unless except wrong incorrect thousand million billion trillion "
     "than least most factorial squared cubed choose base through".split()
 )
-"""Words behind a number that make it something else than a number with a unit."""
+"""Words after a number that give it another meaning than a number with a unit."""
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
-"""1 000 000."""
+"""Matches thousands separated by spaces, such as 1 000 000."""
 
 _NUMBER = re.compile(
     r"""
     (?= [-+$.0-9] )                                            # most positions fail here, which is quick
     (?<![A-Za-z0-9_.^]) (?<!\^-) (?<![\^_]\{) (?<!\^\{-)       # not inside a word, an exponent or an index
-    (?P<in_date> (?<= [0-9]/ ) )?                              # in 12/25/2020, no two parts are a fraction
-    (?P<sign> (?<![0-9A-Za-z)\]}%]) [-+] )? \$?                # 5-3 is two numbers, no sign; -$5
+    (?P<in_date> (?<= [0-9]/ ) )?                              # 12/25/2020 contains no fraction
+    (?P<sign> (?<![0-9A-Za-z)\]}%]) [-+] )? \$?                # 5-3 is two numbers without a sign; -$5
     (?P<sign_after> (?<=\$) [-+] )?                            # $-5
     (?> (?P<mixed> [0-9]+ ) [ ]+ (?= [0-9]+/[0-9]+ (?![0-9./]) ) )?
     (?> (?P<whole> [1-9][0-9]{0,2} (?:,[0-9]{3})+ (?![0-9]) | [0-9]+ )? (?P<decimals> \.[0-9]+ )? )
@@ -61,7 +62,7 @@ _ASSIGNED = re.compile(
     rf"(?:[A-Za-z]|{GREEK}|[A-Za-z]+ ?\([^()=<>]{{1,40}}\)|[A-Za-z]{{3,}}(?: [A-Za-z]+){{0,4}})"
     r"(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))? *= *"
 )
-"""What a number may be called: x, x_1, f(3), P(A), total cost."""
+"""Matches a name and equals sign before a number: x, x_1, f(3), P(A), total cost."""
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff\ufe0f]")
 _MINUS = re.compile("[\u2010-\u2015\u2212\ufe63\uff0d]")
 _NEGATIVE_SPACE = re.compile(r"\\!\s*|\s?\{\s?,\s?\}")
@@ -97,15 +98,15 @@ _SPELLINGS = (
 
 @dataclass(frozen=True)
 class ParsedNumber:
-    """A number as read: ``50%`` has value 50 and is a percentage."""
+    """A parsed number: ``50%`` has value 50 and ``percent`` set."""
 
     value: Fraction
     percent: bool = False
     decimals: int = 0
-    """Places behind the point, where it is written as a plain decimal."""
+    """Number of decimal places, if written as a plain decimal."""
 
     def equals(self, other: "ParsedNumber") -> bool:
-        """Exact equality. 50% equals 50% and, where the other side has no sign, both 50 and 0.5."""
+        """Exact equality. 50% equals 50% and, if the other number is not a percentage, both 50 and 0.5."""
         if self.value == other.value:
             return True
         if self.percent == other.percent:
@@ -117,11 +118,11 @@ class ParsedNumber:
         return f"{self.value}{'%' if self.percent else ''}"
 
 
-# -------------------------------------------------------------------------------------------------- what number it is
+# ----------------------------------------------------------------------------------------------------- number parsing
 
 
 def respell(text: str) -> str:
-    """Rewrite LaTeX and Unicode spellings that numbers use; what cannot be seen goes."""
+    """Normalize LaTeX and Unicode spellings used in numbers; invisible characters are removed."""
     if not text.isascii():
         text = _MINUS.sub("-", _INVISIBLE.sub("", text))
         text = _VULGAR_FRACTION.sub(_latex_fraction, text)
@@ -137,7 +138,7 @@ def _latex_fraction(match: re.Match[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """As ``respell``, and with fractions as 1/2."""
+    """Same as ``respell``, but with fractions as 1/2."""
     text = respell(text)
     return _LATEX_FRACTION.sub(_plain_fraction, _REPEATING.sub(_plain_repeating, text)) if "\\" in text else text
 
@@ -155,26 +156,26 @@ def _plain_repeating(match: re.Match[str]) -> str:
 
 
 def _to_number(match: re.Match[str]) -> ParsedNumber | None:
-    part = match.groupdict()
-    value = Fraction(int((part["whole"] or "0").replace(",", "")))
-    if part["decimals"]:
-        value += Fraction(int(part["decimals"][1:]), 10 ** (len(part["decimals"]) - 1))
-    if part["exponent"] or part["power"]:
-        value *= Fraction(10) ** int(part["exponent"] or part["power"])
-    if part["denominator"]:
-        if int(part["denominator"]) == 0:
+    groups = match.groupdict()
+    value = Fraction(int((groups["whole"] or "0").replace(",", "")))
+    if groups["decimals"]:
+        value += Fraction(int(groups["decimals"][1:]), 10 ** (len(groups["decimals"]) - 1))
+    if groups["exponent"] or groups["power"]:
+        value *= Fraction(10) ** int(groups["exponent"] or groups["power"])
+    if groups["denominator"]:
+        if int(groups["denominator"]) == 0:
             return None
-        value /= int(part["denominator"])
-    value = (value + int(part["mixed"] or 0)) * _SCALES.get(part["scale"] or "", 1)
-    if "-" in (part["sign"], part["sign_after"]):
+        value /= int(groups["denominator"])
+    value = (value + int(groups["mixed"] or 0)) * _SCALES.get(groups["scale"] or "", 1)
+    if "-" in (groups["sign"], groups["sign_after"]):
         value = -value
-    plain = not (part["denominator"] or part["mixed"] or part["scale"] or part["exponent"] or part["power"])
-    decimals = len(part["decimals"] or ".") - 1 if plain else 0
-    return ParsedNumber(value, bool(part["percent"]), decimals)
+    plain = not (groups["denominator"] or groups["mixed"] or groups["scale"] or groups["exponent"] or groups["power"])
+    decimals = len(groups["decimals"] or ".") - 1 if plain else 0
+    return ParsedNumber(value, bool(groups["percent"]), decimals)
 
 
 def parse_number(text: str) -> ParsedNumber | None:
-    """The number that ``text`` is as a whole, units and a name in front ("x =") aside; None if it is anything else."""
+    """Parse ``text`` as a single number, with an optional unit and name ("x ="); None for any other text."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _INTEGER.fullmatch(text):
@@ -196,14 +197,14 @@ def parse_number(text: str) -> ParsedNumber | None:
 
 
 def _plain_text(match: re.Match[str]) -> str:
-    """A unit marked as text stands in parentheses; a number marked as text is that number."""
+    """Put a unit marked as text into parentheses; a number marked as text stays that number."""
     return match.group(1) if any(char in "0123456789" for char in match.group(1)) else f" ({match.group(1)})"
 
 
 def _is_unit(tail: str) -> bool:
-    """Whether what follows a number leaves it that number: nothing, punctuation or a unit.
+    """True if the text after a number does not change it: nothing, punctuation or a unit.
 
-    A single letter is no unit (5x is not 5) unless LaTeX marks it as text, which arrives here in parentheses; 5! is
+    A single letter is not a unit (5x is not 5) unless LaTeX marks it as text, which arrives here in parentheses; 5! is
     not 5.
     """
     tail = tail.strip(" \t\r\n.$*_`")
@@ -220,15 +221,15 @@ def _is_unit(tail: str) -> bool:
 
 
 def last_number(text: str, separator: str = "") -> tuple[ParsedNumber, str] | None:
-    """The last number in ``text``, and how it is written.
+    """Last number in ``text``, and its spelling.
 
     Args:
-        separator: Stands between numbers; with "," as separator, 122,134 is the numbers 122 and 134.
+        separator: Text between numbers; with "," as separator, 122,134 is the numbers 122 and 134.
     """
     if separator:
         text = text.replace(separator, "\n")
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
-    # The pattern is quadratic on long runs of digits and commas, so it only sees a window; a short one mostly does.
+    # The pattern is quadratic on long runs of digits and commas, so it runs on a window; a short window is usually enough.
     window_chars = 64
     while end > 0:
         start = max(0, end - window_chars)
@@ -254,6 +255,6 @@ def _last_match(text: str) -> tuple[ParsedNumber, re.Match[str]] | None:
 
 
 def all_numbers(text: str) -> list[ParsedNumber]:
-    """The numbers in a short text."""
+    """All numbers in a short text."""
     found = (_to_number(match) for match in _NUMBER.finditer(_plain(text[: 4 * MAX_NUMBER_CHARS])))
     return [number for number in found if number is not None]

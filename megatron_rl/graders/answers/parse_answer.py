@@ -1,7 +1,7 @@
-r"""Reads what an answer in LaTeX or plain text means: values, lists, sets, points, intervals and relations.
+r"""Parses the meaning of an answer in LaTeX or plain text: values, lists, sets, points, intervals and relations.
 
-The structure (separators, brackets, relation signs) is read here, a single expression by latex2sympy. Nothing is
-skipped to make a text readable: what is not understood as a whole raises ``ParseError``.
+The structure (separators, brackets, relation signs) is parsed here, single expressions by latex2sympy. No part of a text
+is skipped: a text that cannot be parsed as a whole raises ``ParseError``.
 """
 # ruff: noqa: RUF001 (signs of mathematics look like others)
 
@@ -16,12 +16,12 @@ from megatron_rl.graders.answers.number_parsing import GREEK, respell
 _MAX_WORDS = 4
 _PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]*[a-z]{3}(?![A-Za-z}])")
 _MAX_DEPTH = 60
-"""Brackets inside brackets."""
+"""Maximum nesting depth of brackets."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Several things. ``kind`` is ``list`` (bare), ``or`` (bare, joined by "or"), ``{``, or a pair of brackets."""
+    """Several items. ``kind`` is ``list`` (bare), ``or`` (bare, joined by "or"), ``{``, or a pair of brackets."""
 
     kind: str
     items: tuple["Meaning", ...]
@@ -29,7 +29,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``name = value``, also ``x in S`` and ``f(3) = 5``."""
+    """An assignment ``name = value``, also ``x in S`` and ``f(3) = 5``."""
 
     name: str
     value: "Meaning"
@@ -39,7 +39,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Relation:
-    """``sides[0] signs[0] sides[1] ...``; signs are ``= != < <= > >=``."""
+    """A chain ``sides[0] signs[0] sides[1] ...``; signs are ``= != < <= > >=``."""
 
     sides: tuple[Value, ...]
     signs: tuple[str, ...]
@@ -106,20 +106,22 @@ _SEGMENT_MARKS = re.compile(
 
 
 def read(text: str) -> Meaning:
-    """What ``text`` means as a whole.
+    """Parse the meaning of the whole ``text``.
 
     Raises:
-        Unreadable: it is no mathematics as a whole, divides by zero, or is too large to compute.
+        Unreadable: the text is not mathematics as a whole, divides by zero, or is too large to compute.
     """
-    found = _read_once(_respell(text))
-    if isinstance(found, str):
-        raise ParseError(found)
-    return found
+    meaning = _read_once(_respell(text))
+    if isinstance(meaning, str):
+        raise ParseError(meaning)
+    return meaning
 
 
 @lru_cache(maxsize=4096)
 def _read_once(text: str) -> Meaning | str:
-    """The meaning, or why there is none: many responses to one prompt share their truth and their answers."""
+    """Meaning, or the reason why there is none. Cached, because responses to one prompt share their ground truth and
+    answers."""
+    # Reject prose early, because the LaTeX parser is slow and reads words as products of variables.
     if len(_PROSE.findall(text)) > _MAX_WORDS:
         return "prose"
     try:
@@ -129,7 +131,7 @@ def _read_once(text: str) -> Meaning | str:
 
 
 def _respell(text: str) -> str:
-    """One spelling for what can be written in several ways."""
+    """Normalize different spellings of the same notation."""
     text = respell(text).translate(_UNICODE_TABLE)
     text = _SUPERSCRIPT.sub(lambda match: "^{" + match.group().translate(_POWERS) + "}", text)
     text = (
@@ -167,7 +169,7 @@ def _latex_name(match: re.Match[str]) -> str:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, int, int, int]]:
-    """(token, start, end, depth before it); brackets of any kind nest, since ``[0, 1)`` is an interval."""
+    """(token, start, end, depth before it); brackets of any kind nest, because ``[0, 1)`` is an interval."""
     depth = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -184,14 +186,14 @@ def _tokens(text: str) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _split(text: str, wanted: "frozenset[str] | set[str]") -> tuple[list[str], list[str]]:
-    """Parts of ``text`` between the wanted tokens outside brackets, and those tokens."""
-    parts, found, start = [], [], 0
+    """(parts of ``text`` between the wanted tokens outside brackets, those tokens)."""
+    parts, separators, start = [], [], 0
     for token, token_start, token_end, depth in _tokens(text):
         if depth == 0 and token in wanted:
             parts.append(text[start:token_start])
-            found.append(token)
+            separators.append(token)
             start = token_end
-    return [*parts, text[start:]], found
+    return [*parts, text[start:]], separators
 
 
 def _read(text: str, depth: int) -> Meaning:
@@ -199,6 +201,7 @@ def _read(text: str, depth: int) -> Meaning:
     if not text or depth > _MAX_DEPTH:
         raise ParseError("nothing")
     text = text if depth else _without_thousands(text)
+    # Semicolons bind weaker than commas: "1, 2; 3, 4" is a list of two points.
     for separators in ({";"}, {",", *_SEPARATORS}):
         parts, found = _split(text, separators)
         items = [part for part in parts if part.strip(" ~")]
@@ -214,7 +217,7 @@ def _read(text: str, depth: int) -> Meaning:
 
 
 def _list(kind: str, items: list[Meaning]) -> Meaning:
-    """A list, in which ``x = 1, 2`` names every item x and a list of ``p = 5, q = 2`` is a list of points."""
+    """Build a list. In ``x = 1, 2`` the name applies to every item; a list of ``p = 5, q = 2`` is a list of points."""
     if all(isinstance(item, Collection) and item.kind in BARE and len(item.items) > 1 for item in items):
         items = [Collection("()", item.items) for item in items if isinstance(item, Collection)]
     items = _flat(items)
@@ -225,7 +228,7 @@ def _list(kind: str, items: list[Meaning]) -> Meaning:
 
 
 def _flat(items: list[Meaning]) -> list[Meaning]:
-    r"""Without lists in lists: ``1 \pm 2, 5`` is three numbers."""
+    r"""Flatten lists in lists: ``1 \pm 2, 5`` is three numbers."""
     flat: list[Meaning] = []
     for item in items:
         if isinstance(item, Collection) and item.kind in BARE:
@@ -238,7 +241,7 @@ def _flat(items: list[Meaning]) -> list[Meaning]:
 
 
 def _without_thousands(text: str) -> str:
-    """12,345 is one number, but (12,345) is a point."""
+    """Remove thousands separators: 12,345 is one number, but (12,345) is a point."""
     if not _THOUSANDS.search(text):
         return text
     depths = {start: depth for token, start, _, depth in _tokens(text) if token == ","}
@@ -255,7 +258,7 @@ def _read_relation(text: str, depth: int) -> Meaning:
     if not tokens:
         return _read_term(text, depth)
     signs = [_SIGNS[token] for token in tokens]
-    if len(signs) > 1 and signs[-1] == "~":  # x = 1/3 = 0.33: what it is, not what it is about
+    if len(signs) > 1 and signs[-1] == "~":  # x = 1/3 ~ 0.33: keep the exact value, drop the approximation
         parts, signs = parts[:-1], signs[:-1]
     if set(signs) <= {"=", "in", "~"} and _is_name(parts[0].strip()):
         return _read_named(parts, depth)
@@ -267,21 +270,21 @@ def _read_relation(text: str, depth: int) -> Meaning:
         raise ParseError("about equal, congruent, a map or an element")
     sides = [_read_term(part, depth) for part in parts]
     if not all(isinstance(side, Value) and not side.text and hasattr(side.expression, "is_Add") for side in sides):
-        raise ParseError("a relation between things that are no numbers")
+        raise ParseError("a relation between operands that are not numbers")
     return _settled(Relation(tuple(side for side in sides if isinstance(side, Value)), tuple(signs)))
 
 
 def _settled(relation: Relation) -> Meaning:
-    """The value of ``2 + 3 = 5``, if that is true; any other relation as it is."""
+    """The value of ``2 + 3 = 5``, if the relation is true; other relations unchanged."""
     if any(unknowns(side.expression) for side in relation.sides):
         return relation
     if relation.signs != ("=",) or not same_value(*relation.sides):
-        raise ParseError("a relation between numbers that says nothing or is not true")
+        raise ParseError("a relation between numbers that is trivial or not true")
     return relation.sides[1]
 
 
 def _read_named(parts: list[str], depth: int) -> Assignment:
-    """What a name is said to be, at last: of ``x = 2 + 3 = 5`` the steps in between are not graded."""
+    """Parse a name and its last value; the steps in between, as in ``x = 2 + 3 = 5``, are only checked for syntax."""
     value = _read_term(parts[-1], depth)
     for part in parts[1:-1]:
         _read_term(part, depth)
@@ -289,7 +292,7 @@ def _read_named(parts: list[str], depth: int) -> Assignment:
 
 
 def _read_chain(parts: list[str], depth: int) -> Meaning:
-    """The last of several things said to be equal; all must be."""
+    """Last side of a chain of equations, all of which must hold."""
     meanings = [_read_term(part, depth) for part in parts]
     last = meanings[-1]
     for meaning in meanings[:-1]:
@@ -312,7 +315,7 @@ def _is_tuple_of_names(text: str) -> bool:
 
 
 def _name(text: str) -> str:
-    """The name without its marks, and without the variable of a function: f for f(x), but f(3) for f(3)."""
+    """The name without markup and without a function's variable: f for f(x), but f(3) for f(3)."""
     return re.sub(r"\\text|[{}\s\\]|\([a-z]\)$", "", text.strip())
 
 
@@ -333,7 +336,7 @@ def _read_term(text: str, depth: int) -> Meaning:
 
 
 def _read_group(text: str, opening: str, closing: str, depth: int) -> Meaning | None:
-    """Bracketed ``text`` as point, interval, set or the thing itself; None if the brackets belong to an expression."""
+    """Parse bracketed ``text`` as a point, interval, set or plain term; None if the brackets belong to an expression."""
     inner = text[len(opening) : -len(closing)]
     kind = "{" if opening == "\\{" else "()" if opening == "\\langle" else opening + closing
     if kind == "{" and not inner.strip():

@@ -1,1 +1,1 @@
-"""Untrusted programs in confined processes. Imports nothing else of this package."""
+"""Runs untrusted programs in confined processes. Imports nothing else of this package."""

@@ -1,7 +1,7 @@
-"""Test cases as data: the rows of APPS (``input_output``) and LiveCodeBench, written as tests for the sandbox. Pure.
+"""Converts test cases given as data, rows of APPS (``input_output``) and LiveCodeBench, to tests for the sandbox. Pure.
 
-A case is a text that the program reads and one that it prints, or arguments of a function and its result. What is
-compared is at the end of this file: it runs with the tests, next to no line of the program.
+A case is the text that the program reads and the text that it must print, or arguments of a function and its result.
+The comparison functions are at the end of this file; they run with the tests, never in the program's interpreter.
 """
 
 import inspect
@@ -17,26 +17,26 @@ IMPORTS = (
     "import typing, collections, heapq, bisect, itertools, functools, math, sys, os, re, string, random, operator, copy, io\n"
     "import json, datetime, time, statistics, fractions, decimal\n"
 )
-"""What these data sets let a program use without saying so."""
+"""Imports that these data sets let a program use without importing."""
 
 
 @dataclass(frozen=True)
 class Case:
     given: Any
-    """What is read, or the list of arguments."""
+    """Input text, or the list of arguments."""
     expected: tuple[Any, ...]
-    """What may be printed or returned; any of them is right."""
+    """Accepted outputs or results."""
 
 
 def read_cases(tests: Any, function: str = "") -> tuple[list[Case], str] | None:
-    """(cases, name of the function or ""), or None if ``tests`` are no cases: source text, or a list of it.
+    """(cases, name of the function or ""), or None if ``tests`` are not cases but source text or a list of it.
 
     Args:
         tests: {"inputs", "outputs", "fn_name"?}, [{"input", "output", "testtype"?}, ...], or JSON text of either.
-        function: Where cases call a function but do not say its name.
+        function: Function to call if the cases do not name one.
 
     Raises:
-        ValueError: cases that cannot be run, with the reason.
+        ValueError: cases that cannot run, with the reason.
     """
     if isinstance(tests, str):
         try:
@@ -76,7 +76,8 @@ def _printed(given: Any, expected: Any) -> Case:
 
 
 def _call(given: Any, expected: Any) -> Case:
-    """Arguments are a list, or one JSON value per line; the result is a value, JSON text, or a list around it."""
+    """Case that calls a function. Arguments are a list, or one JSON value per line; the result is a value, JSON text,
+    or a list around it."""
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list):
@@ -90,7 +91,7 @@ def _call(given: Any, expected: Any) -> Case:
 
 
 def tests_of(cases: Sequence[Case], function: str) -> str:
-    """Tests in Python. Cases stand in them as one JSON text, which is read faster than as many literals."""
+    """Tests in Python source. The cases are one JSON text, which is parsed faster than Python literals."""
     data = json.dumps([[case.given, list(case.expected)] for case in cases])
     check = (
         f"any(same_result(_result, right) for _result in [{function}(*given)] for right in expected)"
@@ -98,6 +99,7 @@ def tests_of(cases: Sequence[Case], function: str) -> str:
         else "same_output(run_program(given), expected[0])"
     )
     lines = [f"given, expected = CASES[{number}]\nassert {check}" for number in range(len(cases))]
+    # Tests are self-contained source text, so the comparison functions are copied into them.
     source = "\n".join(inspect.getsource(part) for part in (_close, same_output, same_result))
     return "\n".join(["import json, math", source, f"CASES = json.loads({data!r})", *lines])
 
@@ -110,13 +112,14 @@ def _close(got: float, expected: float) -> bool:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Line by line without the white space around; fractions that differ by 1e-6 of their size are the same."""
+    """Compare outputs line by line, ignoring surrounding whitespace; fractions may differ by 1e-6, relative."""
     lines = [[line.split() for line in text.strip().splitlines()] for text in (got, expected)]
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
     words = [[word for line in text for word in line] for text in lines]
     for one, other in zip(*words, strict=True):
         if one != other:
+            # Integers must match as text; only fractions have a tolerance.
             try:
                 if other.lstrip("+-").isdigit() or not _close(float(one), float(other)):
                     return False
@@ -126,7 +129,8 @@ def same_output(got: str, expected: str) -> bool:
 
 
 def same_result(got: object, expected: object) -> bool:
-    """Tuples count as lists and keys of dicts as texts, as JSON has it; fractions as in ``same_output``."""
+    """Compare results as JSON does: tuples equal lists, keys of dicts are text; fractions may differ as in
+    ``same_output``."""
     if isinstance(got, (list, tuple)) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same_result, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):

@@ -1,11 +1,12 @@
-"""How a process is confined for good, and the folder that it may write to.
+"""Confines a process permanently, and provides the folder that it may write to.
 
-- filter: Landlock confines files, and a seccomp filter lists the system calls that computing needs. Nothing in the list
-  starts a process, reaches another one, opens a connection or changes a file's owner, mode or times.
-- namespaces: the same, in a supervisor that bubblewrap has put into namespaces of its own (sandbox.py).
-- none: resource limits, and what of the filter this kernel knows.
+- filter: Landlock confines files, and a seccomp filter allows only the system calls that computing needs. No allowed
+  call starts a process, accesses another process, opens a connection or changes a file's owner, mode or times.
+- namespaces: the same, in a supervisor that bubblewrap has put into its own namespaces (sandbox.py).
+- none: resource limits, and the parts of the filter that this kernel supports.
 
-Invariant: what a level promises and the machine lacks raises OSError or RuntimeError before any program runs.
+Invariant: if the machine does not support a guard of the level, OSError or RuntimeError is raised before any program
+runs.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MAX_ENTRIES, _MAX_PATH_CHARS = 4096, 1024
-"""Files and folders of a program."""
+"""Maximum number of files and folders of a program, and maximum length of a path."""
 _MIN_MEMORY_FOLDER_BYTES = 256 << 20
 _PREFIX = "megatron_rl_sandbox_"
 _STACK_BYTES = 64 << 20
@@ -43,7 +44,7 @@ getpriority getcpu get_mempolicy futex set_robust_list get_robust_list set_tid_a
 getrandom exit exit_group restart_syscall statfs fstatfs copy_file_range sendfile wait4 waitid sendto recvfrom sendmsg
 recvmsg getsockname getpeername getsockopt setsockopt shutdown
 """.split()
-"""No socket can be made but a connected pair: asyncio wakes itself through one."""
+"""Allowed system calls. The only sockets are connected pairs, which asyncio uses to wake itself."""
 _IOCTLS = (0x5421, 0x5450, 0x5451, 0x541B)  # FIONBIO, FIONCLEX, FIOCLEX, FIONREAD
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # all but those that send signals, and leases
 
@@ -51,16 +52,16 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # all but those that send signals, and
 @dataclass(frozen=True)
 class SandboxLimits:
     time_s: float
-    """CPU time of program and tests, once what they import is loaded."""
+    """CPU seconds of program and tests, not counting their imports."""
     wall_s: float
     memory_bytes: int
     disk_bytes: int
     num_processes: int
-    """Threads, that is: no process can be started."""
+    """Maximum number of threads; child processes cannot be started."""
 
 
 def visible_paths() -> list[str]:
-    """What a program may read: the Python installation and the system's libraries."""
+    """Paths that a program may read: the Python installation and the system's libraries."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     paths += [
         "/usr",
@@ -73,31 +74,33 @@ def visible_paths() -> list[str]:
         *sysconfig.get_paths().values(),
     ]
     paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-    paths += [os.path.realpath(path) for path in paths]  # a virtual environment may be reached through a link
+    paths += [os.path.realpath(path) for path in paths]  # a virtual environment may be a symlink
     paths = sorted({os.path.abspath(path) for path in paths if os.path.exists(path)})
     return [path for path in paths if not any(path != other and path.startswith(f"{other}/") for other in paths)]
 
 
 class Guards:
-    """One level, prepared once; ``confine`` puts it over a forked process."""
+    """Guards of one level, prepared once; ``confine`` applies them to a forked process."""
 
     def __init__(self, level: str) -> None:
-        """Raises:
-        OSError, RuntimeError: this machine cannot.
+        """Prepare the guards.
+
+        Raises:
+            OSError, RuntimeError: this machine does not support the level.
         """
         self.level = level
         self._rules: Any = None
         self._filter: Any = None
         with open("/proc/self/statm") as file:
             self.base_bytes = int(file.read().split()[0]) * resource.getpagesize()
-        """Address space of the supervisor, which its forks start with."""
+        """Address space of the supervisor in bytes; its forks start with it."""
         self.folder = make_folder()
         with contextlib.nullcontext() if level != "none" else contextlib.suppress(Exception):
             self._filter = _system_calls()
         with contextlib.nullcontext() if level == "filter" else contextlib.suppress(Exception):
             self._rules = _files(self.folder)
         self.files = set() if self._rules is None else {self._rules._fd}
-        """What a process needs until it is confined."""
+        """File descriptors that a process needs until it is confined."""
 
     def confine(self, limits: SandboxLimits, parent_pid: int) -> None:
         os.setsid()
@@ -145,7 +148,8 @@ def _drop_capabilities() -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """From now on, in whole seconds: the supervisor watches more closely, this holds without it."""
+    """Limit CPU time from now on, in whole seconds. The supervisor polls more closely; this limit holds even without
+    it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
@@ -201,7 +205,8 @@ def _system_calls() -> Any:
 
 
 def make_folder() -> str:
-    """An empty folder of this process, in memory if there is enough. Those of killed supervisors are removed first."""
+    """Create an empty folder of this process, in memory if there is enough. Folders of killed supervisors are removed
+    first."""
     root = tempfile.gettempdir()
     if os.access("/dev/shm", os.W_OK):
         about = os.statvfs("/dev/shm")
@@ -210,7 +215,7 @@ def make_folder() -> str:
     for name in os.listdir(root):
         pid, path = name.removeprefix(_PREFIX).partition("_")[0], f"{root}/{name}"
         if name.startswith(_PREFIX) and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            with contextlib.suppress(FileNotFoundError):  # another one removes it as well
+            with contextlib.suppress(FileNotFoundError):  # another process may remove it at the same time
                 if os.stat(path).st_uid == os.geteuid():
                     empty_folder(path)
                     os.rmdir(path)
@@ -218,7 +223,8 @@ def make_folder() -> str:
 
 
 def folder_bytes(folder: str) -> int:
-    """What is in a folder; more than any limit if it has too many entries, or paths too long, to be looked through."""
+    """Size of a folder's content in bytes; more than any limit if it has too many entries, or too long paths, to be
+    scanned."""
     num_bytes, num_entries, waiting = 0, 0, [folder]
     while waiting:
         path = waiting.pop()
@@ -232,14 +238,14 @@ def folder_bytes(folder: str) -> int:
                 else:
                     num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
         except (FileNotFoundError, PermissionError):
-            pass  # deleted meanwhile, or closed with what was counted before
+            pass  # deleted during the scan, or not readable
         except OSError:
             return sys.maxsize
     return num_bytes
 
 
 def empty_folder(folder: str) -> None:
-    """Delete what is in a folder, however deep it is: by bringing folders up, not by going down."""
+    """Delete a folder's content at any depth: subfolders are moved up instead of recursing into them."""
     prefix, number = f"{folder}/{secrets.token_hex(8)}", 0
     while entries := list(os.scandir(folder)):
         for entry in entries:

@@ -1,6 +1,6 @@
-"""The process of the tested program: it loads the program when first asked, and answers one request after the other.
+"""Program process: loads the tested program on the first request, and handles requests in sequence.
 
-Nothing here is a guard: the program may do with this interpreter what it likes. What it sends is judged in trusted_process.py.
+No guard is here, because the program controls this interpreter. All messages from it are validated in trusted_process.py.
 """
 
 import atexit
@@ -31,7 +31,7 @@ _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items())
 
 
 def play(program: dict[str, str], wire: FrameChannel) -> None:
-    """Answer until the referee is gone."""
+    """Handle requests until the test process is gone."""
     player = ProgramProcess(program, wire)
     while True:
         player.reply(wire.receive())
@@ -54,11 +54,15 @@ class ProgramProcess:
             self._wire.send({"fault": "memory limit"})
 
     def _answer(self, request: Any) -> Any:
-        """{"values", "nodes"}: the result; {"raise": [name, built-in bases, message]}; {"end"}; {"fault": text}."""
+        """Handle one request.
+
+        Replies: {"values", "nodes"} with the result; {"raise": [name, built-in bases, message]}; {"end"}; {"fault":
+        text}.
+        """
         try:
             values, containers = decode(request, self._import, self._records)
             result = getattr(self, f"_do_{request['do']}")(*values)
-            # A call that returns nothing is meant to change its arguments.
+            # A call that returns None is expected to change its arguments, so send them back.
             return encode([result], self._export, self._records, containers if result is None else ())[0]
         except PeerGone:
             os._exit(0)
@@ -72,7 +76,7 @@ class ProgramProcess:
             return {"raise": _describe(error)}
 
     def _do_load(self) -> None:
-        random.seed(0)  # a grade must not depend on luck
+        random.seed(0)  # scores must be reproducible
         module = sys.modules["solution"] = types.ModuleType("solution")
         program, self._namespace = self._program, module.__dict__
         entry_point = program["entry_point"] or infer_entry_point(program["prompt_code"])
@@ -84,7 +88,7 @@ class ProgramProcess:
         module.__dict__.update(shared)
         for code in compose(program["code"], program["prompt_code"], entry_point):
             exec(code, module.__dict__)
-        # What the tests give are instances of the prompt's classes, or of the program's own of the same name.
+        # Tests send instances of the prompt's classes; the program may have redefined a class under the same name.
         self._records = {name: own for name in self._records if isinstance(own := self._namespace.get(name), type)}
 
     def _do_call(self, function: Any, arguments: Any, keywords: Any) -> Any:
@@ -103,7 +107,7 @@ class ProgramProcess:
         return value
 
     def _do_main(self, text: str) -> str:
-        """Run the program as a script that reads ``text``; returns what it prints."""
+        """Run the program as a script with ``text`` as standard input; returns its output."""
         random.seed(0)
         with open("stdin", "wb+") as given, open("stdout", "wb+") as printed:
             given.write(text.encode(errors="surrogatepass"))
@@ -148,7 +152,7 @@ class ProgramProcess:
         kind, key = reference
         if kind == "callback":
             return _Callback(self, key)
-        if kind == "import":  # of the standard library: the referee imports nothing else
+        if kind == "import":  # from the standard library: the test process imports nothing else
             module, _, name = key.partition(":")
             return getattr(importlib.import_module(module), name)
         return self._objects[key] if kind == "object" else self._named(key)
@@ -162,7 +166,7 @@ class ProgramProcess:
 
 
 class _Callback:
-    """A function of the tests, as the program sees it."""
+    """A function of the tests, as seen by the program."""
 
     def __init__(self, player: ProgramProcess, number: int) -> None:
         self._player, self.number = player, number
@@ -171,7 +175,7 @@ class _Callback:
         player = self._player
         message, _ = encode([arguments, keywords], player._export, player._records)
         player._wire.send({**message, "callback": self.number})
-        while "do" in (reply := player._wire.receive()):  # the function asks the program in turn
+        while "do" in (reply := player._wire.receive()):  # the function may call the program in turn
             player.reply(reply)
         if "raise" in reply:
             name, bases, text = reply["raise"]

@@ -1,17 +1,17 @@
 """Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
 
-A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes for each program: one runs the
+A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes per program: one runs the
 program (program_process.py), one its tests (trusted_process.py).
 
 Invariants:
 
-- A program passed only if the referee says that all tests held. Program and tests never share an interpreter.
+- A program passed only if the referee reports that all tests passed. Program and tests never share an interpreter.
 - ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
-- What a program does is an Outcome. BadTestsError: the tests cannot run, whatever the program. SandboxError: the sandbox
-  failed. A program can bring about neither.
-- Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
+- The result of a program is an Outcome. BadTestsError: the tests cannot run, regardless of the program. SandboxError: the
+  sandbox failed. A program can cause neither.
+- Without guards against the network, other processes and other files nothing runs, unless ``allow_unsandboxed`` is set.
 
-Thread safe; runs are one at a time.
+Thread-safe; runs are serialized.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Self
 
+from megatron_rl.graders.sandbox.channel import pack_frame, read_frame
 from megatron_rl.graders.sandbox.guards import visible_paths
-from megatron_rl.graders.sandbox.supervisor import HEADER
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
-"""Beyond the deadline, for the supervisor to kill and answer; then it is lost itself."""
+"""Time after the deadline in which the supervisor must kill and reply; then it counts as lost."""
 _MAX_VERDICT_BYTES = 1 << 16
 LEVELS = ("namespaces", "filter")
 _BOOT = (
@@ -47,11 +47,11 @@ _Level = Literal["namespaces", "filter", "none"]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not run a program; says nothing about the program."""
+    """The sandbox could not run a program; the error implies nothing about the program."""
 
 
 class BadTestsError(ValueError):
-    """The tests cannot be run, whatever the program."""
+    """The tests cannot run with any program."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +59,31 @@ class Program:
     code: str
     tests: str | Sequence[str]
     prompt_code: str = ""
-    """What the code continues, or what its imports and helpers come from."""
+    """Text that the code continues, or that its imports and helpers come from."""
     entry_point: str = ""
     setup: str = ""
-    """Runs before the code, and before the tests."""
+    """Code that runs before the program, and before the tests."""
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use."""
+    """Limits of one program."""
 
     time_s: float = 3.0
-    """CPU time of program and tests together, once what they import is loaded."""
+    """CPU seconds of program and tests together, not counting their imports."""
     memory_mb: int = 512
-    """Address space of the program's process."""
+    """Address space of the program's process, in MiB."""
     disk_mb: int = 16
     num_processes: int = 16
-    """Threads: no process can be started."""
+    """Number of threads; no process can be started."""
     wall_s: float = 4.5
-    """By the clock, waiting and imports included."""
+    """Seconds by the clock, waiting and imports included."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
     num_passed: int
-    """Asserts that held, where they are counted one by one."""
+    """Asserts that passed, if they are counted one by one."""
     num_failed: int
     detail: str
 
@@ -97,10 +97,12 @@ class CaseResult:
 
 
 class Sandbox:
-    """Args:
-    level: How programs are confined; None takes the first of ``LEVELS`` that this machine can do.
-    allow_unsandboxed: Run with resource limits only where it can do none of them.
-    preload: Modules that programs often import, loaded once.
+    """Runs programs with their tests in one supervisor's processes.
+
+    Args:
+        level: Kind of confinement; None takes the first of ``LEVELS`` that this machine supports.
+        allow_unsandboxed: Run with resource limits only, if the machine supports no level.
+        preload: Modules that programs often import, loaded once.
     """
 
     def __init__(
@@ -111,13 +113,18 @@ class Sandbox:
         self._lock = threading.Lock()
         self._supervisor: _SupervisorHandle | None = None
         self.level = ""
-        """The level in use, once started."""
+        """Level in use, once started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor; None if none was started."""
+        return self._supervisor.process.pid if self._supervisor else None
 
     def start(self) -> None:
-        """Start the supervisor. ``run`` does it too, and starts a lost one again.
+        """Start the supervisor. ``run`` also starts it, and restarts a lost one.
 
         Raises:
-            SandboxError: no level works here, with what was refused.
+            SandboxError: no level works on this machine; the message lists the refusals.
         """
         failures = []
         for level in self._levels:
@@ -141,7 +148,7 @@ class Sandbox:
         self.close()
         raise SandboxError(
             f"programs cannot be confined on this machine ({'; '.join(failures)}); expected bubblewrap and namespaces, or "
-            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them without"
+            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them unconfined"
         )
 
     def _launched(self, level: str, errors: IO[bytes]) -> "_SupervisorHandle":
@@ -163,7 +170,7 @@ class Sandbox:
                 stderr=errors,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                # Nothing of the trainer's environment: it may hold credentials.
+                # Pass nothing of the trainer's environment, which may contain credentials.
                 env={
                     **kept,
                     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -178,11 +185,11 @@ class Sandbox:
         """Run a program with its tests.
 
         Args:
-            partial: Count failing asserts instead of stopping at the first one.
+            partial: Count failing asserts instead of stopping at the first failure.
 
         Raises:
             BadTestsError: tests that do not compile, cannot run or test nothing.
-            SandboxError: no verdict, and not by the program's doing.
+            SandboxError: no verdict, for a reason that the program did not cause.
         """
         shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
         tests = program.tests if isinstance(program.tests, str) else "\n".join(program.tests)
@@ -200,7 +207,7 @@ class Sandbox:
             }
         ).encode()
         with self._lock:
-            for is_last_try in (False, True):  # a supervisor that somebody killed is replaced once
+            for is_last_try in (False, True):  # a killed supervisor is replaced once
                 if self._supervisor is None or self._supervisor.process.poll() is not None:
                     self.start()
                 try:
@@ -212,16 +219,16 @@ class Sandbox:
         raise AssertionError("the last try returns or raises")
 
     def _converse(self, request: bytes, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
-        """(the supervisor's reply, the referee's verdict)."""
+        """(supervisor's reply, verdict of the test process)."""
         assert self._supervisor is not None
         control = self._supervisor.control
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                control.sendall(HEADER.pack(len(request)) + request)
+                control.sendall(pack_frame(request))
                 socket.send_fds(control, [b"f"], [theirs.fileno()])
             ours.settimeout(max(deadline - time.monotonic(), 0.001))
-            with contextlib.suppress(OSError):  # the referee has ended: the reply says why
+            with contextlib.suppress(OSError):  # the test process has exited; the reply has the reason
                 ours.sendall(task)
                 ours.shutdown(socket.SHUT_WR)
             reply = _reply(control, deadline)
@@ -231,7 +238,7 @@ class Sandbox:
             return reply, text
 
     def close(self) -> None:
-        """End the supervisor and all that it runs. It can be started again."""
+        """End the supervisor and everything that it runs. ``start`` restarts it."""
         if self._supervisor is None:
             return
         process, control = self._supervisor
@@ -256,11 +263,11 @@ class _SupervisorHandle(NamedTuple):
 
 
 class _Lost(Exception):
-    """The supervisor died or does not answer."""
+    """The supervisor died or does not reply."""
 
 
 def _bubblewrap() -> list[str]:
-    """The command that puts a supervisor into namespaces: no network, no other process, no file but what it needs."""
+    """The command that puts a supervisor into namespaces: no network, no other process, no file except those it needs."""
     package = str(Path(__file__).resolve().parents[2])
     shown = [word for path in [*visible_paths(), package] for word in ("--ro-bind", path, path)]
     options = (
@@ -271,26 +278,20 @@ def _bubblewrap() -> list[str]:
 
 
 def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
-    length = HEADER.unpack(_receive(control, HEADER.size, deadline))[0]
-    return json.loads(_receive(control, length, deadline))
-
-
-def _receive(control: socket.socket, size: int, deadline: float) -> bytes:
-    parts = []
-    while size:
+    def read(size: int) -> bytes:
         control.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            part = control.recv(size)
-        except TimeoutError as error:
-            raise _Lost("does not answer") from error
-        except OSError as error:
-            raise _Lost(f"is gone: {error}") from error
-        if not part:
-            raise _Lost("is gone")
-        parts.append(part)
-        size -= len(part)
+        return control.recv(size)
+
+    try:
+        body = read_frame(read)
+    except TimeoutError as error:
+        raise _Lost("does not answer") from error
+    except OSError as error:
+        raise _Lost(f"is gone: {error}") from error
+    if body is None:
+        raise _Lost("is gone")
     control.settimeout(None)
-    return b"".join(parts)
+    return json.loads(body)
 
 
 def _read_some(channel: socket.socket) -> bytes:
@@ -312,10 +313,10 @@ def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
     except ValueError:
         verdict = None
     if reply["ended_by"] or verdict is None:
-        # Nothing of the program has run before it is asked: until then all is the tests' doing.
+        # The program runs only once the tests call it: any earlier failure is caused by the tests.
         how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
         if not has_started:
-            raise BadTestsError(f"before they ask for the program: {how}")
+            raise BadTestsError(f"before their first use of the program: {how}")
         return CaseResult(0, 1, how)
     if "bad_tests" in verdict:
         raise BadTestsError(verdict["bad_tests"])
@@ -333,4 +334,4 @@ def _how_it_ended(status: int) -> str:
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
         return "time limit (CPU)"
-    return f"died of {signal.Signals(number).name}"
+    return f"killed by {signal.Signals(number).name}"

@@ -1,9 +1,9 @@
-"""From the code of a response, a prompt and tests to what is run: pure functions on source text.
+"""Composes the code to run from a response, a prompt and tests: pure functions on source text.
 
-Invariants: a response that defines the entry point is a whole program (only what the prompt has before the entry point's
-definition goes in front of it); any other response continues the prompt. Helpers of the prompt that tests use come from
-the prompt, never from the response. Nothing here runs code of a response, but compiling it may exhaust memory or the
-parser's stack: only processes of the sandbox do that.
+Invariants: a response that defines the entry point is a whole program (only the part of the prompt before the entry
+point's definition is put in front); any other response continues the prompt. Helpers of the prompt that tests use come
+from the prompt, never from the response. No code of a response runs here, but compiling it may exhaust memory or the
+parser's stack, so only processes of the sandbox compile.
 """
 
 import ast
@@ -20,22 +20,22 @@ _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
     "stdin", "globals", "gc", "importlib",
 }  # fmt: skip
-"""Names in tests that look into the interpreter of the tested code."""
+"""Names in tests that need the interpreter of the tested code."""
 
 
 class InvalidTests(ValueError):
-    """Tests that cannot be run whatever the response: the data is at fault."""
+    """Tests that cannot run with any response, because the data is invalid."""
 
 
 @dataclass(frozen=True)
 class Tests:
     code: CodeType
     names: frozenset[str]
-    """What the tests take from the program."""
+    """Names that the tests use from the program."""
     constants: frozenset[str]
-    """Those of ``names`` that the tests only read."""
+    """Subset of ``names`` that the tests only read."""
     num_asserts: int
-    """In the source; loops may run one more than once."""
+    """Number of asserts in the source; a loop may run one assert several times."""
     lines: tuple[str, ...]
     functions: tuple[str, ...]
     """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
@@ -45,11 +45,12 @@ class Tests:
 
 
 def compose(code: str, prompt_code: str, entry_point: str) -> list[CodeType]:
-    """What to execute, one after the other, in one namespace.
+    """Code objects to execute in sequence in one namespace.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: from the compiler, for code that is no Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: from the compiler, for code that is not Python.
     """
+    # A whole program takes precedence: prompt plus program might compile too, but would define the function twice.
     alone = _try_compile(code)
     if alone is not None and (not entry_point or root_of(entry_point) in _defined(ast.parse(code).body)):
         return [*prelude(prompt_code, entry_point), alone]
@@ -62,7 +63,7 @@ def compose(code: str, prompt_code: str, entry_point: str) -> list[CodeType]:
 
 
 def _continuations(prompt_code: str, code: str) -> Iterator[str]:
-    """The prompt continued by ``code``, as it stands first, then with the indentation corrected."""
+    """The prompt continued by ``code``: unchanged first, then with corrected indentation."""
     yield prompt_code + code
     yield f"{prompt_code}\n{code}"
     yield f"{prompt_code}\n    {code.lstrip()}"  # the first line has lost its indentation
@@ -77,7 +78,8 @@ def _try_compile(text: str) -> CodeType | None:
 
 
 def prelude(prompt_code: str, entry_point: str) -> list[CodeType]:
-    """What a prompt has before the definition of ``entry_point``: imports and helpers. Nothing, for a prompt in words."""
+    """Code of the prompt before the definition of ``entry_point``: imports and helpers. Empty for a prompt without
+    code."""
     kept = _prelude_statements(prompt_code, entry_point)
     return [compile(ast.Module(kept, []), "<prompt>", "exec")] if kept else []
 
@@ -93,7 +95,7 @@ def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
 
 
 def _prompt_statements(prompt_code: str) -> list[ast.stmt]:
-    """A prompt may end within a function that it has only begun; a prompt in words has no statements."""
+    """Statements of the prompt, which may end within an unfinished function; empty for a prompt without code."""
     for text in (prompt_code, f"{prompt_code}\n    pass"):
         try:
             return ast.parse(text).body
@@ -103,20 +105,20 @@ def _prompt_statements(prompt_code: str) -> list[ast.stmt]:
 
 
 def infer_entry_point(prompt_code: str) -> str:
-    """The last function that a prompt begins; "" if it begins none."""
+    """Name of the last function that a prompt starts to define; "" if there is none."""
     statements = _prompt_statements(prompt_code)
     names = [node.name for node in statements if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return names[-1] if names else ""
 
 
 def defined_in(text: str) -> set[str]:
-    """Names that start a line of a text as a definition; nothing is parsed, whatever the text is."""
-    found = re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)|^(\w+)\s*=", text, re.MULTILINE)
-    return {defined or bound for defined, bound in found}
+    """Names that definitions at the start of a line bind. Uses no parser, so any text is safe."""
+    definitions = re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)|^(\w+)\s*=", text, re.MULTILINE)
+    return {defined or bound for defined, bound in definitions}
 
 
 def names_of_tests(tests: str, setup: str) -> set[str]:
-    """What tests take from the program; nothing, for tests that cannot be read."""
+    """Names that tests use from the program; empty for tests that cannot be parsed."""
     try:
         read = read_tests(tests, setup=setup)
     except InvalidTests:
@@ -125,12 +127,12 @@ def names_of_tests(tests: str, setup: str) -> set[str]:
 
 
 def root_of(entry_point: str) -> str:
-    """The name that an entry point such as ``Solution().add`` needs."""
+    """First name of an entry point such as ``Solution().add``."""
     return re.split(r"\W", entry_point, maxsplit=1)[0]
 
 
 def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
-    """The prompt's own classes, whose instances may travel as their attributes (nodes of lists and trees)."""
+    """Classes defined by the prompt, whose instances may be sent as their attributes (nodes of lists and trees)."""
     return {
         name: value
         for name, value in namespace.items()
@@ -144,7 +146,7 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
-            if node.name == "Solution":  # its methods are what LeetCode's tests call
+            if node.name == "Solution":  # LeetCode's tests call its methods
                 names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
             continue
         for inner in ast.walk(node):
@@ -165,7 +167,7 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
     ``unittest`` cases. ``setup`` runs before the tests.
 
     Raises:
-        BadTests: tests that do not compile, test nothing, or need what they cannot have.
+        BadTests: tests that do not compile, test nothing, or need the program's interpreter.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
@@ -197,13 +199,13 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
 
 
 _RUN_PROGRAM = {"run_program"}
-"""What the tests may call to run the program as a script: run_program(what it reads) -> what it prints."""
+"""Functions that the tests may call to run the program as a script: run_program(input text) -> printed text."""
 
 
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
-    """Refuse tests that cannot run whatever the program is. Raises BadTests."""
-    if looks := _identifiers(tree) & _ONE_INTERPRETER:
-        raise InvalidTests(f"the tests look into the program's interpreter ({min(looks)}), which they do not share")
+    """Reject tests that cannot run with any program. Raises BadTests."""
+    if shared := _identifiers(tree) & _ONE_INTERPRETER:
+        raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
     if _names_classes(tree, names):
         raise InvalidTests(
             "the tests use a class of the program in isinstance, in except or as a base: it stays with the program"
@@ -230,7 +232,7 @@ def _calls_check(body: Sequence[ast.stmt]) -> bool:
 
 
 def _used_as_functions(tree: ast.AST) -> set[str]:
-    """Names that are called, asked for attributes or passed on."""
+    """Names that are called, accessed for attributes or passed as arguments."""
     found: set[str] = set()
     for node in ast.walk(tree):
         used = [node.func, *node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
@@ -240,7 +242,7 @@ def _used_as_functions(tree: ast.AST) -> set[str]:
 
 
 def _bound_somewhere(tree: ast.AST) -> set[str]:
-    """Local variables, parameters and the like."""
+    """Names bound as local variables, parameters, imports and the like."""
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
@@ -253,7 +255,7 @@ def _bound_somewhere(tree: ast.AST) -> set[str]:
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
-    """A comparison as a statement (``f(1) == 2``) is meant as an assert."""
+    """Turn a comparison as a statement (``f(1) == 2``) into an assert."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare):
         return ast.copy_location(ast.Assert(node.value, None), node)
     return node
@@ -267,7 +269,7 @@ def _is_test(node: ast.stmt) -> bool:
 
 
 def _identifiers(tree: ast.AST) -> set[str]:
-    """Names, attributes, imports and parameters; ``await`` stands for whatever is asynchronous."""
+    """Names, attributes, imports and parameters; ``await`` represents any asynchronous code."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
@@ -280,7 +282,7 @@ def _identifiers(tree: ast.AST) -> set[str]:
 
 
 def _names_classes(tree: ast.AST, names: frozenset[str]) -> bool:
-    """Whether tests use a name of the program as a class that they look into."""
+    """True if the tests use a name of the program as a class in isinstance, except or as a base."""
 
     def uses(nodes: Sequence[ast.AST | None]) -> bool:
         return any(
@@ -304,7 +306,7 @@ def _names_classes(tree: ast.AST, names: frozenset[str]) -> bool:
 
 
 class _MarkAsserts(ast.NodeTransformer):
-    """``assert x`` becomes ``with __case__: assert x``, whose end says whether it held."""
+    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         item = ast.withitem(ast.Name("__case__", ast.Load()), None)

@@ -1,16 +1,16 @@
-"""The sandbox's own process: it forks, confines, watches and kills the processes that run untrusted code.
+"""Supervisor process of the sandbox: forks, confines, monitors and kills the processes that run untrusted code.
 
-Started once by its client (sandbox.py). It reads requests from the control socket one at a time.
+Started once by its client (sandbox.py). Requests from the control socket are handled one at a time.
 
 Invariants:
 
-- A process runs untrusted code only after every guard is in place; a guard that fails is reported as the sandbox's
-  failure, and the code is not run.
-- After each request nothing of it is left: no process, no file.
-- Tests and verdicts go through a socket from the client to the referee: no fork of the supervisor holds them.
+- A process runs untrusted code only after every guard is in place. A guard that fails is reported as a failure of the
+  sandbox, and the code is not run.
+- After each request no process and no file of it is left.
+- Tests and verdicts travel over a socket between the client and the test process; no other fork has this socket.
 
-Who waits for whom: the client waits for the reply, which comes at the deadline at the latest; the supervisor waits for the
-end of the referee, for a limit and for the end of the client, whichever comes first, and then kills.
+Which process waits for which: the client waits for the reply, which comes at the deadline at the latest; the supervisor waits for the
+test process, for a limit or for the client's exit, whichever comes first, and then kills all processes.
 """
 
 import contextlib
@@ -23,14 +23,13 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.graders.sandbox.channel import FrameChannel
+from megatron_rl.graders.sandbox.channel import FrameChannel, pack_frame, read_frame
 from megatron_rl.graders.sandbox.guards import (
     Guards,
     SandboxLimits,
@@ -42,11 +41,10 @@ from megatron_rl.graders.sandbox.guards import (
 from megatron_rl.graders.sandbox.program_process import play
 from megatron_rl.graders.sandbox.trusted_process import judge
 
-HEADER = struct.Struct("!I")
 _IDLE_FACTOR, _IDLE_S = 2.0, 1.0
-"""A program may wait (sleep, block) for so many times its time limit, and so much longer."""
+"""A program may wait (sleep, block) for this multiple of its time limit, plus these seconds."""
 _WATCH_S, _FIRST_WATCH_S = 0.02, 0.1
-"""Between two looks at the limits; most programs have ended before the first one."""
+"""Seconds between two checks of the limits; most programs have ended before the first check."""
 _IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([^#;\n]+))", re.MULTILINE)
 _PRELOADED = (
     "abc argparse array ast atexit base64 bisect calendar cmath collections copy csv dataclasses datetime decimal enum "
@@ -56,7 +54,7 @@ _PRELOADED = (
 
 
 class _Child:
-    """A forked process; ``status`` is a pipe on which it says "c" once confined, and "r" when its own time starts."""
+    """A forked process; it writes "c" to the pipe ``status`` once confined, and "r" when its own time starts."""
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid, self.status = pid, status
@@ -64,10 +62,10 @@ class _Child:
         self.failure = ""
         self.is_ready = False
         self.ready_times = (0.0, 0.0)
-        self._said = ""
+        self._status_text = ""
 
     def times(self) -> tuple[float, float]:
-        """(CPU seconds of all its threads, seconds that it waited for a CPU)."""
+        """(CPU seconds of all its threads, seconds of waiting for a CPU)."""
         try:
             cpu_s = time.clock_gettime((~self.pid << 3) | 2)  # the process's CPU clock, see clock_getcpuclockid(3)
             with open(f"/proc/{self.pid}/schedstat") as file:
@@ -77,14 +75,14 @@ class _Child:
 
     def read_status(self) -> None:
         text = os.read(self.status, 600).decode(errors="replace")
-        self._said += text
-        if not self._said.startswith("c"):
-            self.failure = self._said or "it died"
+        self._status_text += text
+        if not self._status_text.startswith("c"):
+            self.failure = self._status_text or "it exited"
         if not text or text.endswith("r"):
             self.is_ready, self.ready_times = True, self.times()
 
     def kill(self) -> int:
-        """Returns the wait status."""
+        """Kill and reap the process; returns its wait status."""
         os.kill(self.pid, signal.SIGKILL)
         os.close(self.status)
         os.close(self.end)
@@ -97,29 +95,19 @@ class Supervisor:
         self._guards = guards
 
     def serve(self) -> None:
-        """Answer requests until the client is gone."""
-        while header := self._receive(HEADER.size):
-            request = json.loads(self._receive(HEADER.unpack(header)[0]))
-            reply = json.dumps(self._run(request)).encode()
-            self._control.sendall(HEADER.pack(len(reply)) + reply)
-
-    def _receive(self, size: int) -> bytes:
-        """Exactly ``size`` bytes; b"" at the end of the stream."""
-        parts = []
-        while size and (part := self._control.recv(size)):
-            parts.append(part)
-            size -= len(part)
-        return b"" if size else b"".join(parts)
+        """Handle requests until the client closes the socket."""
+        while (request := read_frame(self._control.recv)) is not None:
+            self._control.sendall(pack_frame(json.dumps(self._run(json.loads(request))).encode()))
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One program. The reply says what ended it, and how its processes ended."""
+        """Run one program. The reply tells which limit ended it, and how its processes ended."""
         limits, program = SandboxLimits(**request["limits"]), request["program"]
         started_at = time.monotonic()
         asks, answers = os.pipe(), os.pipe()
         children = [
             self._start(limits, (asks[0], answers[1]), lambda ready: _player(program, ready, asks[0], answers[1]))
         ]
-        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]  # after the fork of the player, which must not have it
+        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]  # after the fork of the program process, which must not have the socket
         try:
             files = (channel_fd, answers[0], asks[1])
             children.append(self._start(limits, files, lambda ready: _referee(channel_fd, ready, answers[0], asks[1])))
@@ -146,7 +134,7 @@ class Supervisor:
             os.write(write_end, b"r")
             os.close(write_end)
 
-        try:  # whatever happens, the child must not come back into the supervisor's loop
+        try:  # on any error the child must not return to the supervisor's loop
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 _keep_files({*files, write_end, *self._guards.files})
@@ -160,7 +148,7 @@ class Supervisor:
             os._exit(0)
 
     def _wait(self, children: list[_Child], limits: SandboxLimits, started_at: float) -> str:
-        """Until the referee (the last child) ends. Returns the limit that ended it sooner, or ""."""
+        """Wait until the referee (the last child) ends. Returns the limit that ended it earlier, or an empty string."""
         end, patience_s, ready_at = children[-1].end, _FIRST_WATCH_S, 0.0
         while True:
             starting = [child for child in children if not child.is_ready]
@@ -170,7 +158,7 @@ class Supervisor:
                 if child.status in readable:
                     child.read_status()
                     ready_at = time.monotonic()
-            # The client sends nothing before it has the reply: either the referee or the client has ended.
+            # The client sends nothing before it has the reply, so either the test process or the client has ended.
             if end in readable or self._control in readable or any(child.failure for child in children):
                 return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_bytes else ""
             now, patience_s = time.monotonic(), _WATCH_S
@@ -217,15 +205,15 @@ def _referee(channel_fd: int, ready: Callable[[str], None], read_fd: int, write_
 
 
 def _import_all(text: str) -> None:
-    """Import what a text imports, of what is installed: a program's time is not for that."""
+    """Import the installed modules that ``text`` imports, because a program's time limit excludes imports."""
     for module, modules in _IMPORTS.findall(text):
         for name in (module or modules).split(","):
-            with contextlib.suppress(BaseException):  # who needs it meets the error again
+            with contextlib.suppress(BaseException):  # the program meets the error again if it needs the module
                 importlib.import_module(name.split()[0])
 
 
 def _keep_files(kept: set[int]) -> None:
-    """Close all files but these; 0, 1 and 2 become /dev/null, so that output costs nothing, however much it is."""
+    """Close all files except ``kept``; 0, 1 and 2 become /dev/null, so that any amount of output costs nothing."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
@@ -237,8 +225,8 @@ def _keep_files(kept: set[int]) -> None:
 
 
 def main(start: dict[str, Any]) -> None:
-    """Entry point: ``control_fd``, ``level`` and ``preload`` (modules) from the client."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's to handle
+    """Entry point. ``start`` from the client: ``control_fd``, ``level`` and ``preload`` (modules)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles it
     control = socket.socket(fileno=start["control_fd"])
     control.set_inheritable(False)
     for name in (*_PRELOADED, *start["preload"]):
@@ -246,15 +234,14 @@ def main(start: dict[str, Any]) -> None:
     visible = tuple(f"{path}/" for path in visible_paths())
     sys.path[:] = [path for path in sys.path if f"{path}/".startswith(visible)]
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's own is not for its supervisor
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's CPU limit does not apply to its supervisor
     guards: Guards | None = None
     try:
         guards = Guards(start["level"])
         failure = ""
     except (OSError, RuntimeError) as error:
         failure = f"{start['level']}: {error}"
-    body = json.dumps({"failure": failure}).encode()
-    control.sendall(HEADER.pack(len(body)) + body)
+    control.sendall(pack_frame(json.dumps({"failure": failure}).encode()))
     if guards is None:
         return
     os.umask(0o077)

@@ -1,12 +1,12 @@
-"""The process of the tests: it runs them, and asks the player for what the program defines.
+"""Test process: runs the tests, and requests from the program process whatever the program defines.
 
 Invariants:
 
-- Nothing of the program runs here. What it sends is a plain value, or the number of an object that stays with it.
-- An object of the program is only called and asked for attributes. Any other use of it (comparing, counting, converting,
-  testing its truth, ...) asks nobody: it is a Fault, which the tests cannot swallow, and the program has failed.
-- The program starts at the first question. What goes wrong before is the tests' fault; what goes wrong after is the
-  program's. So no program can decide that it is not scored.
+- No code of the program runs here. The program sends plain values, or indices of objects that stay in its process.
+- Objects of the program support only calls and attribute access. Any other use (comparing, counting, converting,
+  testing for truth, ...) sends no request: it raises a Fault, which the tests cannot catch, and the program has failed.
+- The program starts at the first request. Earlier failures are caused by the tests, later failures by the program, so
+  no program can make itself unscored.
 """
 
 import builtins
@@ -31,11 +31,11 @@ from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode
 
 _MAX_DETAIL = 300
 _TESTS_MODULE = "tests"
-"""``__name__`` in the tests' namespace."""
+"""``__name__`` in the namespace of the tests."""
 
 
 class ProtocolViolation(BaseException):
-    """The program did what it may not. Not an Exception: tests must not catch it."""
+    """The program violated the protocol. Not an Exception, so that tests cannot catch it."""
 
 
 class TrustedProcess:
@@ -45,14 +45,15 @@ class TrustedProcess:
         self.records: dict[str, type] = {}
         self.started = False
         self.fault = ""
-        """The first thing that no test may forgive."""
+        """First fault; tests cannot pass after it."""
 
     def failed(self, text: str) -> ProtocolViolation:
         self.fault = self.fault or text
         return ProtocolViolation(text)
 
     def ask(self, what: str, *values: Any) -> Any:
-        """The program's answer: a plain value, a Handle, or the exception that it raised, as a built-in one."""
+        """Send a request; returns a plain value or a Handle. An exception of the program is raised as a built-in
+        exception."""
         if self.fault:
             raise ProtocolViolation(self.fault)
         try:
@@ -65,7 +66,7 @@ class TrustedProcess:
                 self._load()
             self._wire.send({**message, "do": what})
         except NotSerializable as error:
-            # Before the first answer it is the tests' doing alone.
+            # Before the first reply only the tests can be the cause.
             raise self.failed(f"the tests give the program {error}") from None
         except PeerGone as gone:
             raise self.failed(str(gone)) from None
@@ -74,7 +75,7 @@ class TrustedProcess:
     def _load(self) -> None:
         try:
             self.ask("load")
-        except BaseException as error:  # no test may take it for an exception that it expects
+        except BaseException as error:  # a test must not mistake a load error for an expected exception
             raise self.failed(_describe(error)) from None
 
     def _answer(self, containers: list[Any]) -> Any:
@@ -95,14 +96,14 @@ class TrustedProcess:
                     return decode(reply, self._import, self.records, known)[0][0]
                 (arguments, keywords), _ = decode(reply, self._import, self.records)
                 if type(reply["callback"]) is not int or type(arguments) is not tuple or type(keywords) is not dict:
-                    raise ValueError("no call")
+                    raise ValueError("not a call")
                 function = self._functions[reply["callback"]]
             except (ValueError, TypeError, KeyError, IndexError):
-                raise self.failed("the program sent something that is no answer") from None
+                raise self.failed("the program sent an invalid reply") from None
             self._call_back(function, arguments, keywords)
 
     def _call_back(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """The program calls a function of the tests."""
+        """Run a function of the tests that the program calls."""
         try:
             answer = encode([function(*arguments, **keywords)], self._export, self.records)[0]
         except AssertionError as error:
@@ -119,12 +120,12 @@ class TrustedProcess:
             raise self.failed(str(error)) from None
 
     def _rebuilt(self, description: Any) -> BaseException:
-        """The closest built-in exception. Those by which Python steers loops and generators could end tests early."""
+        """Closest built-in exception. Excludes exceptions that steer loops and generators, which could end tests early."""
         try:
             name, bases, text = description
             kinds = [getattr(builtins, base, None) for base in (name, *bases)]
         except (TypeError, ValueError):
-            return self.failed("the program sent something that is no answer")
+            return self.failed("the program sent an invalid reply")
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, BaseException):
                 if issubclass(kind, Exception | SystemExit) and not issubclass(
@@ -132,7 +133,7 @@ class TrustedProcess:
                 ):
                     try:
                         return kind(str(text)[:1000])
-                    except TypeError:  # UnicodeError and its like take more
+                    except TypeError:  # UnicodeError and similar classes need more arguments
                         continue
                 break
         return self.failed(f"{name}: {text}"[:_MAX_DETAIL])
@@ -152,21 +153,21 @@ class TrustedProcess:
     def _import(self, reference: list[Any]) -> Any:
         kind, number = reference
         if type(number) is not int or number < 0:
-            raise ValueError("no reference")
+            raise ValueError("not a reference")
         if kind == "callback":
             return self._functions[number]
         if kind not in ("object", "iterator"):
-            raise ValueError("no reference")
+            raise ValueError("not a reference")
         return (Iterator if kind == "iterator" else Handle)(self, ["object", number])
 
 
 class _Object:
-    """An object of the program, as the tests see it: call it, ask for its attributes."""
+    """An object of the program, as seen by the tests: supports calls and attribute access."""
 
     __slots__ = ("_referee", "_reference")
 
     def __init__(self, referee: TrustedProcess, reference: list[Any]) -> None:
-        object.__setattr__(self, "_referee", referee)  # past __setattr__ below, which would ask the program
+        object.__setattr__(self, "_referee", referee)  # bypasses __setattr__ below, which would send a request
         object.__setattr__(self, "_reference", reference)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -186,7 +187,7 @@ class Handle(_Object):
 
 
 class Iterator(_Object):
-    """Its items are asked for one by one."""
+    """An iterator of the program; items are requested one at a time."""
 
     __slots__ = ()
 
@@ -214,7 +215,7 @@ _COMPARISONS = frozenset(
     "equals equal eq isequal is_equal almost_equal almost_equals allclose isclose identical compare issubset issuperset "
     "isdisjoint".split()
 )
-"""Methods that say whether an object is what the tests expect: the program would judge itself."""
+"""Methods that compare an object with an expected value: the program would judge itself."""
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 _REFUSED = (
     "eq ne lt le gt ge hash bool reversed contains getitem setitem delitem neg pos abs invert round trunc floor ceil index int "
@@ -231,7 +232,7 @@ for _name in ("len", "iter", "next"):
 
 
 class _Namespace(dict[str, Any]):
-    """Of the tests. Constants of the program are asked for where the tests read them."""
+    """Namespace of the tests. Constants of the program are requested when the tests read them."""
 
     def __init__(self, referee: TrustedProcess, constants: frozenset[str]) -> None:
         super().__init__(__name__=_TESTS_MODULE)
@@ -244,7 +245,7 @@ class _Namespace(dict[str, Any]):
 
 
 class _Cases:
-    """Around each assert: counts those that held; with partial credit, a failure is counted and swallowed."""
+    """Context around each assert: counts asserts that held; with partial credit it counts and suppresses failures."""
 
     def __init__(self, referee: TrustedProcess, partial: bool) -> None:
         self.num_passed = 0
@@ -267,7 +268,8 @@ class _Cases:
 def judge(task: dict[str, Any], wire: FrameChannel, on_start: Callable[[], object]) -> dict[str, Any]:
     """Run the tests; ``on_start`` is called before the program starts.
 
-    The verdict is {"bad_tests": text} or {"num_passed", "num_failed", "detail"}."""
+    The verdict is {"bad_tests": text} or {"num_passed", "num_failed", "detail"}.
+    """
     random.seed(0)
     referee = TrustedProcess(wire, on_start)
     try:
@@ -286,7 +288,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, on_start: Callable[[], objec
     except BaseException as raised:
         error = raised
     if not referee.started:
-        detail = referee.fault or (_describe(error) if error else "they ask nothing of the program")
+        detail = referee.fault or (_describe(error) if error else "the tests use nothing of the program")
         return {"bad_tests": detail[:_MAX_DETAIL]}
     failures = list(cases.failures)
     if error is not None or referee.fault:
@@ -329,7 +331,7 @@ def _run_function(function: Any) -> None:
 
 
 def _located(error: BaseException | None, tests: Tests) -> str:
-    """The exception, and the line of the tests that it came from."""
+    """Description of the exception, with the line of the tests that raised it."""
     line, traceback = 0, error.__traceback__ if error else None
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "<tests>":

@@ -1,9 +1,10 @@
-"""Plain values as JSON, between tests that are trusted and a program that is not.
+"""Encodes plain values as JSON, between trusted tests and an untrusted program.
 
-A message is {"values": [...], "nodes": [...]}: containers that can change are nodes, named by their number, so that two names
-for one list, cycles and long chains travel; all else stands inline. A container that was known before keeps its number.
+A message is {"values": [...], "nodes": [...]}. Mutable containers are nodes, referenced by index, so that shared
+references, cycles and long chains are preserved; other values are inline. A container that was known before keeps its
+index.
 
-Invariant: decoding makes values of the types below only, by constructors that run nothing of the sender's.
+Invariant: decoding creates values of the types below only, by constructors that run no code of the sender.
 """
 
 import base64
@@ -18,11 +19,11 @@ from fractions import Fraction
 from typing import Any
 
 _MAX_DEPTH = 50
-"""Of tuples in tuples: hashing them recurses in C."""
+"""Maximum nesting depth of tuples, because hashing them recurses in C."""
 _MAX_JSON_INT = 1 << 63
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
-"""They travel as a dict; each equals a dict with the same items."""
+"""Types that are sent as a dict; each equals a dict with the same items."""
 _PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (int, hex, lambda text: int(text, 16)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -37,39 +38,39 @@ _PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] 
     "timedelta": (datetime.timedelta, lambda value: [value.days, value.seconds, value.microseconds],
                   lambda parts: datetime.timedelta(*parts)),
 }  # fmt: skip
-"""Tag: type, to JSON, from JSON."""
+"""Maps tag to (type, to JSON, from JSON)."""
 _TAGS = {kind: (tag, to_json) for tag, (kind, to_json, _) in _PLAIN_ROWS.items()}
 
 Export = Callable[[Any], list[Any] | tuple[Any]]
-"""Turns an object that is no plain value into a reference, or into (plain value,), or raises Unsendable."""
+"""Turns an object that is not a plain value into a reference, or into (plain value,), or raises Unsendable."""
 Import = Callable[[list[Any]], Any]
 Records = Mapping[str, type]
-"""Classes that both sides have from the prompt: their instances travel as attributes."""
+"""Classes that both sides have from the prompt: their instances are sent as attributes."""
 
 
 class NotSerializable(Exception):
-    """A value that cannot be given to the other side."""
+    """The value cannot be sent to the other side."""
 
 
 def write_text(data: Any) -> bytes:
-    """JSON in which lone surrogates, NaN and infinities survive."""
+    """JSON that preserves lone surrogates, NaN and infinities."""
     return json.dumps(data, separators=(",", ":"), check_circular=False).encode()
 
 
 def encode(
     values: Sequence[Any], export: Export, records: Records, known: Sequence[Any] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
-    """(message, containers) of ``values``; exact types only, a subclass is up to ``export``. Raises Unsendable.
+    """(message, containers) of ``values``. Only exact types are plain values; ``export`` handles subclasses. Raises Unsendable.
 
     Args:
-        known: containers that the other side has, in the order of their numbers; their content goes along.
+        known: containers that the other side has, in the order of their indices; their content is sent too.
     """
     encoder = _Encoder(export, records, known)
     roots = [encoder.item(value) for value in values]
     return {
         "values": roots,
         "nodes": [encoder.node(value) for value in encoder.objects],
-    }, encoder.objects  # it grows meanwhile
+    }, encoder.objects  # evaluated last, because encoding the nodes adds objects
 
 
 class _Encoder:
@@ -119,7 +120,7 @@ class _Encoder:
 
 
 def _array(value: Any) -> list[Any] | None:
-    numpy = sys.modules.get("numpy")  # without an import of it there is no value of its types
+    numpy = sys.modules.get("numpy")  # if numpy was never imported, the value is not a numpy value
     if numpy is None or (type(value) is not numpy.ndarray and not isinstance(value, numpy.generic)):
         return None
     if not _DTYPE.fullmatch(value.dtype.str):
@@ -131,19 +132,19 @@ def _array(value: Any) -> list[Any] | None:
 def decode(
     message: Any, import_reference: Import, records: Records, known: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """(values, containers) of a message. The ``known`` containers, the first of the message, are changed in place.
+    """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
 
     Raises:
-        ValueError: no output of ``encode``.
+        ValueError: the message is not an output of ``encode``.
     """
     try:
         nodes = message["nodes"]
         objects = [_shell(node, records) for node in nodes]
         if [type(old) for old in known] != [type(new) for new in objects[: len(known)]]:
-            raise ValueError("an argument has become something else")
+            raise ValueError("an argument has changed its type")
         objects[: len(known)] = known
         decoder = _Decoder(objects, import_reference)
-        # All is read before anything changes: a message that breaks off half-way changes no argument.
+        # Decode everything before updating containers, so that an invalid message changes no argument.
         contents = [decoder.content(node) for node in nodes]
         for value, node, content in zip(objects, nodes, contents, strict=True):
             _fill(value, node[0], content)

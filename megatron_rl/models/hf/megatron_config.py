@@ -22,7 +22,7 @@ from megatron_rl.families.model_facts import dims, split_sizes, takes_images, te
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
-from megatron_rl.models.layers import has_transformer_engine
+from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
 
 def megatron_config(
@@ -160,7 +160,7 @@ def _check_rope_fusion(hf_config: PretrainedConfig, is_fused: bool) -> None:
 def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Additional fields of latent attention.
 
-    "yarn" makes attention read a factor from its embedding, which models/rope.py installs. The last two fields enter the
+    "yarn" makes attention read a factor from its embedding, which models/layers/rope.py installs. The last two fields enter the
     softmax scale.
     """
     if not family_of(hf_config).is_latent:

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
 from megatron_rl.families.family import families, family_of
 from megatron_rl.families.model_facts import (
@@ -18,6 +17,7 @@ from megatron_rl.families.model_facts import (
 )
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose frequencies do not depend on the sequence length."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_rl.families.parameters import Entry, canonical_name
 from megatron_rl.families.transforms import Dims
 from megatron_rl.models.hf.tensor_sources import WeightsError
-from megatron_rl.models.packed_gpt import unwrap
+from megatron_rl.models.layers.gpt import unwrap
 
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.config.schema import Recompute
 from megatron_rl.families.vision_encoder import ADAPTER
-from megatron_rl.models.layers import mark_split_gradients
+from megatron_rl.models.layers.torch_layers import mark_split_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,1 +1,1 @@
-"""Rewards that ask a model or a server."""
+"""Rewards that query a model or a server."""

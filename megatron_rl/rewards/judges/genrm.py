@@ -2,7 +2,7 @@
 
 The score is the judge's probability that the response is right, in [0, 1] (Seed-Thinking-v1.5; arXiv 2503.22230, where
 the reference is the ground truth). The judge sees the prompt, the reference and the response's solution, never its
-thought. A thought without its proper form scores exactly 0 and is not judged.
+thought. A malformed thought scores exactly 0 and is not judged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[str]:
-    """Places of prompts without the reference that the template asks for."""
+    """Problems, with file and line, of prompts without the reference that the template needs."""
     if "{reference}" not in options.get("template", JUDGE_TEMPLATE):
         return []
     return [
@@ -59,7 +59,7 @@ async def score(
 
     Args:
         prompt: Text of the prompt; a row field.
-        reference: What the response is compared with; a row field (or ``anchor``). The answer if there is none.
+        reference: Text that the response is compared with; a row field (or ``anchor``). Defaults to the answer.
         template: The judge's text with {prompt}, {reference} and {response}.
     """
     solution = judged_text(response, options)
@@ -68,5 +68,5 @@ async def score(
     truth = reference or answer
     if not truth and "{reference}" in template:
         return Score(None, error="no reference: the row has neither 'reference' nor 'anchor' nor an answer")
-    (found,) = await judge([render_judge(prompt, solution, truth, template)], options)
-    return Score(found.probability, f"p(right) {found.probability:.4f}", metrics={"judgement_mass": found.mass})
+    (judgment,) = await judge([render_judge(prompt, solution, truth, template)], options)
+    return Score(judgment.probability, f"p(right) {judgment.probability:.4f}", metrics={"judgement_mass": judgment.mass})

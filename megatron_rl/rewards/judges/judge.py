@@ -1,14 +1,14 @@
-"""Asking a judge: the probability of its judgement token, from a model served by SGLang.
+"""Client of a judge: the probability of its judgment token, from a model served by SGLang.
 
-A judge reads a text and says with the next token whether it agrees. What counts is not the token it would sample but
+A judge reads a text and its next token states whether it agrees. The score is not the sampled token but
 
     p = sum of P(yes forms) / (sum of P(yes forms) + sum of P(no forms))
 
-at that one position: the softmax over the two judgements' logits, each summed over its surface forms ("YES", " Yes").
-The server's log-probs are float32 and those of temperature 1; the sums here are float64.
+at that position: the softmax over the two judgments' logits, each summed over its surface forms ("YES", " Yes"). The
+server's log-probs are float32 at temperature 1; the sums here are float64.
 
-Invariants: p lies in [0, 1]; a log-prob that is missing or not finite is an error, never a p; equal texts of one call
-are asked once, so they get equal probabilities.
+Invariants: p is in [0, 1]. A log-prob that is missing or not finite is an error, never a p. Equal texts of one call are
+sent once, so they get equal probabilities.
 """
 
 import asyncio
@@ -31,48 +31,48 @@ from megatron_rl.rewards.rules.format import CLOSE, OPEN, split_thought
 from megatron_rl.rewards.workers.session import RewardCallError, Transient, get_json, post_json
 
 _TRAINING_RECORD = "reward_training.json"
-"""Next to the weights of a judge that `reward-train` wrote: its template and words."""
+"""File next to the weights of a judge that `reward-train` wrote: its template and words."""
 FORMAT_FAILURE = "the thought has no proper form; not judged"
 
 _DOWN_S = 5.0
-"""A server that did not answer gets no question for so long, if there is another one."""
+"""Seconds during which a server that did not answer is skipped, if there is another one."""
 
 _turns = itertools.count()
 _down_until: dict[str, float] = {}
-"""By URL, monotonic seconds."""
+"""Maps URL to the monotonic time in seconds until which it is skipped."""
 _Words = tuple[tuple[str, ...], tuple[str, ...]]
-"""Surface forms of yes, and of no."""
+"""(surface forms of yes, surface forms of no)."""
 _Ids = tuple[tuple[int, ...], tuple[int, ...]]
-"""Tokens of yes, and of no."""
+"""(token ids of yes, token ids of no)."""
 _server_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Judgment:
     probability: float
-    """Of yes, among yes and no."""
+    """Probability of yes, among yes and no."""
     mass: float
-    """Probability of yes and no together: near 0, the judge does not answer the question at all."""
+    """Probability of yes and no together; near 0, the judge does not answer the question at all."""
 
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """How to reach a judge, what its words are and what it reads of a response."""
+    """Address of a judge, its words, and the part of a response that it reads."""
 
     url: str | list[str] = ""
-    """The judge's SGLang server, or several that take turns; must be set."""
+    """URL of the judge's SGLang server, or several URLs that are used in rotation; must be set."""
     tokenizer_path: str = ""
-    """Folder of the judge's tokenizer, for token-exact texts; empty: the server's own tokenizer."""
+    """Folder of the judge's tokenizer, for token-exact texts; if empty, the server's own tokenizer is used."""
     yes_words: list[str] | None = None
-    """Surface forms of "yes", each one token."""
+    """Surface forms of "yes", each a single token."""
     no_words: list[str] | None = None
-    """Surface forms of "no"."""
+    """Surface forms of "no", each a single token."""
     chat: bool = False
-    """The text is a user message in the tokenizer's chat template."""
+    """Send the text as a user message in the tokenizer's chat template."""
     require_think: bool = False
-    """A response without a thought scores 0."""
+    """Score a response without a thought 0."""
     opened_by_prompt: bool = False
-    """The prompt ends with ``<think>`` already."""
+    """The prompt already ends with ``<think>``."""
 
     @property
     def urls(self) -> list[str]:
@@ -87,7 +87,7 @@ DEFAULT_OPTIONS = JudgeOptions()
 
 
 def check_judge(name: str, options: Mapping[str, Any], template: str, template_fields: Sequence[str]) -> None:
-    """Raise UserError for options of a judge that cannot work; asks no server."""
+    """Raise UserError for invalid options of a judge; contacts no server."""
     if isinstance(options.get("url"), list):
         for url in options["url"]:
             check_url(name, url)
@@ -106,58 +106,58 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, template_f
         raise RewardError(f"reward {name!r}: {sorted(both)} are in both yes_words and no_words")
     check_template(template, template_fields)
     if settings.chat and not settings.tokenizer_path:
-        raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is to be used")
+        raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is used")
     if settings.tokenizer_path:
         if not Path(settings.tokenizer_path, "tokenizer_config.json").is_file():
             raise RewardError(
                 f"reward {name!r}: option tokenizer_path: {settings.tokenizer_path} has no tokenizer_config.json; "
-                "give the judge's model folder, or leave it out to use the server's tokenizer"
+                "give the judge's model folder, or omit the option to use the server's tokenizer"
             )
         _local_ids(settings.tokenizer_path, settings.words)
         _check_training(name, settings, template)
 
 
 def _options_of(options: Mapping[str, Any]) -> JudgeOptions:
-    """The part of a reward's options that is a judge's."""
+    """Judge options among a reward's options."""
     return JudgeOptions(**{f.name: options[f.name] for f in fields(JudgeOptions) if f.name in options})
 
 
 def _check_training(name: str, settings: JudgeOptions, template: str) -> None:
-    """A judge that `reward-train` wrote is asked as it was trained; its folder says how."""
+    """Check that a judge written by `reward-train` is queried as it was trained, as recorded in its folder."""
     path = Path(settings.tokenizer_path, _TRAINING_RECORD)
     trained = json.loads(path.read_text(encoding="utf-8")).get("judge") if path.is_file() else None
     if not trained:
         return
     yes_words, no_words = settings.words
-    asked = {
+    settings_now_and_then = {
         "template": (template, trained["template"]),
         "yes_words": ([*yes_words], [trained["yes_word"]]),
         "no_words": ([*no_words], [trained["no_word"]]),
         "chat": (settings.chat, trained["use_chat_template"]),
     }
-    different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in asked.items() if now != then]
+    different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in settings_now_and_then.items() if now != then]
     if different:
         raise RewardError(
-            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained another way ({_TRAINING_RECORD}): "
-            f"{'; '.join(different)}. Set the options to what it was trained with"
+            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained with other settings ({_TRAINING_RECORD}): "
+            f"{'; '.join(different)}. Set the options to the values used in training"
         )
 
 
 async def prepare_judge(options: Mapping[str, Any]) -> None:
-    """See that every server answers and knows the words; raises RewardError, Transient or CallFailed."""
+    """Check that every server answers and knows the words; raises RewardError, Transient or CallFailed."""
     settings = _options_of(options)
     for url in settings.urls:
         info = await get_json(f"{url}/model_info")
         if not isinstance(info, dict) or "model_path" not in info:
-            raise RewardError(f"{url} is no SGLang server: /model_info answered {str(info)[:200]}")
+            raise RewardError(f"{url} is not an SGLang server: /model_info answered {str(info)[:200]}")
         await _word_ids(settings, url)
 
 
 def solution_of(response: str, *, require_think: bool = False, opened_by_prompt: bool = False) -> str | None:
-    """What of a response is judged: all of it, or what follows its thought; None if the thought has no proper form.
+    """Part of a response that is judged: all of it, or the text after its thought; None if the thought is malformed.
 
-    A response without tags is judged whole, unless a thought is required. Anything else (a tag that is missing, or
-    there twice) is a format failure: judging a thought would reward talking to the judge.
+    A response without tags is judged whole, unless a thought is required. Any other form (a missing or duplicate tag)
+    is a format failure: judging a thought would reward text addressed to the judge.
     """
     tagged = OPEN in response or CLOSE in response
     if not (tagged or require_think or opened_by_prompt):
@@ -167,20 +167,20 @@ def solution_of(response: str, *, require_think: bool = False, opened_by_prompt:
 
 
 def escape_control_tokens(text: str, settings: JudgeOptions) -> str:
-    """``text`` without spellings of the judge's control tokens: a response must not end its turn and judge itself.
+    """Remove spellings of the judge's control tokens from ``text``: a response must not end its turn and judge itself.
 
-    Known only where the tokenizer is (``tokenizer_path``); with the server's tokenizer the text stays as it is.
+    The tokens are known only with ``tokenizer_path``; with the server's tokenizer the text is unchanged.
     """
     if not settings.tokenizer_path:
         return text
     pattern = _special_pattern(settings.tokenizer_path)
-    while pattern is not None and pattern.search(text):  # again: taking one out may put another one together
+    while pattern is not None and pattern.search(text):  # repeat, because a removal may join the rest into another control token
         text = pattern.sub("", text)
     return text
 
 
 def judged_text(response: str, settings: JudgeOptions) -> str | None:
-    """What a judge reads of a response, in its training and when it is asked; None if the thought has no proper form."""
+    """Text that a judge reads of a response, in training and in scoring; None if the thought is malformed."""
     solution = solution_of(
         response, require_think=settings.require_think, opened_by_prompt=settings.opened_by_prompt
     )
@@ -188,18 +188,19 @@ def judged_text(response: str, settings: JudgeOptions) -> str | None:
 
 
 async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
-    """The judgements of ``texts``, in one request to one of the servers, which take turns.
+    """Judge ``texts`` in one request; the servers are used in rotation.
 
     Raises:
-        Transient, CallFailed: no answer, or one that cannot be used.
-        UserError: judgement words that are no single tokens.
+        Transient, CallFailed: no reply, or an invalid one.
+        UserError: judgment words that are not single tokens.
     """
     url = _next_server(settings.urls)
     yes_ids, no_ids = await _word_ids(settings, url)
+    # Servers may compute equal texts differently in one batch: sending each text once gives equal probabilities.
     unique = list(dict.fromkeys(texts))
     ids = [*yes_ids, *no_ids]
     body: dict[str, Any] = {
-        # The sampled token is not used, only the log-probs at its place.
+        # Only the log-probs at the sampled token's position are used.
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
         "token_ids_logprob": [ids] * len(unique),
@@ -216,35 +217,36 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
         raise
     _down_until.pop(url, None)
     if not isinstance(answers, list) or len(answers) != len(unique):
-        raise RewardCallError(f"{url}: expected {len(unique)} answers, got {str(answers)[:200]}")
-    found = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
-    return [found[text] for text in texts]
+        raise RewardCallError(f"{url}: expected {len(unique)} replies, got {str(answers)[:200]}")
+    judgments = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
+    return [judgments[text] for text in texts]
 
 
 def _next_server(urls: Sequence[str]) -> str:
     now = time.monotonic()
+    # If all servers are down, try them anyway: they may be back.
     up = [url for url in urls if _down_until.get(url, 0.0) <= now] or urls
     return up[next(_turns) % len(up)]
 
 
 def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -> Judgment:
-    """The judgement in one answer of ``/generate``.
+    """Parse the judgment in one reply of ``/generate``.
 
     Raises:
-        Transient: the server cut the request off.
+        Transient: the server aborted the request.
         CallFailed: log-probs that are missing or not finite.
     """
     try:
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             refused = meta["finish_reason"].get("status_code") == 400
-            raise (RewardCallError if refused else Transient)(f"the judge's server cut off: {meta['finish_reason']}")
+            raise (RewardCallError if refused else Transient)(f"the judge's server aborted the request: {meta['finish_reason']}")
         logprobs = {int(token): logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         wanted = [logprobs[token] for token in (*yes_ids, *no_ids)]
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise RewardCallError(f"the judge's answer has no log-probs of the judgement words: {str(answer)[:200]}") from error
+        raise RewardCallError(f"the judge's reply has no log-probs of the judgment words: {str(answer)[:200]}") from error
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in wanted):
-        raise RewardCallError(f"the judge's log-probs are not finite: {wanted}; do its weights hold NaN?")
+        raise RewardCallError(f"the judge's log-probs are not finite: {wanted}; do its weights contain NaN?")
     return judgement(wanted[: len(yes_ids)], wanted[len(yes_ids) :])
 
 
@@ -252,7 +254,7 @@ def judgement(yes_logprobs: Sequence[float], no_logprobs: Sequence[float]) -> Ju
     """Softmax over (yes, no), each the log of its forms' summed probability."""
     yes, no = _log_sum_exp(yes_logprobs), _log_sum_exp(no_logprobs)
     gap = no - yes
-    # The side that cannot overflow: exp of a positive gap may.
+    # Use the form that cannot overflow: exp of a large positive gap would.
     probability = 1 / (1 + math.exp(gap)) if gap <= 0 else math.exp(-gap) / (1 + math.exp(-gap))
     return Judgment(probability, min(1.0, math.exp(yes) + math.exp(no)))
 
@@ -273,7 +275,7 @@ async def _word_ids(settings: JudgeOptions, url: str) -> _Ids:
             tokens = answer.get("tokens") if isinstance(answer, dict) else None
             if not isinstance(tokens, list):
                 raise RewardError(f"{url}/tokenize answered {str(answer)[:200]}; set option tokenizer_path instead")
-            known[url, word] = word_token(lambda _: tokens, word)  # noqa: B023 (called at once)
+            known[url, word] = word_token(lambda _: tokens, word)  # noqa: B023 (called immediately)
     return _split(words, {word: known[url, word] for word in itertools.chain(*words)})
 
 
@@ -284,7 +286,7 @@ def _local_ids(tokenizer_path: str, words: _Words) -> _Ids:
 
 
 def _split(words: _Words, ids: Mapping[str, int]) -> _Ids:
-    """Ids of both judgements, without repetition."""
+    """Ids of both judgments, without repetition."""
     yes, no = ({ids[word]: None for word in forms} for forms in words)
     shared = [word for word in words[1] if ids[word] in yes]
     if shared:

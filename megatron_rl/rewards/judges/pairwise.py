@@ -2,12 +2,12 @@
 
     s(x, y, a) = 0.5 * [ p(1st better | x, y, a) + 1 - p(1st better | x, a, y) ]
 
-Both orders are asked in one request, which cancels the judge's preference for a position. 0.5 means as good as the anchor.
+Both orders are scored in one request, which cancels the judge's position bias. 0.5 means as good as the anchor.
 
 Laws: s is in [0, 1]; s(x, y, a) + s(x, a, y) = 1; s(x, a, a) = 0.5. A prompt has one anchor during a run, so that the
-reward is a function of prompt and response. The judge sees solutions only: a thought without its proper form scores
-exactly 0 and is not judged. The judge's preference for a position is logged: ``swap_consistency`` (both orders name the same
-winner), ``position_gap`` |p(1st | y, a) - (1 - p(1st | a, y))| and ``first_bias``, the same without the bars.
+reward is a function of prompt and response. The judge sees solutions only: a malformed thought scores exactly 0
+and is not judged. The judge's position bias is logged: ``swap_consistency`` (both orders give the same winner),
+``position_gap`` |p(1st | y, a) - (1 - p(1st | a, y))| and ``first_bias``, the same difference with its sign.
 """
 
 from collections import defaultdict
@@ -36,7 +36,8 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[str]:
-    """Places of prompts without an anchor, with one whose thought has no proper form, or with two different ones."""
+    """Problems, with file and line, of prompts without an anchor, with a malformed anchor, or with two different
+    anchors."""
     problems = []
     anchors: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
     for prompt in prompts:
@@ -49,7 +50,7 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
                 f"{place}: the anchor's thought has no proper form; expected <think>thought</think>solution"
             )
         else:
-            # Prompts with the same words about other images are others.
+            # Prompts with the same text but other images are different prompts.
             anchors[prompt.text, *(image.digest for image in prompt.images)].setdefault(anchor, place)
     for found in anchors.values():
         if len(found) > 1:
@@ -59,9 +60,9 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
 
 
 def combine_orders(forward: float, backward: float) -> tuple[float, dict[str, float]]:
-    """Score and metrics from p(1st better) of (response, anchor) and of (anchor, response).
+    """(score, metrics) from p(1st better) of (response, anchor) and of (anchor, response).
 
-    As ``algorithms.pairwise_score`` and ``swap_consistency``, for one pair and without tensors.
+    Same as ``algorithms.pairwise_score`` and ``swap_consistency``, but for one pair and without tensors.
     """
     behind = 1.0 - backward
     metrics = {
@@ -73,39 +74,40 @@ def combine_orders(forward: float, backward: float) -> tuple[float, dict[str, fl
 
 
 def _read_of_anchor(text: str, settings: JudgeOptions) -> str | None:
-    """What the judge reads of a text that is no response of the policy, whose thought is written out if it has one."""
+    """Part of an anchor or training text that the judge reads. Such a text contains its own thought tags, if it has a
+    thought."""
     return judged_text(text, replace(settings, require_think=False, opened_by_prompt=False))
 
 
 def render_both_orders(prompt: str, first: str, second: str, template: str = PAIRWISE_TEMPLATE) -> tuple[str, str]:
-    """The two texts of a pair, from what the judge reads of each response: ``first`` before ``second``, and behind it."""
+    """Render a pair in both orders: ``first`` before ``second``, and after it."""
     return render_pairwise(prompt, first, second, template), render_pairwise(prompt, second, first, template)
 
 
 def training_texts(prompt: str, chosen: str, rejected: str, *, place: str, tokenizer_path: str) -> tuple[str, str]:
-    """``render_both_orders`` of a row of preferences, exactly as the judge is asked about such responses.
+    """``render_both_orders`` of a preference row, exactly as the judge is queried about such responses.
 
     Args:
-        place: Of the row, for errors.
-        tokenizer_path: Of the judge that learns from it.
+        place: Source of the row (file:line), for errors.
+        tokenizer_path: Tokenizer folder of the judge that is trained.
 
     Raises:
-        DataError: a thought without its proper form, or nothing left that tells the two apart.
+        DataError: a malformed thought, or two texts that do not differ after cleaning.
     """
     settings = JudgeOptions(tokenizer_path=tokenizer_path)
     read = {"chosen": _read_of_anchor(chosen, settings), "rejected": _read_of_anchor(rejected, settings)}
     for field, text in read.items():
         if text is None:
             raise DataError(
-                f"{place}: field {field!r}: its thought has no proper form; a judge is asked about solutions alone, so expected "
+                f"{place}: field {field!r}: its thought has no proper form; a judge sees only solutions, so expected "
                 "<think>thought</think>solution, or a solution without tags"
             )
         if not text.strip():
-            raise DataError(f"{place}: field {field!r}: nothing is left of it without control tokens; take the row out")
+            raise DataError(f"{place}: field {field!r}: nothing is left of it without control tokens; remove the row")
     if read["chosen"] == read["rejected"]:
         raise DataError(
-            f"{place}: fields 'chosen' and 'rejected' have the same solution, {str(read['chosen'])[:80]!r}, and a judge is "
-            "asked about solutions alone; take the row out"
+            f"{place}: fields 'chosen' and 'rejected' have the same solution, {str(read['chosen'])[:80]!r}, and a judge "
+            "sees only solutions; remove the row"
         )
     return render_both_orders(prompt, read["chosen"] or "", read["rejected"] or "")
 
@@ -128,16 +130,17 @@ async def score(
     template: str = PAIRWISE_TEMPLATE,
     options: JudgeOptions = DEFAULT_OPTIONS,
 ) -> Score:
-    """Half the probability that the response is preferred as first of two, and half of that as second.
+    """Half the probability that the response is preferred as the first text, plus half of that as the second text.
 
     Args:
         prompt: Text of the prompt; a row field.
-        anchor: What the response is compared with; a row field. The answer if there is none.
-        template: The judge's text with {prompt}, {first} and {second}; as in training (`reward-train`).
+        anchor: Text that the response is compared with; a row field. Defaults to the answer.
+        template: The judge's text with {prompt}, {first} and {second}, the same as in training (`reward-train`).
     """
     solution = judged_text(response, options)
     if solution is None:
         return Score(0.0, FORMAT_FAILURE)
+    # A missing anchor is a fault of the data, so the response is unscored instead of 0.
     other = _read_of_anchor(anchor or answer, options)
     if not other:
         return Score(None, error="no anchor: the row has neither a proper 'anchor' nor an answer")
@@ -147,5 +150,5 @@ async def score(
 
 def _score(forward: Judgment, backward: Judgment) -> Score:
     value, metrics = combine_orders(forward.probability, backward.probability)
-    detail = f"p(1st) {forward.probability:.4f} before the anchor, {backward.probability:.4f} behind it"
+    detail = f"p(1st) {forward.probability:.4f} before the anchor, {backward.probability:.4f} after it"
     return Score(value, detail, metrics={**metrics, "judgement_mass": min(forward.mass, backward.mass)})

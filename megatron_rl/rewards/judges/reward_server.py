@@ -1,11 +1,11 @@
-"""Reward ``http``: a service somewhere else gives the score.
+"""Reward ``http``: an external service computes the score.
 
-One request, POSTed as JSON to ``url``: ``{"response", "answer", ...fields of the row}``; the answer:
-``{"score": number, "detail"?: text}``. With ``batch_size`` above 1 a request is a list of such objects and the answer a
-list of such scores, in the same order. A service that cannot tell answers ``{"score": null, "error": text}``.
+Each request POSTs JSON to ``url``: ``{"response", "answer", ...fields of the row}``; the reply is ``{"score": number,
+"detail"?: text}``. With ``batch_size`` above 1 a request is a list of such objects and the reply a list of scores in
+the same order. A service that cannot score replies ``{"score": null, "error": text}``.
 
-Invariants: a score that is missing, not finite, outside ``[low, high]`` or one too many goes unscored and is never
-read as 0. A refused batch is asked again one by one, so that one bad item does not take the others with it.
+Invariants: a score that is missing, not finite, outside ``[low, high]`` or superfluous leaves the item unscored and is
+never read as 0. A rejected batch is resent one item at a time, so that one bad item does not affect the others.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from megatron_rl.rewards.registry import RewardError, register
 from megatron_rl.rewards.workers.session import RewardCallError, post_json
 
 _TICK_S = 0.005
-"""How long a batch waits for further items."""
+"""Seconds that a batch waits for more items."""
 
 _batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "_RequestBatch"]] = WeakKeyDictionary()
 
@@ -38,13 +38,13 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def check_url(name: str, url: Any) -> None:
-    """Raise RewardError for what is not the address of an HTTP server."""
+    """Raise RewardError for a value that is not the address of an HTTP server."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RewardError(f"reward {name!r}: set option url to http://host:port and a path, got {url!r}")
 
 
 def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[str]:
-    """Places of prompts without a field that is to be sent."""
+    """Problems, with file and line, of prompts without a field that must be sent."""
     always = {"prompt", "type", "answer"}
     return [
         f"{prompt.source or prompt.id}: field {name!r} is missing"
@@ -61,17 +61,17 @@ def _value_range(options: Mapping[str, Any]) -> tuple[float, float]:
 @dataclass(frozen=True)
 class HttpOptions:
     url: str = ""
-    """Where to POST to; must be set."""
+    """URL that requests are POSTed to; must be set."""
     fields: list[str] | None = None
-    """Names of the row's fields that go along; all that the run reads if not given."""
+    """Names of the row fields to send; by default all fields that the run reads."""
     low: float = 0.0
-    """Smallest score the service may give."""
+    """Smallest score that the service may return."""
     high: float = 1.0
-    """Largest one."""
+    """Largest score that the service may return."""
     batch_size: int = 1
-    """Items in one request, at most."""
+    """Maximum number of items per request."""
     headers: dict[str, str] | None = None
-    """Further HTTP headers."""
+    """Additional HTTP headers."""
 
 
 @register(
@@ -89,7 +89,7 @@ async def score(
     row: dict[str, Any] | None = None,
     options: HttpOptions = HttpOptions(),
 ) -> Score:
-    """What the service says.
+    """Score from the service.
 
     Args:
         row: The item's row; not an option.
@@ -101,14 +101,14 @@ async def score(
     sent = {name: row[name] for name in fields} if fields is not None else row
     body = {**sent, "response": response, "answer": answer}
     if options.batch_size == 1:
-        verdict = await post_json(options.url, body, headers=options.headers)
+        reply = await post_json(options.url, body, headers=options.headers)
     else:
-        verdict = await _ask_in_batch(options.url, body, options.batch_size, options.headers)
-    return read_verdict(verdict, options.low, options.high)
+        reply = await _post_in_batch(options.url, body, options.batch_size, options.headers)
+    return read_verdict(reply, options.low, options.high)
 
 
 def read_verdict(verdict: Any, low: float, high: float) -> Score:
-    """The Score in a service's answer for one item."""
+    """Parse the service's reply for one item."""
     if not isinstance(verdict, dict) or "score" not in verdict:
         return Score(None, error=f'expected {{"score": number}}, got {str(verdict)[:200]}')
     value, detail = verdict["score"], str(verdict.get("detail") or "")
@@ -124,7 +124,7 @@ def read_verdict(verdict: Any, low: float, high: float) -> Score:
 
 
 class _RequestBatch:
-    """Items that wait for their request."""
+    """Items that wait for a common request."""
 
     def __init__(self, url: str, headers: dict[str, str] | None) -> None:
         self.url = url
@@ -136,8 +136,9 @@ class _RequestBatch:
     async def send(self) -> None:
         try:
             verdicts = await self._verdicts()
-        except Exception as error:  # every waiting item must get it
+        except Exception as error:  # every waiting item must get the error
             verdicts = [error] * len(self.bodies)
+        # A caller may have been cancelled while the batch was in progress: its future is already done.
         for answer, verdict in zip(self.answers, verdicts, strict=True):
             if answer.done():
                 continue
@@ -156,13 +157,14 @@ class _RequestBatch:
             if len(self.bodies) == 1:
                 raise
             alone = [post_json(self.url, [body], headers=self.headers) for body in self.bodies]
-            found = await asyncio.gather(*alone, return_exceptions=True)
-            return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in found]
+            replies = await asyncio.gather(*alone, return_exceptions=True)
+            return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in replies]
 
 
-async def _ask_in_batch(url: str, body: dict[str, Any], batch_size: int, headers: dict[str, str] | None) -> Any:
+async def _post_in_batch(url: str, body: dict[str, Any], batch_size: int, headers: dict[str, str] | None) -> Any:
     loop = asyncio.get_running_loop()
     open_batches = _batches.setdefault(loop, {})
+    # Items with different headers must not share a request.
     key = f"{url} {sorted((headers or {}).items())}"
     if key not in open_batches:
         open_batches[key] = _RequestBatch(url, headers)
@@ -177,7 +179,7 @@ async def _ask_in_batch(url: str, body: dict[str, Any], batch_size: int, headers
 
 
 def _send(loop: asyncio.AbstractEventLoop, key: str, batch: _RequestBatch) -> None:
-    if batch.sending is None:  # it is full, or its time is up: whichever came first
+    if batch.sending is None:  # called when the batch is full and when its time is up
         if _batches[loop].get(key) is batch:
             del _batches[loop][key]
         batch.sending = loop.create_task(batch.send())

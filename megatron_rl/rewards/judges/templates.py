@@ -1,7 +1,7 @@
-"""What judges read: one text for training them (`reward-train`) and for asking them during reinforcement learning.
+"""Judge templates: one text for training (`reward-train`) and for scoring during reinforcement learning.
 
-A judge answers with one token right after the text: the yes word or the no word. Texts are filled in one pass, so that
-braces in a prompt or in code stay as they are, and a response that contains "{second}" cannot pull another text in.
+A judge answers with one token right after the text: the yes word or the no word. Templates are filled in one pass, so
+that braces in a prompt or in code stay unchanged, and a response that contains "{second}" cannot insert another text.
 """
 
 import re
@@ -46,38 +46,38 @@ JUDGE_FIELDS = ("prompt", "response", "reference")
 
 
 class TemplateError(UserError, ValueError):
-    """A template that lacks a field, or judgement words that are no single tokens."""
+    """A template lacks a field, or a judgment word is not a single token."""
 
 
 def render_pairwise(prompt: str, first: str, second: str, template: str = PAIRWISE_TEMPLATE) -> str:
-    """The text whose next token says whether ``first`` is better than ``second``."""
+    """Text whose next token states whether ``first`` is better than ``second``."""
     return fill(template, {"prompt": prompt, "first": first, "second": second})
 
 
 def render_judge(prompt: str, response: str, reference: str, template: str = JUDGE_TEMPLATE) -> str:
-    """The text whose next token says whether ``response`` is as good as ``reference``."""
+    """Text whose next token states whether ``response`` is as good as ``reference``."""
     return fill(template, {"prompt": prompt, "response": response, "reference": reference})
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """``{name}`` becomes values[name] for the names in ``values``; every other brace is ordinary text."""
+    """Replace ``{name}`` by values[name] for the names in ``values``; other braces are ordinary text."""
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
 
 
 def check_template(template: str, fields: Sequence[str]) -> None:
-    """Raise TemplateError for a template that leaves out one of ``fields``."""
+    """Raise TemplateError for a template without one of ``fields``."""
     missing = [f"{{{name}}}" for name in fields if f"{{{name}}}" not in template]
     if missing:
         raise TemplateError(f"the judge's template lacks {', '.join(missing)}; it needs {{{'}, {'.join(fields)}}}")
 
 
 def word_token(encode: Callable[[str], Sequence[int]], word: str) -> int:
-    """The id of a judgement word that is one token; raises TemplateError naming the tokens otherwise."""
+    """Token id of a judgment word. Raises TemplateError, listing the tokens, if the word is not a single token."""
     ids = list(encode(word))
     if len(ids) != 1:
         raise TemplateError(
-            f"the judgement word {word!r} is {len(ids)} tokens {ids} in this tokenizer; expected one token: choose "
-            "another word, in training and for the judge alike"
+            f"the judgment word {word!r} is {len(ids)} tokens {ids} in this tokenizer; expected one token: choose "
+            "another word, both in training and for the judge"
         )
     return ids[0]

@@ -1,1 +1,1 @@
-"""Rewards of single lines of a program, from a process reward model."""
+"""Rewards per line of a program, from a process reward model."""

@@ -1,8 +1,8 @@
-"""Which lines of a program can still be completed to a right one (arXiv 2410.17621). Pure.
+"""Labels the lines of a program by whether they can still be completed to a correct program (arXiv 2410.17621). Pure.
 
-A prefix of m lines is *recoverable* if one of K sampled completions passes all tests. Whether it is falls with m, so a
-binary search finds the first line that spoils the program, with log2(lines) questions instead of one per line. Labels are
-+1 up to that line, -1 from it on, 0 on neutral lines, which are no part of the search.
+A prefix of m lines is *recoverable* if one of K sampled completions passes all tests. Recoverability can only be lost
+as m grows, so a binary search finds the first bad line with log2(lines) queries instead of one per line. Labels are +1
+before that line, -1 from it on, and 0 on neutral lines, which the search skips.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,11 @@ GOOD, BAD, NEUTRAL = 1, -1, 0
 
 
 class LineSearch:
-    """The binary search as a dialogue: ask about ``question`` lines, give the answer, until ``question`` is None.
+    """Interactive binary search: test a prefix of ``question`` lines, pass the result to ``answer``, until ``question``
+    is None.
 
-    Lines count from 1. ``first_bad`` is num_lines + 1 if there is no bad line; a program that failed its tests has one.
+    Lines count from 1. ``first_bad`` is num_lines + 1 if no line is bad; a program that failed its tests has a bad
+    line.
     """
 
     def __init__(self, num_lines: int, *, passes: bool) -> None:
@@ -25,17 +27,17 @@ class LineSearch:
 
     @property
     def question(self) -> int | None:
-        """How many lines the next prefix has; None once the answer is known."""
+        """Number of lines of the next prefix to test; None once the search is finished."""
         return (self._low + self._high) // 2 if self._low < self._high else None
 
     def answer(self, recoverable: bool) -> None:
-        asked = self.question
-        if asked is None:
-            raise ValueError("the search is over: there is no question to answer")
+        tested = self.question
+        if tested is None:
+            raise ValueError("the search is over: no question is open")
         if recoverable:
-            self._low = asked + 1
+            self._low = tested + 1
         else:
-            self._high = asked
+            self._high = tested
 
     @property
     def first_bad(self) -> int:
@@ -45,7 +47,7 @@ class LineSearch:
 
 
 def scored_lines(lines: Sequence[CodeLine]) -> list[CodeLine]:
-    """The lines that the search goes over."""
+    """Lines that the search covers: all lines that are not neutral."""
     return [line for line in lines if not line.neutral]
 
 

@@ -2,10 +2,10 @@
 
 Laws:
 
-- A response's line rewards sum to ``weight`` times the mean score of its lines: at most ``weight`` either way, however
-  many lines it has. Comments and blank lines get 0 and are not counted, so padding with them cannot raise the sum.
-- Tokens outside the program get 0; a response that is unfinished, unscored, without code or of a type whose responses
-  are no programs gets 0 everywhere.
+- The line rewards of a response sum to ``weight`` times the mean score of its lines, so their sum is within +-``weight``
+  for any number of lines. Comments and blank lines get 0 and are not counted, so padding cannot raise the sum.
+- Tokens outside the program get 0. All tokens get 0 in a response that is unfinished, unscored, without code or of a
+  prompt type without programs.
 - With both weights at 0 every reward is 0.
 """
 
@@ -21,20 +21,20 @@ from megatron_rl.data.trajectory import Trajectory
 
 _CODE_REWARD = "code"
 PASSED_FROM = 1.0
-"""A score of at least this means that all tests passed."""
+"""Scores of at least this value mean that all tests passed."""
 
 
 def line_rewards(scores: Sequence[float] | np.ndarray, neutral: Sequence[bool], weight: float) -> np.ndarray:
-    """[L] float32: weight / (number of lines that are not neutral) * score, and 0 on neutral lines.
+    """[L] float32: weight / (number of scored lines) * score; 0 on neutral lines.
 
-    Scores are the model's; they are cut to [-1, 1], the range of the labels, which bounds the sum. Raises ValueError
-    for scores that are not finite on a line that counts.
+    Scores of the model are clipped to [-1, 1], the range of the labels, which bounds the sum. Raises ValueError for a
+    scored line whose score is not finite.
     """
     values, counts = np.asarray(scores, dtype=np.float64), ~np.asarray(neutral, dtype=bool)
     if values.shape != counts.shape:
         raise ValueError(f"expected one score per line, got {len(values)} scores for {len(counts)} lines")
     if not np.isfinite(values[counts]).all():
-        raise ValueError("the process reward model gave a score that is not finite; look at its training")
+        raise ValueError("the process reward model gave a score that is not finite; check its training")
     rewards = np.zeros(len(values))
     if counts.any():
         rewards[counts] = weight / counts.sum() * np.clip(values[counts], -1.0, 1.0)
@@ -42,9 +42,10 @@ def line_rewards(scores: Sequence[float] | np.ndarray, neutral: Sequence[bool], 
 
 
 def values_after_tokens(batch: PackedBatch, values: Tensor, final_values: Tensor) -> list[np.ndarray]:
-    """Per sequence of length l: [l] float32, the value read after each token.
+    """Values [l] float32 after each token, for every sequence of length l.
 
-    values [T] are read before each token, final_values [N] after the last of each sequence (``TrainerGroup.values``).
+    ``values`` [T] are read before each token, ``final_values`` [N] after the last token of each sequence
+    (``TrainerGroup.values``).
     """
     after = np.empty(len(batch.tokens), dtype=np.float32)
     after[:-1] = values[1:].float().cpu().numpy()
@@ -54,17 +55,17 @@ def values_after_tokens(batch: PackedBatch, values: Tensor, final_values: Tensor
 
 
 def program_types(reward: RewardConfig) -> frozenset[str] | None:
-    """The prompt types that the code reward grades; None where one reward grades everything."""
+    """Prompt types scored by the code reward; None if one reward scores everything."""
     if not reward.by_type:
         return None
     return frozenset(name for name, route in reward.by_type.items() if route.name == _CODE_REWARD)
 
 
 class ProcessRewarder:
-    """Puts the process reward model's scores on the tokens that end lines."""
+    """Assigns the process reward model's scores to the tokens that end lines."""
 
     def __init__(self, config: ProcessRewardConfig, decode: Decode, types: Collection[str] | None = None) -> None:
-        """``types``: the prompt types whose responses are programs (``program_types``); None: all."""
+        """``types``: prompt types whose responses are programs (``program_types``); None means all types."""
         self._config = config
         self._decode = decode
         self._types = types
@@ -72,9 +73,9 @@ class ProcessRewarder:
     def dense_rewards(
         self, trajectories: Sequence[Trajectory], values_of_tokens: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Per trajectory [number of response tokens] float32, zero but at line ends.
+        """Rewards [number of response tokens] float32 per trajectory, zero except at line ends.
 
-        ``values_of_tokens``: per trajectory the model's value after each token of prompt and response
+        ``values_of_tokens``: per trajectory, the model's value after each token of prompt and response
         (``values_after_tokens``), or after each token of the response alone.
         """
         if len(values_of_tokens) != len(trajectories):
@@ -89,11 +90,12 @@ class ProcessRewarder:
         weight = self._weight(trajectory)
         if not weight:
             return rewards
-        pieces = token_texts(trajectory.response_ids.tolist(), self._decode)
-        lines = code_lines("".join(pieces), entry_point=str(trajectory.prompt.fields.get(ENTRY_POINT_FIELD, "")))
-        tokens = end_tokens(lines, pieces)
+        texts = token_texts(trajectory.response_ids.tolist(), self._decode)
+        lines = code_lines("".join(texts), entry_point=str(trajectory.prompt.fields.get(ENTRY_POINT_FIELD, "")))
+        tokens = end_tokens(lines, texts)
+        # Values may cover the prompt too; the response's values are always the last ones.
         scores = np.asarray(values[len(values) - num_tokens :])[tokens]
-        # Lines that end at one token share its score; each brings its part.
+        # Lines that end at the same token use its score once each, so their rewards add up.
         np.add.at(rewards, tokens, line_rewards(scores, [line.neutral for line in lines], weight))
         return rewards
 

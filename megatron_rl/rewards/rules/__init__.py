@@ -1,1 +1,1 @@
-"""Rewards that are computed by rules."""
+"""Rewards computed by rules."""

@@ -1,8 +1,8 @@
 r"""Reward ``choice``: 1.0 if a response picks the right letter of a multiple-choice question, else 0.0.
 
-Invariant: a letter counts only where an answer stands (``\boxed{}``, after "answer is", or at the start of the
-last line before a bracket, a point, a colon or nothing); the article "A" in running text is not a pick, and several
-letters are none.
+Invariant: a letter counts only in an answer position (in ``\boxed{}``, after "answer is", or at the start of the last line
+before a bracket, a period, a colon or the end). The article "A" in running text is not a pick, and several letters are not
+a pick either.
 """
 
 import re
@@ -16,34 +16,34 @@ _PICK = re.compile(_LEAD + r"([A-Za-z])(?:[\s*_`\"')\].,:$]*$|[)\].:*$]|\s+[-:])
 _PICK_BEFORE_WORDS = re.compile(
     _LEAD + r"(?:([B-HJ-Z])[\s,;*]|([A-Za-z])[\s,;*]+(?:because|since|as|for|which|given)\b)"
 )
-"""For "the answer is B because": neither the article A nor the pronoun I, unless a reason follows."""
+"""Pick in "the answer is B because": neither the article A nor the pronoun I, unless a reason follows."""
 _ANOTHER = re.compile(
     r"[\s*)\].,:;/|&]*(?:\b(?:or|and|maybe|perhaps)\b[\s*(\[]*(?:option\s+)?)*[(\[]*([A-Za-z])(?![A-Za-z'])",
     re.IGNORECASE,
 )
-"""A second letter right behind the first: (A) (B), A or B, A, B."""
+"""Second letter directly after the first: (A) (B), A or B, A, B."""
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def _picked_letter(text: str, *, in_sentence: bool = False) -> str | None:
-    """The letter, in upper case, that ``text`` starts with as pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``."""
+    """Letter, in upper case, that ``text`` starts with as a pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``."""
     text = _TEXT.sub(r"\1", text)
     match = _PICK.match(text) or (_PICK_BEFORE_WORDS.match(text) if in_sentence else None)
     if match is None:
         return None
-    place = 1 if match.group(1) else 2
-    another = _ANOTHER.match(text, match.end(place))
+    group = 1 if match.group(1) else 2
+    another = _ANOTHER.match(text, match.end(group))
     if another and (another.group(1).isupper() or another.group(1) not in "ai"):
         return None
-    return match.group(place).upper()
+    return match.group(group).upper()
 
 
 @register("choice", range=(0.0, 1.0))
 def score(response: str, answer: str, *, letters: str = "ABCDEFGHIJ") -> Score:
-    """Compare the picked letter with ``answer``, which is a letter itself. A thought is not read.
+    """Compare the picked letter with ``answer``, which is itself a letter. A thought is ignored.
 
     Args:
-        letters: The letters that may be picked.
+        letters: Letters that may be picked.
     """
     truth = _picked_letter(answer)
     if truth is None or truth not in letters.upper():

@@ -1,8 +1,8 @@
-"""Reward ``code``: unit tests in a sandbox decide (docs/rewards.md).
+"""Reward ``code``: unit tests run in a sandbox (docs/rewards.md).
 
-1.0 if all tests hold, else 0.0; with ``partial_credit`` the share of asserts that hold. A program that runs out of time
-or memory, ends early, or gives something that is no plain value where tests need one, has failed its tests. Tests that
-cannot be run whatever the program, and a sandbox that does not work, are unscored.
+1.0 if all tests pass, else 0.0; with ``partial_credit`` the share of asserts that hold. A program fails its tests if it
+exceeds its time or memory, exits early, or returns an object where tests need a plain value. Responses are unscored if
+the tests cannot run with any program, or if the sandbox does not work.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _ROW_FIELDS = {
     "prompt_code": ("prompt_code", "starter_code", "prompt"),
     "setup": ("setup", "test_setup_code", "test_setup", "test_imports", "setup_code"),
 }
-"""Names that data sets use for the parameters that come from a row."""
+"""Field names that data sets use for the parameters that rows set."""
 _URL_TRIES = 3
 _URL_RETRY_S = 0.2
 _MAX_REPLY_BYTES = 1 << 20
@@ -54,30 +54,30 @@ def _check_limits(options: Mapping[str, Any]) -> None:
     if url and urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise RewardError(f"reward 'code': option url must start with http:// or https://, got {url!r}")
     if url and options.get("partial_credit"):
-        raise RewardError("reward 'code': an external sandbox says passed or not; leave out partial_credit or url")
+        raise RewardError("reward 'code': an external sandbox reports only passed or not; omit partial_credit or url")
 
 
 @dataclass(frozen=True)
 class CodeOptions:
     time_limit_s: float = 3.0
-    """Seconds of CPU time for program and tests, once what they import is loaded."""
+    """CPU seconds for program and tests, not counting their imports."""
     wall_limit_s: float = 4.5
-    """Seconds by the clock, imports included. A program that runs until then has failed, or is unscored if it spent more
+    """Wall-clock seconds, including imports. A program that runs until then has failed, or is unscored if it spent more
     than half of them waiting for a busy CPU. reward.timeout_s must be larger."""
     memory_limit_mb: int = 512
-    """Address space of the program."""
+    """Limit for the address space of the program, in MiB."""
     disk_limit_mb: int = 16
-    """Size of the folder that a program can write to."""
+    """Size of the folder that a program can write to, in MiB."""
     process_limit: int = 16
-    """Threads at a time; no process can be started."""
+    """Maximum number of threads; child processes cannot be started."""
     partial_credit: bool = False
-    """The share of asserts that hold, instead of all or nothing."""
+    """Score the share of asserts that hold, instead of all or nothing."""
     allow_unsandboxed: bool = False
-    """Where the kernel can confine nothing, run with resource limits only."""
+    """Run with resource limits only if the kernel supports no confinement."""
     preload: str = ""
     """Modules that programs often import, separated by spaces; loaded once."""
     url: str = ""
-    """An external sandbox instead of the built-in one."""
+    """URL of an external sandbox that replaces the built-in one."""
 
     @property
     def limits(self) -> ProgramLimits:
@@ -117,12 +117,13 @@ def score(
     """Run the response's code with its tests.
 
     Args:
-        response: A whole program, or what continues ``prompt_code``; in fenced blocks, or all of the text.
+        response: A whole program, or a continuation of ``prompt_code``; in fenced blocks, or all of the text.
         answer: The tests, if ``tests`` is empty.
         tests: Python source or a list of asserts: statements, ``check(candidate)``, ``test_...`` functions or unittest
-            cases. Or cases as data: APPS's {inputs, outputs}, LiveCodeBench's [{input, output, testtype}], as JSON too.
-        entry_point: The tested function; needed for ``check(candidate)``, else taken from ``prompt_code``.
-        prompt_code: Code that the response continues, or whose imports and helpers it may rely on.
+            cases. Alternatively cases as data: APPS's {inputs, outputs} or LiveCodeBench's [{input, output, testtype}],
+            also as JSON text.
+        entry_point: The tested function; needed for ``check(candidate)``, by default taken from ``prompt_code``.
+        prompt_code: Code that the response continues, or whose imports and helpers it may use.
         setup: Source that runs before the response and before the tests.
     """
     try:
@@ -142,8 +143,8 @@ def score(
 
 
 def _program(response: str, tests: Any, entry_point: Any, prompt_code: Any, setup: Any) -> Program:
-    """Raises ValueError: what in the row cannot be used."""
-    prompt_code = "" if isinstance(prompt_code, list) else prompt_code  # a dialogue holds no code to go on with
+    """Build the program of an item. Raises ValueError for row fields that cannot be used."""
+    prompt_code = "" if isinstance(prompt_code, list) else prompt_code  # a dialogue contains no code to continue
     setup = setup if isinstance(setup, str) else "\n".join(setup)
     if not all(isinstance(text, str) for text in (entry_point, prompt_code)):
         raise ValueError(f"entry_point and prompt_code: expected text, got {entry_point!r:.40}, {prompt_code!r:.40}")
@@ -162,19 +163,20 @@ def _program(response: str, tests: Any, entry_point: Any, prompt_code: Any, setu
 
 
 def _code(response: str, entry_point: str, needed: set[str]) -> str:
-    """The response's block that defines the entry point. Without one: the last block that defines all that the tests
-    take from the program, or all blocks that define some of it, one after the other."""
+    """The response's block that defines the entry point. Without an entry point: the last block that defines all names
+    that the tests use, or the concatenation of all blocks that define some of them."""
     blocks = fenced_blocks(response)
     if len(blocks) < 2 or entry_point or not needed:
         return extract_code(response, entry_point)
-    defining = [(block, found) for block in blocks if (found := needed & defined_in(block))]
-    whole = [block for block, found in defining if found == needed]
+    defining = [(block, names) for block in blocks if (names := needed & defined_in(block))]
+    whole = [block for block, names in defining if names == needed]
     return whole[-1] if whole else "\n".join(block for block, _ in defining) or extract_code(response)
 
 
 @functools.lru_cache(maxsize=4)
 def _sandbox(pid: int, allow_unsandboxed: bool, preload: str) -> Sandbox:
-    """This process's sandbox; ``pid`` keeps a fork from using its parent's. It ends with the process."""
+    """Sandbox of this process; ``pid`` prevents a fork from using its parent's sandbox. The sandbox ends with the
+    process."""
     return Sandbox(allow_unsandboxed=allow_unsandboxed, preload=preload.split())
 
 
@@ -184,12 +186,12 @@ def _sandbox(pid: int, allow_unsandboxed: bool, preload: str) -> Sandbox:
 async def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Score:
     """POST {code, tests, entry_point, prompt_code, setup, time_limit_s, memory_limit_mb}; expects {passed, detail}.
 
-    A failing server is tried again, and never makes a response fail.
+    A failing server is retried and never makes a response fail.
     """
     from megatron_rl.system.http.json_http import (
         HttpError,
         HttpSession,
-    )  # imports aiohttp, which the built-in sandbox does without
+    )  # lazy: imports aiohttp, which the built-in sandbox does not need
 
     body = {
         "code": program.code,
@@ -204,13 +206,13 @@ async def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Sco
     error = ""
     async with HttpSession(max_answer_bytes=_MAX_REPLY_BYTES, use_proxy=True) as session:
         for attempt in range(_URL_TRIES):
-            patience_s = deadline - time.monotonic()
-            if patience_s <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 break
             if attempt:
-                await asyncio.sleep(min(_URL_RETRY_S, patience_s))
+                await asyncio.sleep(min(_URL_RETRY_S, remaining_s))
             try:
-                reply = await session.post(url, body, timeout_s=max(patience_s, 0.1))
+                reply = await session.post(url, body, timeout_s=max(remaining_s, 0.1))
                 if reply.status == 200:
                     return _read_reply(reply.content)
             except HttpError as failure:

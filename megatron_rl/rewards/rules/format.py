@@ -1,8 +1,8 @@
-"""Reward ``format``: the thought and the solution of a response must be told apart by tags.
+"""Reward ``format``: tags must separate the thought of a response from its solution.
 
-The required form is ``<think>{thought}</think>{solution}`` (Seed1.5-VL, arXiv 2505.07062, section on hybrid RL). What
-does not comply gets 0 before any other reward looks at it. What complies gets 1, or, with ``then``, what that reward
-gives the solution: the thought is never judged.
+The required form is ``<think>{thought}</think>{solution}`` (Seed1.5-VL, arXiv 2505.07062, section on hybrid RL). Other
+responses get 0 before any other reward is called. Compliant responses get 1 or, with ``then``, that reward's score of
+the solution; the thought is never judged.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _resolve_once = cache(resolve)
 
 
 def split_thought(response: str, *, opened_by_prompt: bool = False) -> tuple[str, str] | None:
-    """(thought, solution) of a compliant response; None for any other.
+    """(thought, solution) of a compliant response; None for any other response.
 
     Strict: the response starts with the opening tag, has each tag exactly once, and its solution is not blank.
 
     Args:
-        opened_by_prompt: The prompt ends with the opening tag already, so the response must not have it.
+        opened_by_prompt: The prompt already ends with the opening tag, so the response must not have it.
     """
     if response.count(CLOSE) != 1 or response.count(OPEN) != int(not opened_by_prompt):
         return None
@@ -49,16 +49,17 @@ def _check(options: Mapping[str, Any]) -> None:
     inner = _inner(options)
     if inner is None:
         return
+    # The inner reward runs inside this reward's worker process, which has no event loop.
     if inner.is_async:
         raise RewardError(
-            f"reward 'format': then={inner.name!r} asks a server, which a worker process does not; set "
+            f"reward 'format': then={inner.name!r} queries a server, which worker processes cannot do; set "
             f"reward.name={inner.name} and reward.require_think=true instead"
         )
     check_options(inner, options.get("then_options") or {})
 
 
 def _value_range(options: Mapping[str, Any]) -> tuple[float, float] | None:
-    """A response without the format gets 0, so 0 belongs to the range whatever the other reward does."""
+    """Range including 0, the score of a response without the format; None if the inner reward declares no range."""
     inner = _inner(options)
     if inner is None:
         return (0.0, 1.0)
@@ -75,12 +76,12 @@ def score(
     then: str = "",
     then_options: dict[str, Any] | None = None,
 ) -> float | Score:
-    """0 without the format; else 1, or what the reward ``then`` gives the solution.
+    """Score 0 without the format; otherwise 1, or the score that the reward ``then`` gives the solution.
 
     Args:
-        opened_by_prompt: The prompt ends with ``<think>`` already.
+        opened_by_prompt: The prompt already ends with ``<think>``.
         then: Name of another reward.
-        then_options: Its options.
+        then_options: Options of that reward.
     """
     parts = split_thought(response, opened_by_prompt=opened_by_prompt)
     if parts is None:

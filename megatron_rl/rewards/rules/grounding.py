@@ -1,7 +1,8 @@
 """Rewards ``bbox`` and ``point`` for visual grounding (Seed1.5-VL, arXiv 2505.07062).
 
-A response gives ``<bbox>x1 y1 x2 y2</bbox>`` or ``<point>x y</point>``; numbers are separated by spaces or commas and
-are in the same coordinates as the ground truth's. The last tag counts. What cannot be read as a box or a point is 0.
+A response contains ``<bbox>x1 y1 x2 y2</bbox>`` or ``<point>x y</point>``; numbers are separated by spaces or commas
+and use the same coordinates as the ground truth. The last tag counts. Content that cannot be parsed as a box or a point
+scores 0.
 """
 
 import re
@@ -10,20 +11,21 @@ from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import register
 
 Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2 with x1 < x2 and y1 < y2."""
+"""(x1, y1, x2, y2) with x1 < x2 and y1 < y2."""
 
 _SEPARATOR = re.compile(r"[\s,]+")
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
 def _tag_content(text: str, tag: str) -> str | None:
-    """The content of the last ``<tag>...</tag>``."""
+    """Content of the last ``<tag>...</tag>``."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def _read_numbers(text: str, count: int) -> list[float] | None:
+    # The length limit bounds the work on hostile responses.
     parts = _SEPARATOR.split(text.strip().strip("()[]").strip()) if len(text) <= 200 else []
     if len(parts) != count or not all(_NUMBER.fullmatch(part) for part in parts):
         return None
@@ -57,7 +59,7 @@ def score_box(response: str, answer: str, *, min_iou: float = 0.0) -> Score:
     """Intersection over union of the response's box with the box ``answer``.
 
     Args:
-        min_iou: Above 0, the reward is 1.0 from this overlap on and else 0.0.
+        min_iou: If above 0, the reward is 1.0 for at least this overlap and 0.0 otherwise.
     """
     truth = _truth_box(answer)
     if isinstance(truth, Score):
@@ -71,7 +73,7 @@ def score_box(response: str, answer: str, *, min_iou: float = 0.0) -> Score:
 
 @register("point", range=(0.0, 1.0))
 def score_point(response: str, answer: str) -> Score:
-    """1.0 if the response's point is in the box ``answer``, its border included."""
+    """1.0 if the response's point is in the box ``answer``, including its border."""
     truth = _truth_box(answer)
     if isinstance(truth, Score):
         return truth

@@ -1,7 +1,7 @@
 r"""Reward ``math``: 1.0 if the final answer of a response equals the ground truth, else 0.0.
 
-Two numbers are compared exactly, in pure Python. Anything else is read as mathematics (``parse_answer.py``) and compared by
-what it means (``compare_answers.py``), within a limit of CPU time: what a response makes too large or too slow is wrong.
+Two numbers are compared exactly, in pure Python. Other answers are parsed as mathematics (``parse_answer.py``) and compared
+by meaning (``compare_answers.py``), within a CPU time limit: an answer that is too large or too slow to compare is wrong.
 """
 
 import re
@@ -30,11 +30,12 @@ from megatron_rl.rewards.registry import register
 Extract = Literal["auto", "last_number", "boxed", "exact"]
 
 _CPU_LIMIT_S = 2.0
-"""For reading and comparing one answer, below any sensible ``reward.timeout_s``."""
+"""CPU time limit for parsing and comparing one answer; below any sensible ``reward.timeout_s``."""
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _FUNCTION_NAMES = re.compile(r"(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi|infinity|inf|x|y|z|and|or)+", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"([+-]?(?:0|[0-9]*[1-9][0-9]{3,}|[1-9][0-9]*(?=,(?![0-9]{3}$)))),([0-9]+)")
-"""1000,99 and 0,5, where 1,234 is a thousand; they may be lists as well."""
+"""Matches numbers with a decimal comma, such as 1000,99 and 0,5, but not 1,234, which is a thousand. Matches may also
+be lists."""
 _TEXT = re.compile(r"\\(?:text|textbf|textnormal|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
@@ -47,15 +48,16 @@ _WARM_UP = (
     r"(-\infty, \frac{1}{2}) \cup [3x, 2!]",
     r"\begin{pmatrix} 1 & 2 \\ 3 & x \end{pmatrix}",
 )
-"""The parser learns its grammar from what it parses: the first texts of each kind take a tenth of a second and more."""
+"""Texts that warm up the parser: it extends its grammar on use, and the first text of each kind takes 0.1 s and more.
+"""
 
 
 class _TooSlow(BaseException):
-    """No Exception: the libraries in between catch those."""
+    """Raised at the CPU limit. Not an Exception, because libraries in the call stack catch those."""
 
 
 def prepare(_options: Mapping[str, Any]) -> None:
-    """Import sympy and warm up the parser, which takes a few seconds, before the first deadline runs."""
+    """Import sympy and warm up the parser, which takes a few seconds, before the first deadline starts."""
     from megatron_rl.graders.answers.compare_answers import same
     from megatron_rl.graders.answers.parse_answer import read
 
@@ -68,23 +70,23 @@ def score(response: str, answer: str, *, extract: Extract = "auto", separator: s
     r"""Compare the final answer of ``response`` with ``answer``.
 
     Args:
-        extract: Where the final answer stands, behind the thought if there is one. ``boxed``: in the last ``\boxed{}``,
-            or the last few if they stand together. ``last_number``: it is the last number. ``exact``: it is the whole
-            response. ``auto``: the last "answer is" or ``\boxed{}``, whichever is last, else what follows the last
-            ``####``, else the last formula or number; a sentence that hedges or denies is no answer.
-        separator: Stands between the numbers of an answer that lists several, of which the last counts. With ","
-            commas are no thousands separators: 122,134 is 134.
+        extract: Location of the final answer, after the thought if there is one. ``boxed``: the last ``\boxed{}``, or the
+            last few if they are adjacent. ``last_number``: the last number. ``exact``: the whole response. ``auto``:
+            the last "answer is" or ``\boxed{}``, whichever comes last, else the text after the last ``####``, else the
+            last formula or number; a sentence that hedges or denies is not an answer.
+        separator: Separates the numbers of an answer that lists several; the last number counts. With "," commas are
+            not thousands separators: 122,134 is 134.
 
     Returns:
-        Value 1.0 or 0.0 and, as detail, what was extracted; no value if ``answer`` itself cannot be compared with. An
-        ``answer`` may be a whole solution: then what follows its ``####``, or its ``\boxed{}``, is the truth.
+        Value 1.0 or 0.0, with the extracted text as detail; no value if ``answer`` itself cannot be parsed. If ``answer`` is
+        a whole solution, the text after its ``####``, or in its ``\boxed{}``, is the ground truth.
     """
     answer = _final_part(answer)
     if not answer:
         return Score(None, error="the ground truth is empty")
     truth = parse_number(answer)
     if extract == "last_number" and truth is None:
-        return Score(None, error=f"the ground truth {answer[:80]!r} is no number, as extract=last_number needs")
+        return Score(None, error=f"the ground truth {answer[:80]!r} is not a number, which extract=last_number needs")
     if truth is None and not _is_words(answer) and not _is_readable(answer):
         return Score(None, error=f"the ground truth {answer[:80]!r} is neither a number nor an expression")
     solution = solution_of(response)
@@ -96,16 +98,16 @@ def score(response: str, answer: str, *, extract: Extract = "auto", separator: s
 
 
 def _final_part(answer: str) -> str:
-    r"""The answer of a ground truth that is a whole solution ending in ``#### 42`` or holding ``\boxed{42}``."""
-    found = hash_answer(answer) or boxed_answer(answer)
-    if not found and (phrase := phrase_answer(answer)):
+    r"""Final answer of a ground truth, which may be a whole solution that ends in ``#### 42`` or contains ``\boxed{42}``."""
+    final = hash_answer(answer) or boxed_answer(answer)
+    if not final and (phrase := phrase_answer(answer)):
         formula = last_formula(phrase)
-        found = formula[0] if formula else phrase
-    return (found or open_box(answer)).strip()
+        final = formula[0] if formula else phrase
+    return (final or open_box(answer)).strip()
 
 
 class _AnswerComparison:
-    """One ground truth and what is compared with it."""
+    """Compares responses with one ground truth."""
 
     def __init__(self, answer: str, truth: ParsedNumber | None, separator: str) -> None:
         self._answer = answer
@@ -127,7 +129,7 @@ class _AnswerComparison:
         behind = solution[solution.rfind("\\boxed") :] if boxed is not None else solution
         phrase = phrase_answer(behind)
         if boxed is not None:
-            # Behind a box, "the answer is" counts only where a number follows: it may go on about the answer.
+            # After a box, "the answer is" counts only before a number, because the text may continue to discuss the answer.
             if phrase and "\\boxed" not in phrase and (number := _committed_number(phrase)) and self._truth is not None:
                 return Score(float(number.equals(self._truth)), f"answer is: {phrase[:200]}")
             return self._anchored("boxed", boxed)
@@ -139,10 +141,10 @@ class _AnswerComparison:
         return self._last(solution)
 
     def _last_number(self, text: str) -> Score:
-        found = last_number(text, self._separator)
-        if found is None or self._truth is None:
+        last = last_number(text, self._separator)
+        if last is None or self._truth is None:
             return Score(0.0, "no number in the response")
-        return Score(float(found[0].equals(self._truth)), f"last number: {found[1]}")
+        return Score(float(last[0].equals(self._truth)), f"last number: {last[1]}")
 
     def _anchored(self, place: str, candidate: str) -> Score:
         """Compare the text of an answer: as a number, as words, then as an expression."""
@@ -150,21 +152,21 @@ class _AnswerComparison:
             return Score(0.0, f"nothing after {place}")
         detail = f"{place}: {candidate[:200]}"
         if len(candidate) > MAX_ANSWER_CHARS:
-            return Score(0.0, f"{place}: {len(candidate)} characters are no answer")
+            return Score(0.0, f"{place}: {len(candidate)} characters are not an answer")
         if candidate == self._answer:
             return Score(1.0, detail)
         if self._separator and self._separator in candidate and self._truth is not None:
             return self._last_number(candidate)
         equal = self._as_numbers(candidate)
         if equal is None and (_is_words(self._answer) or _is_words(candidate)):
-            # Compared as text: as mathematics, words are products of variables, and "silent" equals "listen".
+            # Compare words as text: as products of variables, "silent" would equal "listen".
             equal = _plain_words(candidate) == _plain_words(self._answer)
         if equal is None:
             equal = _means_the_same(self._answer, candidate)
         return Score(float(equal), detail)
 
     def _as_numbers(self, candidate: str) -> bool | None:
-        """Whether both are plain numbers and equal; None if that needs more than numbers."""
+        """Compare both as plain numbers; None if one of them is more than a number."""
         if "=" in candidate and "=" in self._answer:
             return None  # x = 1 is not y = 1
         comma = any(_DECIMAL_COMMA.fullmatch(text) for text in (candidate, self._answer))
@@ -177,7 +179,7 @@ class _AnswerComparison:
         return None if comma or number.decimals or truth.decimals else False
 
     def _phrase(self, sentence: str) -> Score:
-        """Compare what follows "the answer is"."""
+        """Compare the text after "the answer is"."""
         if not sentence:
             return Score(0.0, "answer is: hedged or denied")
         detail = f"answer is: {sentence[:200]}"
@@ -189,14 +191,14 @@ class _AnswerComparison:
             return Score(whole.value, detail)
         formula = last_formula(head)
         if formula is not None and re.search("[0-9]", head[formula[2] :]):
-            formula = None  # the volume of $ABCD$ is 120
+            formula = None  # for example "the volume of $ABCD$ is 120"
         if formula is not None and not hedged(head[: formula[1]] + head[formula[2] :]):
             return Score(self._anchored("answer is", formula[0]).value, detail)
         number = _committed_number(sentence)
         return Score(float(self._truth is not None and number is not None and number.equals(self._truth)), detail)
 
     def _last(self, solution: str) -> Score:
-        """Compare the last formula or number of a text without any mark."""
+        """Compare the last formula or number of a text without any marker."""
         text = solution.strip()
         if len(text) <= MAX_ANSWER_CHARS:
             whole = self._anchored("response", text.rstrip("."))
@@ -218,13 +220,13 @@ class _AnswerComparison:
 
 
 def _unit_behind(text: str) -> str:
-    """The percent sign that stands outside a formula."""
+    """"%" if a percent sign follows a formula, else ""."""
     match = re.match(r"\s*(?:\\?%|percent\b|pct\b)", text)
     return "%" if match else ""
 
 
 def _committed_number(sentence: str) -> ParsedNumber | None:
-    """The only number of a sentence without hedges, explanations aside; of "6 * 7 = 42" what it comes to."""
+    """The only number of a sentence without hedges and explanations; of "6 * 7 = 42", the result."""
     head = strip_explanation(sentence)
     first, comma, rest = head.partition(", ")
     if comma and not re.match(r"(?i)[-+$\\(]*[0-9]|(?:or|and|but)\b|\\|\$", rest.strip()):
@@ -267,7 +269,7 @@ def _is_readable(answer: str) -> bool:
 
 
 def _means_the_same(answer: str, candidate: str) -> bool:
-    """Whether both are the same mathematics; what cannot be read or takes too long is not."""
+    """True if both texts have the same mathematical meaning; False if one cannot be parsed or takes too long."""
     from megatron_rl.graders.answers.compare_answers import same
     from megatron_rl.graders.answers.expressions import ParseError
     from megatron_rl.graders.answers.parse_answer import read
@@ -283,7 +285,7 @@ def _means_the_same(answer: str, candidate: str) -> bool:
 
 @contextmanager
 def _cpu_limit() -> Iterator[None]:
-    """Raise ``_TooSlow`` after ``_CPU_LIMIT_S`` of this process's own time; outside a main thread there is no limit."""
+    """Raise ``_TooSlow`` after ``_CPU_LIMIT_S`` of this process's CPU time; no limit outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """Reward ``regex``: instructions that a regular expression can check.
 
-The ground truth of a prompt is the pattern itself. A pattern that runs away on some response is cut off by the worker's
-deadline like any other slow reward.
+The ground truth of a prompt is the pattern itself. A pattern that takes too long on a response is stopped by the
+worker's deadline like any other slow reward.
 """
 
 import re
@@ -23,5 +23,5 @@ def score(
         pattern = _compile(answer, re.IGNORECASE if ignore_case else 0)
     except re.error as error:
         return Score(None, error=f"the ground truth {answer[:80]!r} is not a regular expression: {error}")
-    found = getattr(pattern, match)(response)
-    return Score(float(found is not None), f"matched: {found.group()[:200]}" if found else "no match")
+    result = getattr(pattern, match)(response)
+    return Score(float(result is not None), f"matched: {result.group()[:200]}" if result else "no match")

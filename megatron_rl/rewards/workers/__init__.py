@@ -1,1 +1,1 @@
-"""How rewards are run: in killable worker processes, or on an event loop."""
+"""Runs rewards: in killable worker processes, or on an event loop."""

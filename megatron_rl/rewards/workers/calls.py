@@ -1,4 +1,4 @@
-"""Calls and their items, and what both reward runners do for their callers (``CallQueue``).
+"""Calls of a reward, their items, and the queue that both reward runners share (``CallQueue``).
 
 Invariants: every item gets one score, the first; a call's future ends when its last item has one. Items are touched by
 the runner's own thread only.
@@ -24,20 +24,20 @@ _Future = concurrent.futures.Future[list[Score]]
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """How the items of one reward are run; each runner reads what concerns it."""
+    """Limits for the items of one reward; each runner reads the fields that it needs."""
 
     num_workers: int = 2
-    """Worker processes, of a plain reward."""
+    """Number of worker processes of a plain reward."""
     timeout_s: float = 5.0
-    """Seconds one item may take; of an async reward, from its turn on and over all its tries."""
+    """Seconds per item; for an async reward from the start of its first try, retries included."""
     memory_limit_mb: int = 2048
-    """What one worker may allocate beyond what it starts with."""
+    """Megabytes that one worker may allocate on top of its size at the start."""
     max_concurrency: int = 256
-    """Items in progress at once, of an async reward."""
+    """Number of items that an async reward scores at the same time."""
     max_retries: int = 1
-    """Times an item is tried again after its worker died at it, or after a transient error. A time-out is final."""
+    """Retries of an item after its worker died or after a transient error. A timeout is final."""
     start_timeout_s: float = 60.0
-    """Seconds that importing the reward, or its async ``prepare``, may take."""
+    """Seconds for importing the reward, or for its async ``prepare``."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Item:
     done: bool = False
 
     def finish(self, score: Score) -> None:
-        """The first score counts; an item given to two workers may get a second one."""
+        """Set the score. Only the first one counts: an item that two workers had may get a second one."""
         if self.done:
             return
         self.done = True
@@ -83,7 +83,7 @@ class CallQueue(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self._loop = asyncio.new_event_loop()
-        """Of the runner's own thread."""
+        """The event loop of the runner's own thread."""
         self._pending: deque[Item] = deque()
         self._calls: set[_Future] = set()
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class CallQueue(ABC):
         return await asyncio.wrap_future(self.submit(items))
 
     def score_many_blocking(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Like score_many, for callers without an event loop."""
+        """Same as score_many, for callers without an event loop."""
         return self.submit(items).result()
 
     def submit(self, items: Sequence[RewardItem]) -> _Future:
@@ -132,14 +132,14 @@ class CallQueue(ABC):
 
     @abstractmethod
     def _enqueue(self, items: list[Item]) -> None:
-        """Take new items, in the runner's own thread."""
+        """Add new items; called in the runner's own thread."""
 
     def _forget(self, future: _Future) -> None:
         with self._lock:
             self._calls.discard(future)
 
     def _refuse(self, failure: RewardError) -> None:
-        """Take no further calls; the first failure is the one that callers see."""
+        """Accept no more calls; callers see the first failure."""
         with self._lock:
             self._failure = self._failure or failure
 

@@ -8,7 +8,7 @@ Invariants:
   counts.
 - After ``close`` no task of the reward runs and its connections are closed.
 
-Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task per item. A
+Which thread waits for which: callers wait for a future. The runner's own thread runs an event loop with one task per item. A
 second thread watches the first: a reward that blocks the event loop fails the calls in progress instead of hanging them.
 """
 

@@ -8,7 +8,6 @@ import asyncio
 import json
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,44 +16,44 @@ from typing import Any
 
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import RunnerSettings
-from megatron_rl.rewards.workers.frames import HEADER, SLOT_BYTES, SharedProgress, unpack
+from megatron_rl.rewards.workers.shared_progress import PROGRESS_BYTES, SharedProgress
+from megatron_rl.system.processes.child_process import receive_frame, start_module, wait_or_kill
 
 _REPLY_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 _MAX_FRAME_BYTES = 1 << 26
-"""More than any chunk of results: detail and error are cut in the worker."""
+"""More than any chunk of results, because the worker truncates detail and error."""
 
 
 class ForkServerLost(RuntimeError):
-    """The fork server died or does not answer; its workers are gone with it."""
+    """The fork server died or does not reply; its workers died with it."""
 
 
 @dataclass
 class RewardWorker:
     pid: int
     fork_server_pid: int
-    slot: SharedProgress
+    progress: SharedProgress
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def read_frame(self) -> dict[str, Any] | None:
-        """The next message; None once the worker is dead or talks nonsense."""
+        """The next message; None once the worker is dead or sends no frame of JSON."""
         try:
-            (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
-            if length > _MAX_FRAME_BYTES:
-                return None
-            return unpack(await self.reader.readexactly(length))
+            return await receive_frame(self.reader, _MAX_FRAME_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             return None
 
 
 class ForkServerClient:
-    """Args:
-    path: Import path of the reward.
+    """Starts one reward's fork server, and has it fork and kill workers.
+
+    Args:
+        path: Import path of the reward.
     """
 
     _process: subprocess.Popen[bytes]
-    """Since ``start``, and another one after each further start."""
+    """Set by ``start``; a new process after each additional start."""
     _control: socket.socket
 
     def __init__(self, path: str, options: dict[str, Any], settings: RunnerSettings) -> None:
@@ -62,7 +61,7 @@ class ForkServerClient:
         self._options = options
         self._settings = settings
         self._memory_fd = os.memfd_create("megatron_rl_rewards")
-        os.ftruncate(self._memory_fd, SLOT_BYTES * settings.num_workers)
+        os.ftruncate(self._memory_fd, PROGRESS_BYTES * settings.num_workers)
         self._memory = mmap.mmap(self._memory_fd, 0)
         self._asking = asyncio.Lock()
 
@@ -75,16 +74,7 @@ class ForkServerClient:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         settings = self._settings
-        environment = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.rewards.workers.worker"],
-            stdin=subprocess.PIPE,
-            pass_fds=(theirs.fileno(), self._memory_fd),
-            start_new_session=True,  # a Ctrl-C in the terminal is the trainer's to handle
-            env=environment,
-        )
         start = {
-            "parent_pid": os.getpid(),
             "control_fd": theirs.fileno(),
             "memory_fd": self._memory_fd,
             "sys_path": sys.path,
@@ -93,15 +83,16 @@ class ForkServerClient:
             "timeout_s": settings.timeout_s,
             "memory_limit_mb": settings.memory_limit_mb,
         }
-        theirs.close()  # only the child may hold its end, or its death would not be seen here
+        with theirs:  # only the child may keep its end open, or its death would not be seen here
+            self._process = start_module(
+                "megatron_rl.rewards.workers.worker",
+                message=json.dumps(start).encode(),
+                pass_fds=(theirs.fileno(), self._memory_fd),
+            )
         try:
-            stdin = self._process.stdin
-            assert stdin is not None, "stdin=PIPE makes one"
-            with stdin:
-                stdin.write(json.dumps(start).encode())
             reply = await self._reply(settings.start_timeout_s)
-        except (ForkServerLost, BrokenPipeError) as error:
-            self.stop(patience_s=0)
+        except ForkServerLost as error:
+            self.stop(timeout_s=0)
             raise RewardError(
                 f"reward {self._path}: its process did not start within {settings.start_timeout_s:g} s "
                 f"({error}); does the module import in a plain python process?"
@@ -139,7 +130,7 @@ class ForkServerClient:
     async def _reply(self, timeout_s: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         try:
-            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
+            # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the reply.
             async with asyncio.timeout(timeout_s):
                 body = await loop.sock_recv(self._control, 1 << 16)
         except TimeoutError as error:
@@ -150,16 +141,12 @@ class ForkServerClient:
             raise ForkServerLost("the fork server of the reward is gone")
         return json.loads(body)
 
-    def stop(self, patience_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the fork server, which kills its workers first; kill it if that takes longer than ``patience_s``."""
+    def stop(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the fork server, which kills its workers first; kill it if that takes longer than ``timeout_s``."""
         self._control.close()
-        try:
-            self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(CLOSE_TIMEOUT_S)
+        wait_or_kill(self._process, timeout_s, CLOSE_TIMEOUT_S, group=True)
 
     def release(self) -> None:
-        """Give the shared memory back; no worker may be used after this."""
+        """Free the shared memory; no worker may be used afterwards."""
         self._memory.close()
         os.close(self._memory_fd)

@@ -5,19 +5,18 @@ Invariants:
 - Every item gets exactly one Score. An item that hangs, crashes its worker, eats its memory or raises gets
   ``Score(None, error=...)``: it is never scored 0 for that, and it never raises in the trainer.
 - An item waits for a slow one only until the runner notices (``_STALL_S``): the rest of the chunk then goes to other
-  workers. With every worker at a hanging item, the queue waits for the first deadline.
+  workers. If every worker hangs, the queue waits for the first deadline.
 - Whatever a reward started is dead after ``close``, and when the trainer is killed.
 
-Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task per worker; each
-task waits for its worker, at most until the item's deadline, then has the fork server kill and replace it. The
-thread also owns the fork server: it outlives any event loop of the callers, and its end is the fork server's end.
+Which process waits for which: callers wait for a future. The runner's own thread runs an event loop with one task per worker.
+A task waits for its worker at most until the item's deadline, then has the fork server kill and replace it. The same thread
+starts the fork server, because a child dies with the thread that started it, and this thread outlives the callers' event loops.
 """
 
 import asyncio
 import concurrent.futures
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -33,17 +32,17 @@ from megatron_rl.rewards.workers.fork_server import (
     ForkServerLost,
     RewardWorker,
 )
-from megatron_rl.rewards.workers.frames import pack
+from megatron_rl.system.processes.child_process import describe_end, pack_frame
 
 logger = logging.getLogger(__name__)
 _MAX_CHUNK_ITEMS = 64
 _MAX_CHUNK_CHARS = 1 << 20
 _STALL_S = 0.1
-"""An item that runs for longer than this keeps its worker to itself."""
+"""An item that runs for longer than this gets its worker alone; the rest of the chunk moves on."""
 _PICKUP_GRACE_S = 5.0
-"""Beyond the item's deadline, for a worker that is not at an item: reading a chunk, or starting on a busy machine."""
+"""Added to the deadline of a worker that scores no item yet: it reads a chunk, or starts on a busy machine."""
 _MAX_CONSECUTIVE_CRASHES = 8
-"""Workers that may end in a row without any result and without an item to blame."""
+"""Workers that may end in a row without a result and without an item to blame."""
 _MAX_FORK_SERVER_RESTARTS = 3
 
 
@@ -53,10 +52,10 @@ class _Chunk:
     sent_at: float
     """Monotonic seconds."""
     spread: bool = False
-    """Whether the items other than the slow one have been given back to the queue."""
+    """True once the items other than the slow one are back in the queue."""
 
     def item_at(self, position: int) -> Item | None:
-        """The item a worker is at; None between items."""
+        """The item at ``position``; None if the worker is between items."""
         return self.items[position] if 0 <= position < len(self.items) else None
 
 
@@ -105,12 +104,12 @@ class RewardRunner(CallQueue):
         with self._lock:
             if self._failure is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
-        # The fork server may use up its own patience twice: for going by itself, and for being killed.
-        patience_s = 3 * CLOSE_TIMEOUT_S
-        self._thread.join(patience_s)
+        # The fork server may use its timeout twice: to end by itself, and to end once killed.
+        timeout_s = 3 * CLOSE_TIMEOUT_S
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise RewardError(
-                f"reward runner {self.name!r} waited {patience_s:g} s for its processes to end; they end with this one"
+                f"reward runner {self.name!r} waited {timeout_s:g} s for its processes to end; they end with this one"
             )
 
     # -------------------------------------------------------------------------------------------- the runner's thread
@@ -166,7 +165,7 @@ class RewardRunner(CallQueue):
             self._work.set()
 
     async def _take_chunk(self) -> list[Item]:
-        """Wait for work. Chunks shrink towards the end of the queue, so that the workers finish together."""
+        """Wait for items. Chunks shrink towards the end of the queue, so that the workers finish together."""
         while True:
             chunk: list[Item] = []
             num_chars = 0
@@ -182,7 +181,7 @@ class RewardRunner(CallQueue):
             await self._work.wait()
 
     async def _run_worker(self, slot_index: int) -> None:
-        """Keep one worker busy; replace it when it dies, hangs or asks for it."""
+        """Keep one worker busy; replace it when it dies, hangs or reports that it must be replaced."""
         worker: RewardWorker | None = None
         chunk: list[Item] = []
         try:
@@ -219,9 +218,9 @@ class RewardRunner(CallQueue):
     async def _score_chunk(self, worker: RewardWorker, items: list[Item], frame: bytes) -> bool:
         """Score a chunk, packed in ``frame``; True if the worker can take another.
 
-        What is left undone goes back to the queue.
+        Items without a score go back to the queue.
         """
-        worker.slot.reset(len(items))
+        worker.progress.reset(len(items))
         chunk = _Chunk(items, time.monotonic())
         worker.writer.write(frame)
         reading = asyncio.ensure_future(worker.read_frame())
@@ -254,12 +253,15 @@ class RewardRunner(CallQueue):
             chunk.items[position].finish(Score(*result))
 
     async def _watch(self, worker: RewardWorker, chunk: _Chunk) -> bool:
-        """A worker has been quiet: spread its chunk if one item is slow, kill it past the deadline (then True)."""
-        position, since = worker.slot.progress()
+        """Check a worker that sent nothing: requeue the rest of its chunk if one item is slow, kill it past the deadline.
+
+        Returns True if the worker was killed.
+        """
+        position, since = worker.progress.read()
         slow = chunk.item_at(position)
-        age_s = time.monotonic() - max(since, chunk.sent_at)  # the slot may show a time from before this chunk
+        age_s = time.monotonic() - max(since, chunk.sent_at)  # it may be a time from before this chunk
         if slow is not None and age_s > min(_STALL_S, self._settings.timeout_s):
-            worker.slot.set_limit(position + 1)
+            worker.progress.set_limit(position + 1)
             self._give_back(chunk, but=slow)
         if age_s <= self._settings.timeout_s + (_PICKUP_GRACE_S if slow is None else 0):
             return False
@@ -267,31 +269,31 @@ class RewardRunner(CallQueue):
         if slow is None:
             self._give_back(chunk)
             self._count_crash("did not take its work")
-        elif worker.slot.progress() == (position, since):
+        elif worker.progress.read() == (position, since):
             slow.finish(Score(None, error=f"timed out after {self._settings.timeout_s:g} s"))
-        else:  # it came to an end between the look and the kill
+        else:  # the item ended between the check and the kill
             self._requeue([slow], first=False)
         return True
 
     async def _blame_crash(self, worker: RewardWorker, chunk: _Chunk) -> None:
-        """A worker died: blame the item it was at, hand the others on."""
-        status = await self._fork_server.kill(worker)
-        self._tell_of_death(_how_it_ended(status))
-        position, _ = worker.slot.progress()
+        """Handle a worker's death: blame the item that it was scoring, requeue the others."""
+        how = describe_end(os.waitstatus_to_exitcode(await self._fork_server.kill(worker)))
+        self._tell_of_death(how)
+        position, _ = worker.progress.read()
         culprit = chunk.item_at(position)
         self._give_back(chunk, but=culprit)
         if culprit is None:
-            self._count_crash(_how_it_ended(status))
+            self._count_crash(how)
             return
         culprit.num_crashes += 1
         if culprit.num_crashes > self._settings.max_retries:
             tries = f", {culprit.num_crashes} times" if culprit.num_crashes > 1 else ""
-            culprit.finish(Score(None, error=f"the worker {_how_it_ended(status)} at this response{tries}"))
+            culprit.finish(Score(None, error=f"the worker {how} at this response{tries}"))
         else:
             self._requeue([culprit], first=False)  # at the end: it may cost another worker
 
     def _tell_of_death(self, how: str) -> None:
-        """Once for each way to die: a reward that crashes at many responses shows in the errors of its scores."""
+        """Warn once for each kind of end: the errors of its scores show a reward that crashes at many responses."""
         if how not in self._deaths_told:
             self._deaths_told.add(how)
             logger.warning(
@@ -300,7 +302,7 @@ class RewardRunner(CallQueue):
             )  # fmt: skip
 
     def _give_back(self, chunk: _Chunk, *, but: Item | None = None) -> None:
-        """Queue what is unfinished in a chunk, once, ahead of everything else."""
+        """Requeue the unfinished items of a chunk, once, ahead of all others."""
         if not chunk.spread:
             chunk.spread = True
             self._requeue([item for item in chunk.items if item is not but], first=True)
@@ -314,20 +316,12 @@ class RewardRunner(CallQueue):
 
 
 def _frame(items: list[Item]) -> tuple[list[Item], bytes]:
-    """The items that can travel, packed; one whose fields are no plain JSON values goes unscored."""
+    """The items that JSON can represent, and their frame; the other items stay unscored."""
     try:
-        return items, pack([item.payload for item in items])
+        return items, pack_frame([item.payload for item in items])
     except (TypeError, ValueError) as error:
         if len(items) > 1:
             return _frame([item for item in items if _frame([item])[0]])
         for item in items:
             item.finish(Score(None, error=f"the row's fields are no plain JSON values: {error}"))
         return [], b""
-
-
-def _how_it_ended(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        hint = " (used up its CPU time)" if number == signal.SIGXCPU else ""
-        return f"died of {signal.Signals(number).name}{hint}"
-    return f"exited with code {os.WEXITSTATUS(status)}"

@@ -1,13 +1,13 @@
 """The processes that score: a fork server that loads the reward once, and the workers it forks.
 
-The fork server (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It answers one request at a
-time: ``fork`` a worker, or ``kill`` one and say how it ended. Forking after the import makes a replacement worker a
-matter of milliseconds. The fork server and each worker adopt their orphaned descendants, so a process that a reward
+The fork server (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It handles one request at a
+time: ``fork`` a worker, or ``kill`` one and report its wait status. Because it forks after the import, a replacement worker
+starts in milliseconds. The fork server and each worker adopt their orphaned descendants, so a process that a reward
 started can be found and killed even if it left the worker's process group.
 
-Who dies with whom: a worker dies with the fork server (parent-death signal). The fork server ends, after killing
-everything below it, when its control socket closes or the runner's thread dies. Nothing here waits without end except
-for the next request, and that wait ends with the runner.
+Lifetimes: a worker dies with the fork server (parent-death signal). The fork server ends, after killing
+everything below it, when its control socket closes or the runner's thread dies. Only the wait for the next
+request has no time limit, and it ends with the runner.
 """
 
 import ctypes
@@ -25,18 +25,19 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from megatron_rl.rewards.workers.frames import HEADER, IDLE, SharedProgress, pack, unpack
+from megatron_rl.rewards.workers.shared_progress import IDLE, SharedProgress
 from megatron_rl.system.processes import process_probe
+from megatron_rl.system.processes.child_process import pack_frame, read_frame
 from megatron_rl.system.processes.signals import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FLUSH_S = 0.02
-"""A worker holds results back for at most this long, plus the item it is at."""
+"""A worker buffers results for at most this long, plus the time of its present item."""
 _MAX_TEXT = 500
-"""Characters of detail and error that are kept."""
+"""Largest number of characters of a detail or an error."""
 _MAX_METRICS = 32
 _MAX_SWEEPS = 100
-"""Rounds of killing orphans, so that a fork bomb cannot hold the fork server forever."""
+"""Rounds of killing orphans, so that a fork bomb cannot occupy the fork server forever."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -76,7 +77,7 @@ class _ForkServer:
             body, files, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
             if not body:
                 return
-            self._control.send(json.dumps(self._answer(unpack(body), files)).encode())
+            self._control.send(json.dumps(self._answer(json.loads(body), files)).encode())
 
     def _answer(self, request: dict[str, Any], files: list[int]) -> dict[str, int]:
         if request["do"] == "fork":
@@ -144,14 +145,13 @@ class _Scorer:
         self._cpu_s = math.ceil(2 * timeout_s) + 1
         self._memory_bytes = memory_bytes
 
-    def run(self, connection: socket.socket, slot: SharedProgress) -> None:
+    def run(self, connection: socket.socket, progress: SharedProgress) -> None:
         """Serve chunks until the runner closes the connection."""
         self._limit_resources()
         self._pid = os.getpid()
         stream = connection.makefile("rb")
-        while header := stream.read(HEADER.size):
-            items = unpack(stream.read(HEADER.unpack(header)[0]))
-            self._score_chunk(items, connection, slot)
+        while (items := read_frame(stream)) is not None:
+            self._score_chunk(items, connection, progress)
 
     def _limit_resources(self) -> None:
         with open("/proc/self/statm") as file:
@@ -162,30 +162,30 @@ class _Scorer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self._memory_bytes, self._memory_bytes))
         self._cpu_hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
-    def _score_chunk(self, items: list[Any], connection: socket.socket, slot: SharedProgress) -> None:
+    def _score_chunk(self, items: list[Any], connection: socket.socket, progress: SharedProgress) -> None:
         """Send ``[position, value, detail, error, metrics]`` for each item, a few at a time; the last frame says done.
 
-        The chunk ends early at the slot's limit, or when the worker should be replaced (``retire``).
+        The chunk ends early at the limit, or when the worker should be replaced (``retire``).
         """
         results: list[tuple[int, float | None, str, str, dict[str, float]]] = []
         retire = False
         flushed_at = time.monotonic()
         for position, (response, answer, fields) in enumerate(items):
-            if position >= slot.limit():
+            if position >= progress.limit():
                 break
-            slot.set_position(position)
+            progress.set_position(position)
             result, retire = self._score_one(response, answer, fields)
             results.append((position, *result))
             if retire:
                 break
             if time.monotonic() - flushed_at > _FLUSH_S:
-                connection.sendall(pack({"results": results, "done": False, "retire": False}))
+                connection.sendall(pack_frame({"results": results, "done": False, "retire": False}))
                 results, flushed_at = [], time.monotonic()
-        slot.set_position(IDLE)
-        connection.sendall(pack({"results": results, "done": True, "retire": retire}))
+        progress.set_position(IDLE)
+        connection.sendall(pack_frame({"results": results, "done": True, "retire": retire}))
 
     def _score_one(self, response: str, answer: str, fields: dict[str, Any]) -> "tuple[Result, bool]":
-        """The result, and whether the worker must be replaced."""
+        """The result, and True if the worker must be replaced."""
         # The runner's deadline comes first; this one holds if the runner itself is stopped.
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
         retire = False
@@ -207,7 +207,7 @@ class _Scorer:
 
 
 Result = tuple[float | None, str, str, dict[str, float]]
-"""(value, detail, error, metrics), the fields of a Score; a worker has no business importing the trainer's data."""
+"""(value, detail, error, metrics), the fields of a Score; a worker does not import the trainer's data types."""
 
 
 def failed(error: str) -> Result:
@@ -215,7 +215,7 @@ def failed(error: str) -> Result:
 
 
 def as_result(outcome: Any) -> Result:
-    """What a reward returned, a finite number or a Score, as plain and bounded data."""
+    """Convert a reward's return value, a finite number or a Score, to plain and bounded data."""
     metrics: dict[str, float] = {}
     value: float | None
     if isinstance(outcome, (int, float)):
@@ -236,14 +236,14 @@ def as_result(outcome: Any) -> Result:
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float, but no text: "1.0" is a reward that forgot to convert what it read."""
+    """``value`` as a float. Text is refused: a reward that returns "1.0" forgot to convert its input."""
     if isinstance(value, (str, bytes, bytearray)):
         raise TypeError(f"the reward returned the text {value[:40]!r}; expected a number or a Score")
     return float(value)
 
 
 def _left_processes() -> bool:
-    """Whether the reward left a living process behind; finished ones are reaped."""
+    """True if the reward left a living process behind; finished processes are reaped."""
     try:
         while True:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -272,7 +272,7 @@ def main() -> None:
     """Entry point of the fork server; its settings come as JSON on standard input."""
     start = json.load(sys.stdin)
     signal.signal(signal.SIGTERM, _leave)
-    die_with_parent(start["parent_pid"], signal.SIGTERM)
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)  # not SIGKILL: it kills its workers' descendants first
     _adopt_orphans()
     _silence()
     control = socket.socket(fileno=start["control_fd"])

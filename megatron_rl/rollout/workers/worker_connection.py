@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from megatron_rl.rollout.workers.worker_frames import ArrayLocator, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import CallReply, CallRequest, Cancel, Ping
-from megatron_rl.system.files.shared_file import Place
+from megatron_rl.system.files.shared_file import ArrayRange
 
 SILENCE_S = 120.0
 _LOOKS = 8
@@ -23,7 +23,7 @@ AT_ONCE = 64
 
 
 class OutgoingArrays(ArrayLocator, Protocol):
-    def place_of(self, raw: memoryview) -> Place | None: ...
+    def range_of(self, raw: memoryview) -> ArrayRange | None: ...
 
 
 class WorkerConnection:
@@ -122,7 +122,7 @@ class WorkerConnection:
         while self._outgoing and not self.over:
             messages, self._outgoing = self._outgoing[:AT_ONCE], self._outgoing[AT_ONCE:]
             try:
-                self._writer.writelines(frame(messages, self._arrays.place_of))
+                self._writer.writelines(frame(messages, self._arrays.range_of))
             except Exception as error:  # of what cannot be pickled: its caller, not the event loop, has to know
                 for message in messages:
                     if isinstance(message, CallRequest) and (waiting := self._waiting.get(message.number)) and not waiting.done():

@@ -5,7 +5,7 @@ processes map: the frame says where. Those of the owner travel behind the frame,
 then the frame says where, too. So a token that a worker has read from a server passes no socket again, in neither
 direction.
 
-The worker writes the file; the owner drops an extent of it when nothing refers to it any more, and says so.
+The worker writes the file; the owner drops an array of it with the last reference, and says so.
 
 Both sides run the same release of this package, and either the worker is the owner's child or the owner has shown the
 worker its run's secret: a pickle from the other side is as good as one's own.
@@ -17,44 +17,46 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatron_rl.system.files.shared_file import Place
+import numpy as np
+
+from megatron_rl.system.files.shared_file import ArrayRange
 
 STREAM_BYTES = 1 << 22
 """Buffered of a connection before its sender has to wait."""
 _HEAD = struct.Struct("<QI")
 """Bytes of the pickle, number of arrays."""
-_PLACE = struct.Struct("<qqqq")
+_RANGE = struct.Struct("<qq")
 _BESIDE = -1
-"""In the place of an extent's start: the array follows the frame."""
+"""In the place of the first byte: the array follows the frame."""
 
 
 class ArrayLocator(Protocol):
-    """Where arrays lie that both sides know."""
+    """A file that both sides know."""
 
-    def at(self, place: Place) -> memoryview: ...
+    def at(self, range_: ArrayRange) -> bytes | np.ndarray: ...
 
 
 async def read_frame(reader: asyncio.StreamReader, file: ArrayLocator) -> Any:
     """The next message. Raises IncompleteReadError or ConnectionError at the end."""
     num_bytes, num_arrays = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    table = await reader.readexactly(_PLACE.size * num_arrays)
+    table = await reader.readexactly(_RANGE.size * num_arrays)
     body = await reader.readexactly(num_bytes)
     arrays: list[Any] = []
-    for place in _PLACE.iter_unpack(table):
-        arrays.append(await reader.readexactly(place[3]) if place[0] == _BESIDE else file.at(Place(*place)))
+    for first, size in _RANGE.iter_unpack(table):
+        arrays.append(await reader.readexactly(size) if first == _BESIDE else file.at(ArrayRange(first, size)))
     return pickle.loads(body, buffers=arrays)
 
 
-def frame(message: Any, place_of: Callable[[memoryview], Place | None]) -> list[bytes | memoryview]:
-    """``message`` in parts to write one after the other; ``place_of`` an array None: it travels beside it."""
+def frame(message: Any, range_of: Callable[[memoryview], ArrayRange | None]) -> list[bytes | memoryview]:
+    """``message`` in parts to write one after the other. An array whose ``range_of`` is None travels beside the message."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    places, beside = [], []
+    ranges, beside = [], []
     for buffer in buffers:
         raw = buffer.raw()
-        place = place_of(raw) if raw.nbytes else None
-        if place is None:
-            place = Place(_BESIDE, 0, 0, raw.nbytes)
+        found = range_of(raw) if raw.nbytes else None
+        if found is None:
+            found = ArrayRange(_BESIDE, raw.nbytes)
             beside.append(raw)
-        places.append(_PLACE.pack(*place))
-    return [b"".join((_HEAD.pack(len(body), len(buffers)), *places, body)), *beside]
+        ranges.append(_RANGE.pack(*found))
+    return [b"".join((_HEAD.pack(len(body), len(buffers)), *ranges, body)), *beside]

@@ -7,7 +7,7 @@ server aborts the first one with its connection. One that dies ``_MAX_DEATHS`` t
 up (``WorkerFailed``).
 
 Where workers run on other nodes too (``remote_workers.py``), servers are shared out evenly over the nodes. Calls of another node's
-servers pass through a worker here, and what is large stays there: the owner has stand-ins of those arrays (``FarView``). A
+servers pass through a worker here, and what is large stays there: the owner has the addresses of those arrays (``MappedFile.remote``). A
 worker there that cannot be reached is given up, and its servers' calls are made here.
 
 Who waits for whom: ``call`` for the worker, which keeps the call's time limit and shows that its event loop turns. A
@@ -16,39 +16,27 @@ worker waits for nobody but servers, and ends with the process that started it. 
 
 import asyncio
 import contextlib
-import math
 import os
-import signal
 import socket
 import subprocess
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.requests import BatchCall, BatchReply, WorkerLost
+from megatron_rl.rollout.workers.remote_calls import RemoteWorker, RemoteWorkerInfo, ReplyFiles, by_node
 from megatron_rl.rollout.workers.worker_connection import SILENCE_S, WorkerConnection
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES
-from megatron_rl.rollout.workers.worker_messages import (
-    FILE,
-    DetokenizeRequest,
-    Drop,
-    NodeLost,
-    RemoteCall,
-    RemoteWorkerInfo,
-    SetTokenizer,
-)
-from megatron_rl.system.files.shared_file import NODE, FarView, Place, SharedView
+from megatron_rl.rollout.workers.worker_messages import DetokenizeRequest, Free, SetTokenizer
+from megatron_rl.system.files.shared_file import MappedFile, new_file
 from megatron_rl.system.http.json_http import NoHttpReply
+from megatron_rl.system.processes.child_process import WITHOUT_GPU, describe_end, start_module, wait_or_kill
 
 _SILENCE_S = SILENCE_S
 _MAX_DEATHS = 5
 _TEXTS_AT_ONCE = 32
-_WARN_EVERY_S = 10.0
 _END_TIMEOUT_S = 10.0
 """From a kill to the end of the process."""
 
@@ -61,12 +49,12 @@ class WorkerPool:
     """A ``BatchCaller`` in other processes."""
 
     def __init__(self, num_workers: int, warn: Callable[[str], None], far: Sequence[RemoteWorkerInfo] = ()) -> None:
-        self._far = [_RemoteWorker(worker, number) for number, worker in enumerate(far, 1)]
-        views = [one.view for one in self._far]
-        self._workers = [_WorkerSlot(index, warn, views) for index in range(num_workers)]
+        self._far = [RemoteWorker(worker, number) for number, worker in enumerate(far, 1)]
+        files = [one.file for one in self._far]
+        self._workers = [_WorkerSlot(index, warn, files) for index in range(num_workers)]
         self._warn = warn
         # One worker of each node before the second of any: a server more or less on a node, not a worker's share.
-        nodes: list[Sequence[_RemoteWorker | None]] = [[None] * num_workers, *_by_node(self._far)]
+        nodes: list[Sequence[RemoteWorker | None]] = [[None] * num_workers, *by_node(self._far)]
         self._sites = [node[index] for index in range(max(map(len, nodes))) for node in nodes if index < len(node)]
         """Who makes calls; None: a worker here."""
         self._places: dict[str, int] = {}
@@ -120,74 +108,33 @@ class WorkerPool:
         return [worker.pid for worker in self._workers if worker.pid]
 
 
-class _RemoteWorker:
-    """A worker of another node, as the owner knows it."""
+class _Dropped:
+    """Ranges that the owner has dropped: those of one turn of the event loop go to the worker in one message."""
 
-    def __init__(self, worker: RemoteWorkerInfo, number: int) -> None:
-        self.worker, self._number = worker, number
-        self._lost = False
-        self._warned_at = -math.inf
-        self._unreached: set[str] = set()
-        self.answered: set[str] = set()
-        """URLs of servers that have answered it."""
-        self.freed: deque[tuple[int, int]] = deque()
-        """Extents of its file that nobody here refers to any more; it hears of them with the next call."""
-        self.view = FarView(worker.pid, worker.fd, lambda start, num_bytes: self.freed.append((start, num_bytes)))
+    line: WorkerConnection
 
-    def call(self, batch: BatchCall) -> RemoteCall:
-        freed = [self.freed.popleft() for _ in range(len(self.freed))]
-        return RemoteCall(self.worker, self._number, batch, freed)
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ranges: deque[tuple[int, int]] = deque()
+        self._is_scheduled = False
 
-    def reaches(self, url: str) -> bool:
-        """As far as is known. A loopback address means another machine there."""
-        is_local = _is_loopback(urlsplit(url).hostname or "") and not _is_loopback(self.worker.host)
-        return not (self._lost or is_local or url in self._unreached)
+    def add(self, first: int, num_bytes: int) -> None:
+        """Safe on any thread."""
+        self._ranges.append((first, num_bytes))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the worker
+                self._loop.call_soon_threadsafe(self._send)
 
-    def lose(self, error: WorkerLost) -> str:
-        """A call was lost; what there is to say of it."""
-        if self._lost:
-            return ""
-        if isinstance(error, NodeLost):
-            self._lost = True
-            return f"{error}. It is given up: the calls to its servers are made on the driver's machine"
-        began, self._warned_at = self._warned_at, time.monotonic()  # many calls are lost at once
-        return "" if self._warned_at - began < _WARN_EVERY_S else f"{error}; it is started again, and its requests are sent again"
-
-    def refused(self, url: str, error: NoHttpReply) -> str:
-        """A server did not answer; what there is to say of it."""
-        if error.timed_out or url in self.answered | self._unreached:
-            return ""
-        self._unreached.add(url)
-        return f"{self.worker} does not reach the server at {url} ({error}): the calls to it are made on the driver's machine"
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _by_node(workers: "Sequence[_RemoteWorker]") -> "list[list[_RemoteWorker]]":
-    nodes = sorted({one.worker.pid // NODE for one in workers})
-    return [[one for one in workers if one.worker.pid // NODE == node] for node in nodes]
-
-
-class _ReplyFiles:
-    """Where arrays of replies lie: in the worker's file, or in those of other nodes' workers."""
-
-    def __init__(self, own: SharedView, far: Sequence[FarView]) -> None:
-        self._views: list[SharedView | FarView] = [own, *far]
-        self.place_of = own.place_of
-
-    def at(self, place: Place) -> memoryview:
-        if place.start < FILE:
-            return self._views[0].at(place)
-        number, start = divmod(place.start, FILE)
-        return self._views[number].at(place._replace(start=start))
+    def _send(self) -> None:
+        self._is_scheduled = False  # before the ranges are taken: a later one schedules the next message
+        self.line.send(Free([self._ranges.popleft() for _ in range(len(self._ranges))]))
 
 
 class _WorkerSlot:
     """One worker after the other, under the same number."""
 
-    def __init__(self, index: int, warn: Callable[[str], None], far: Sequence[FarView]) -> None:
+    def __init__(self, index: int, warn: Callable[[str], None], far: Sequence[MappedFile]) -> None:
         self._index = index
         self._far = far
         self._warn = warn
@@ -244,21 +191,10 @@ class _WorkerSlot:
         )
 
 
-def start_worker(mode: str, connection_fd: int, file_fd: int, stdin: int) -> subprocess.Popen[bytes]:
-    """``mode`` as in ``worker_process.py``."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "megatron_rl.rollout.workers.worker_process",
-            mode,
-            *map(str, (connection_fd, file_fd, os.getpid())),
-        ],
-        stdin=stdin,
-        pass_fds=(connection_fd, file_fd),
-        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-        env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-    )
+def start_worker(mode: str, connection_fd: int, file_fd: int, secret: bytes = b"") -> subprocess.Popen[bytes]:
+    """Start a rollout worker; ``mode`` as in ``worker_process.py``."""
+    module, fds = "megatron_rl.rollout.workers.worker_process", (connection_fd, file_fd)
+    return start_module(module, mode, *fds, message=secret, pass_fds=fds, environment=WITHOUT_GPU)
 
 
 class _Process:
@@ -276,21 +212,15 @@ class _Process:
         self._tokenizer_json = ""
 
     @classmethod
-    async def start(cls, on_end: "Callable[[_Process, str], None]", far: Sequence[FarView]) -> "_Process":
+    async def start(cls, on_end: "Callable[[_Process, str], None]", far: Sequence[MappedFile]) -> "_Process":
         ours, theirs = socket.socketpair()
-        file_fd = os.memfd_create("megatron_rl_rollout")
+        file_fd = new_file("megatron_rl_rollout")
         with theirs:
-            process = start_worker("serve", theirs.fileno(), file_fd, subprocess.DEVNULL)
+            process = start_worker("serve", theirs.fileno(), file_fd)
         reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_BYTES)
-        loop, lines = asyncio.get_running_loop(), list[WorkerConnection]()
-
-        def drop(start: int) -> None:
-            """On any thread."""
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the worker
-                loop.call_soon_threadsafe(lines[0].send, Drop(start))
-
-        line = WorkerConnection(reader, writer, _ReplyFiles(SharedView(file_fd, drop), far))
-        lines.append(line)
+        dropped = _Dropped()
+        line = WorkerConnection(reader, writer, ReplyFiles(MappedFile(file_fd, dropped.add), far))
+        dropped.line = line
         os.close(file_fd)
         self = cls(process, line, on_end)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -323,7 +253,7 @@ class _Process:
     async def _read(self) -> None:
         failure = await self._line.read()
         status = await self._end()
-        how = failure or self._killed_for or _how_it_ended(status)
+        how = failure or self._killed_for or ("does not end" if status is None else describe_end(status))
         self._on_end(self, how)
         self._line.lose(WorkerLost(f"rollout worker (process {self.pid}) {how}"))
 
@@ -339,25 +269,7 @@ class _Process:
 
     async def _end(self) -> int | None:
         """Its exit status, once it has ended; it does so by itself when the connection is closed."""
-        if not self._killed_for:
-            await asyncio.to_thread(self._wait_or_kill)
-        else:
-            await asyncio.to_thread(self._wait)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # A killed worker that has not ended by then is killed once more, which changes nothing.
+            await asyncio.to_thread(wait_or_kill, self._process, _END_TIMEOUT_S / 2, _END_TIMEOUT_S)
         return self._process.returncode
-
-    def _wait_or_kill(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S / 2)
-            return
-        self._process.kill()
-        self._wait()
-
-    def _wait(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
-
-
-def _how_it_ended(status: int | None) -> str:
-    if status is None:
-        return "does not end"
-    return f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"

@@ -1,4 +1,4 @@
-"""A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process serve SOCKET FILE PARENT`` (two fds and a pid).
+"""A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process PARENT serve SOCKET FILE`` (a pid and two fds).
 
 It makes the calls that its owner sends (``worker_pool.py``), all at once, or passes them on to a worker of another node,
 and sends each reply back; it also decodes tokens. It ends when its owner closes the connection or is gone, and leaves every
@@ -11,9 +11,7 @@ know the secret, but what is large, the routes, stays in its file there. It ends
 import asyncio
 import contextlib
 import gc
-import hmac
 import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +23,7 @@ import tokenizers
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.requests import BatchCall, BatchReply, Generation
 from megatron_rl.rollout.sglang.wire.batch_call import exchange
+from megatron_rl.rollout.workers.remote_calls import Relay, RemoteCall, RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_connection import AT_ONCE
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import (
@@ -32,23 +31,18 @@ from megatron_rl.rollout.workers.worker_messages import (
     CallRequest,
     Cancel,
     DetokenizeRequest,
-    Drop,
     Free,
     Ping,
-    RemoteCall,
-    RemoteWorkerInfo,
     SetTokenizer,
 )
-from megatron_rl.rollout.workers.worker_relay import Relay
-from megatron_rl.system.files.shared_file import Place, SharedFile
+from megatron_rl.system.files.shared_file import ArrayRange, SharedFile
 from megatron_rl.system.http.json_http import HttpSession
 from megatron_rl.system.processes import process_probe
-from megatron_rl.system.processes.signals import STOP_SIGNALS, die_with_parent
+from megatron_rl.system.processes.child_process import SECRET_BYTES, begin_child, is_secret, read_secret
 
 _WAIT_SHARE = 0.01
 """A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
 _MAX_WAIT_S = 0.25
-_SECRET_BYTES = 32
 _SECRET_TIMEOUT_S = 30.0
 
 
@@ -81,10 +75,9 @@ class _CallHandler:
                 self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
             case Cancel(number) if number in self._running:
                 self._running[number].cancel()
-            case Drop(start):
-                self._file.drop(start)
-            case Free(start, num_bytes):
-                self._file.free(start, num_bytes)
+            case Free(ranges):
+                for first, num_bytes in ranges:
+                    self._file.free(first, num_bytes)
             case Ping():
                 self._send(message)
 
@@ -128,7 +121,7 @@ class _CallHandler:
 
     def _frame(self, messages: list[Any]) -> list[bytes | memoryview]:
         try:
-            return frame(messages, self._place_of(messages))
+            return frame(messages, self._range_of(messages))
         except Exception as error:  # a foreign exception may refuse to be pickled
             if len(messages) > 1:
                 return [part for message in messages for part in self._frame([message])]
@@ -136,17 +129,17 @@ class _CallHandler:
             text = f"{type(error).__name__}: {error}, of a reply {reply.error!r}"
             return frame([CallReply(reply.number, error=RuntimeError(text))], self._file.put)
 
-    def _place_of(self, messages: Sequence[Any]) -> Callable[[memoryview], Place | None]:
-        """Where the messages' arrays go: into this worker's file, or they lie elsewhere already."""
+    def _range_of(self, messages: Sequence[Any]) -> Callable[[memoryview], ArrayRange | None]:
+        """Puts the messages' arrays into this worker's file, unless they lie in another worker's already."""
         if self._is_far:
             large = {start for message in messages for start in _routes_of(message)}
             return lambda raw: self._file.put(raw) if _start_of(raw) in large else None
 
-        def place(raw: memoryview) -> Place:
-            found = (relay.place_of(raw) for relay in self._relays.values())
-            return next(filter(None, found), None) or self._file.put(raw)
+        def found(raw: memoryview) -> ArrayRange:
+            elsewhere = (relay.range_of(raw) for relay in self._relays.values())
+            return next(filter(None, elsewhere), None) or self._file.put(raw)
 
-        return place if self._relays else self._file.put
+        return found if self._relays else self._file.put
 
 
 def _routes_of(message: Any) -> set[int]:
@@ -182,7 +175,7 @@ async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> No
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError, TimeoutError):
                 async with asyncio.timeout(_SECRET_TIMEOUT_S):
-                    known = hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), secret)
+                    known = is_secret(await reader.readexactly(SECRET_BYTES), secret)
                 if known:  # before the first pickle is read
                     await _serve(_CallHandler(http, file, writer, is_far=True), reader, file)
 
@@ -191,20 +184,16 @@ async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> No
 
 
 def main(arguments: list[str]) -> None:
-    mode, *numbers = arguments
-    socket_fd, file_fd, parent_pid = map(int, numbers)
-    die_with_parent(parent_pid, signal.SIGKILL)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    parent_pid, mode, socket_fd, file_fd = arguments
+    begin_child(int(parent_pid))
     process_probe.enable_probe("rollout worker")
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
-    connection = socket.socket(fileno=socket_fd)
+    connection = socket.socket(fileno=int(socket_fd))
     if mode == "listen":
-        # Each array by itself: several connections have theirs freed in the same file.
-        asyncio.run(listen(connection, SharedFile(file_fd, large_bytes=0), sys.stdin.buffer.read(_SECRET_BYTES)))
+        asyncio.run(listen(connection, SharedFile(int(file_fd)), read_secret()))
     else:
-        asyncio.run(serve(connection, SharedFile(file_fd)))
+        asyncio.run(serve(connection, SharedFile(int(file_fd))))
     os._exit(0)  # nothing is left to do, and modules need a while to say goodbye
 
 

@@ -1,1 +1,1 @@
-"""What commands read from the command line and say on the terminal."""
+"""Command-line arguments, and output on the terminal."""

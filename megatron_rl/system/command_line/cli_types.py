@@ -1,19 +1,20 @@
-"""Types for argparse: numbers that must be above 0, so that a wrong one is told with its flag; words of two kinds."""
+"""Types for argparse: positive numbers, so that an error includes the flag; and the split of recipes and overrides."""
 
 import argparse
 import math
 from collections.abc import Sequence
+from typing import Any
 
 
 def positive_int(text: str) -> int:
-    """Errors: ArgumentTypeError, which argparse prints with the flag."""
+    """Parse a whole number above 0. Raises ArgumentTypeError, which argparse prints with the flag."""
     if not text.isdecimal() or not 0 < len(text) < 16 or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """Finite, and at most 1e7, which is four months as seconds. Errors as of ``positive_int``."""
+    """Parse a number above 0 and at most 1e7 (four months in seconds). Raises ArgumentTypeError."""
     try:
         number = float(text)
     except ValueError:
@@ -24,5 +25,13 @@ def positive_number(text: str) -> float:
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Paths of recipes, and ``key=value`` overrides."""
+    """(paths of recipes, ``key=value`` overrides)."""
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
+    """Parse ``key=value`` overrides to options; values are YAML, dots nest."""
+    from omegaconf import OmegaConf
+
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    return {str(key): value for key, value in options.items()} if isinstance(options, dict) else {}

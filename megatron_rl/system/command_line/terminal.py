@@ -1,4 +1,4 @@
-"""What commands say on the terminal: lines and progress bars, on standard error."""
+"""Output of commands on the terminal: lines and progress bars, on standard error."""
 
 import os
 import sys
@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def say(text: str) -> None:
-    """One line; ranks other than the first say who they are."""
+    """Print one line; ranks other than 0 add their rank."""
     rank = os.environ.get("RANK", "0")
     print(text if rank == "0" else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 class ProgressCallback(Protocol):
-    """Moves the bar; ``note`` is shown at its end (a loss, say)."""
+    """Advances the bar; ``note`` (a loss, for example) is shown at its end."""
 
     def __call__(self, count: int = 1, *, note: str = "") -> None: ...
 
@@ -26,7 +26,7 @@ class ProgressCallback(Protocol):
 def progress_bar(
     title: str, total: int, *, completed: int = 0, console: Console | None = None
 ) -> Iterator[ProgressCallback]:
-    """A bar on ``console`` (standard error by default), shown where that is a terminal."""
+    """Progress bar on ``console`` (default: standard error); shown only if the console is a terminal."""
     console = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

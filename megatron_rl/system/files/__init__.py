@@ -1,1 +1,1 @@
-"""Files that are whole or absent, checked, looked into or shared."""
+"""Files: written atomically, checked for damage, inspected or shared."""

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: what takes their name is complete and on disk."""
+"""Atomic files and folders: whatever appears under a target name is complete and on disk."""
 
 import fcntl
 import os
@@ -16,10 +16,10 @@ from megatron_rl.errors import UserError
 
 @contextmanager
 def atomic_text_file(path: str | Path) -> Iterator[TextIO]:
-    """A UTF-8 text file that takes its name when the block ends without an error; makes the folder. Raises OSError."""
+    """UTF-8 text file that takes its name if the block ends without an error; creates the folder. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own for each writer: a report's thread and the final report may be written at the same time.
+    # Each writer has its own temporary name, because a report's thread and the final report may write at the same time.
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -36,7 +36,7 @@ def atomic_text_file(path: str | Path) -> Iterator[TextIO]:
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> Path:
-    """Replace a file in one move: a reader sees the old content or the new, never a part. Raises OSError."""
+    """Replace a file atomically: a reader sees either the old or the new content. Raises OSError."""
     with atomic_text_file(path) as file:
         if isinstance(content, str):
             file.write(content)
@@ -46,7 +46,7 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
 
 
 def lock_file(file: TextIO, path: Path) -> None:
-    """Lock ``file`` for this process, as long as it is open. UserError where another one writes to ``path``."""
+    """Lock ``file`` for this process while it is open. Raises UserError if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -54,7 +54,7 @@ def lock_file(file: TextIO, path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds the file; one that is not there nobody does. Raises OSError."""
+    """True if another process has locked the file; False if the file does not exist. Raises OSError."""
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ def is_locked(path: Path) -> bool:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """``partial`` takes the name ``folder``; a folder that has it already is removed after that. Raises OSError."""
+    """Rename ``partial`` to ``folder``; an existing ``folder`` is removed afterwards. Raises OSError."""
     replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -75,26 +75,29 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder next to ``target`` that takes its name when the block succeeds, else vanishes. Raises OSError."""
+    """Temporary folder next to ``target`` that takes its name if the block succeeds and is removed otherwise. Raises
+    OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder
-        folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
+        folder.chmod(0o755)  # mkdtemp creates private folders
         replace_folder(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_unfinished(parent: Path, pattern: str) -> None:
-    """What processes killed inside ``appearing`` have left of targets of such names. For a caller who knows that none lives."""
-    for folder in parent.glob(f".{pattern}.{'[a-z0-9_]' * 8}"):  # as mkdtemp names them
+    """Remove folders left by processes killed inside ``appearing``; the caller must know that no such process is
+    running."""
+    for folder in parent.glob(f".{pattern}.{'[a-z0-9_]' * 8}"):  # the name pattern of mkdtemp
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def new_temporary_folder(purpose: str) -> Path:
-    """For the caller to remove. Those that killed processes left behind for the same ``purpose`` are removed now."""
+    """Create a temporary folder, which the caller removes. Folders of killed processes with the same ``purpose`` are
+    removed first."""
     prefix = f"megatron_rl-{purpose}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         pid = left.name.removeprefix(prefix).partition("-")[0]

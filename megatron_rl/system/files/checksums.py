@@ -1,4 +1,4 @@
-"""Sizes and SHA-256 of files, to tell a damaged one by name."""
+"""Sizes and SHA-256 of files, to detect and report damaged files."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 Checksums = dict[str, tuple[int, str]]
-"""File, relative to its folder -> (bytes, SHA-256 in hex)."""
+"""Maps file name, relative to its folder, to (bytes, SHA-256 in hex)."""
 _NUM_THREADS = 4
 
 
 def checksums(folder: Path, names: Iterable[str]) -> Checksums:
-    """Of some files of ``folder``, several at a time. Raises OSError."""
+    """Checksums of some files of ``folder``, computed in parallel. Raises OSError."""
     names = list(names)
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing and reading leave Python's lock alone
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing and reading release the GIL
         return dict(zip(names, threads.map(lambda name: _checksum(folder / name), names), strict=True))
 
 
 def damaged(folder: Path, expected: Mapping[str, tuple[int, str]]) -> Iterator[str]:
-    """One message for every file that is not as ``expected``; only whose size is right is read."""
+    """Yield one message per file that differs from ``expected``; only files of the right size are read."""
     right_size = []
     for name, (size, _) in expected.items():
         try:
-            found = (folder / name).stat().st_size
+            num_bytes = (folder / name).stat().st_size
         except OSError as error:
             yield f"{folder / name} is missing or cannot be read ({error.strerror})"
             continue
-        if found != size:
-            yield f"{folder / name} has {found} bytes instead of {size}"
+        if num_bytes != size:
+            yield f"{folder / name} has {num_bytes} bytes instead of {size}"
         else:
             right_size.append(name)
     try:
@@ -37,14 +37,14 @@ def damaged(folder: Path, expected: Mapping[str, tuple[int, str]]) -> Iterator[s
         yield f"{error.filename} cannot be read ({error.strerror})"
         return
     yield from (
-        f"{folder / name} has another content than was written (its SHA-256 differs)"
+        f"{folder / name} differs from the content that was written (its SHA-256 differs)"
         for name, checksum in found_sums.items()
         if checksum != tuple(expected[name])
     )
 
 
 def parse_checksums(content: Any) -> Checksums:
-    """What JSON makes of ``Checksums``. ValueError where it is none, or names a file outside its folder."""
+    """Parse the JSON of ``Checksums``. Raises ValueError for other content, or for a file outside its folder."""
     if not isinstance(content, dict):
         raise ValueError("expected a mapping of file names")
     parsed: Checksums = {}

@@ -1,4 +1,4 @@
-"""A look into a pickle before a library loads it: which names it imports. Nothing of it is run."""
+"""Checks the names that a pickle imports before a library loads it. No code of the pickle runs."""
 
 import pickle
 import re
@@ -8,13 +8,14 @@ from typing import Any
 
 
 class UnsafePickle(ValueError):
-    """No pickle, a damaged one, or one that imports what it has no business with."""
+    """The file is not a pickle, is damaged, or imports a name that is not allowed."""
 
 
 def check_pickle(path: Path, allowed: Collection[str], enums: Collection[str] = ()) -> None:
-    """BadPickle unless the file is a whole pickle that imports ``allowed`` names alone (as module.name).
+    """Raise BadPickle unless the file is a complete pickle that imports only ``allowed`` names (as module.name).
 
-    ``enums``: those of them whose members it may look up by name, with ``getattr``, as Python 3.11.0 to 3.11.3 write them.
+    ``enums``: allowed enumerations whose members may be looked up by name with ``getattr``, as Python 3.11.0 to 3.11.3
+    write them.
     """
     try:
         with open(path, "rb") as file:
@@ -23,7 +24,7 @@ def check_pickle(path: Path, allowed: Collection[str], enums: Collection[str] = 
         raise UnsafePickle(f"{path} cannot be read ({error.strerror})") from error
     except UnsafePickle as error:
         raise UnsafePickle(f"{path} {error}") from None
-    # A pickle is a program for a small machine: a damaged one makes it do anything that it can, and run out of memory.
+    # A pickle is a program for a small virtual machine, so a damaged one may raise anything or exhaust memory.
     except (Exception, MemoryError) as error:
         raise UnsafePickle(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -43,16 +44,16 @@ class _Reader(pickle.Unpickler):
 
 
 def _member(owner: object, name: object) -> object:
-    """In the place of ``getattr``: gives members of enumerations alone, which nothing can be called on."""
+    """Replaces ``getattr``: looks up only members of enumerations, which cannot be called."""
     if owner is not _InertEnum or not isinstance(name, str) or not re.fullmatch("[A-Z][A-Z0-9_]*", name):
         raise UnsafePickle(
-            f"wants the attribute {name!r} of something that is no enumeration, which no checkpoint needs; it was not loaded"
+            f"wants the attribute {name!r} of an object that is not an enum, which no checkpoint needs; it was not loaded"
         )
     return object()
 
 
 class _Inert:
-    """Stands for every class and function: takes anything, does nothing."""
+    """Replaces every class and function: accepts any arguments and does nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "_Inert":
         return object.__new__(cls)

@@ -1,297 +1,341 @@
-"""Arrays that several processes of a machine read: one process writes them into a file without a name, others map it.
+"""Arrays shared by several processes of a machine: one process writes them into an unnamed file, others map it.
 
-The file (memfd) is a row of *extents*. Its writer fills one after the other and never writes to one twice; who reads maps
-whole extents, and arrays are views of them. An extent's memory is free once nothing refers to it: nothing is left of the
-file, however its processes end, and no size of /dev/shm limits it. Arrays of the file are read-only.
+The file (memfd) is sparse and has its final length from the start, so each process maps it once and sees all that is written
+later. Its writer gives each array a range of the file; a range's memory is free once its reader refers to it no longer: the
+writer then punches a hole. Nothing is left of the file, however its processes end, and no size of /dev/shm limits it. Arrays
+of the file are read-only.
 
-An array says itself where it lies (``address_of``). Another process of the same user on the same machine opens the file as
-/proc/PID/fd/NUMBER of one that has mapped the array, for as long as that one refers to it.
+The memory address of an array says where in which file it lies (``addresses_of``). Another process of the same user on the
+same machine opens the file as /proc/PID/fd/NUMBER of a process that has mapped it, for as long as that one refers to it.
 
-An array of another node has an address too, and a stand-in here (``FarView``): of its shape, without its content. Nodes are
-numbered; 0 is the driver's.
+A file of another node is mapped as addresses without memory (``MappedFile.remote``): its arrays have shape and address, and
+no content. Nodes are Nodes are numbered; 0 is the driver's.
 """
 
+import bisect
+import ctypes
+import errno
 import mmap
 import os
-import resource
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-_EXTENT_BYTES = 1 << 24
-_LARGE_BYTES = 1 << 20
-"""An array from this size on has an extent of its own: a small one that lives longer would keep its memory."""
+from megatron_rl.errors import UserError
+
+FILE_BYTES = 1 << 37
+"""Length of a file, without its holes at most as long as the machine's memory; a thousand of them fit an address space."""
 _ALIGNMENT = 64
-_MOST_AT_ONCE = 1024
-"""Parts of a write; what POSIX systems take (IOV_MAX)."""
+_MAX_PARTS = 1024
+"""Parts of one write; POSIX systems take as many (IOV_MAX)."""
+_PUNCH_HOLE = 3
+"""With FALLOC_FL_KEEP_SIZE, see fallocate(2)."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Place(NamedTuple):
-    """Of an array in a file."""
+class ArrayRange(NamedTuple):
+    """The bytes of an array in a file."""
 
-    start: int
-    """Of the extent, in the file."""
-    extent_bytes: int
-    offset: int
-    """In the extent."""
+    first: int
     num_bytes: int
 
 
 NODE = 1 << 32
-"""What the number of a process of node n has n times added to it in an address."""
+"""Added n times to the number of a process of node n in an address."""
 
 
 class Address(NamedTuple):
-    """Of an array on this machine, or on another node."""
+    """The location of an array on this machine or on another node."""
 
     pid: int
-    """And the node: ``node * NODE + pid``."""
+    """A process that has the file open, and its node: ``node * NODE + pid``."""
     fd: int
-    """Of the file, in the process ``pid``."""
-    place: Place
+    """The file's descriptor in that process."""
+    first: int
+    num_bytes: int
 
 
-class _OpenFile:
-    """A file that stays open as long as something refers to it."""
+def new_file(name: str) -> int:
+    """The descriptor of an empty file; ``name`` is for people who look at a process's descriptors."""
+    fd = os.memfd_create(name)
+    os.ftruncate(fd, FILE_BYTES)
+    return fd
 
-    def __init__(self, fd: int) -> None:
-        self.fd = os.dup(fd)
+
+class _Area:
+    """Memory that numpy refers to, and a callback for its end."""
+
+    __slots__ = ("__array_interface__", "_file", "_range")
+
+    def __init__(self, file: "MappedFile", range_: ArrayRange) -> None:
+        data = (file.base + range_.first, True)
+        self.__array_interface__ = {"data": data, "shape": (range_.num_bytes,), "typestr": "|u1", "version": 3}
+        self._file, self._range = file, range_
+
+    def __del__(self) -> None:
+        self._file.on_drop(*self._range)
+
+
+def _keep(first: int, num_bytes: int) -> None:
+    pass
+
+
+class MappedFile:
+    """The whole of a file, mapped once. ``on_drop(first, num_bytes)`` is called, on any thread, when nothing refers to a range."""
+
+    def __init__(self, fd: int, on_drop: Callable[[int, int], None] = _keep) -> None:
+        self.pid, self.fd, self.on_drop = os.getpid(), os.dup(fd), on_drop
         weakref.finalize(self, os.close, self.fd).atexit = False
-
-    @property
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class Extent(mmap.mmap):
-    """A mapped part of a file."""
-
-    file: "_OpenFile | FarView"
-    start: int
-    address: int
-    """In this process's memory."""
+        status = os.fstat(fd)
+        self.identity = status.st_dev, status.st_ino
+        self._map(fd, access=mmap.ACCESS_READ)
 
     @classmethod
-    def of(cls, file: _OpenFile, start: int, num_bytes: int) -> "Extent":
-        return cls(file.fd, num_bytes, offset=start, access=mmap.ACCESS_READ)._at(file, start)
-
-    @classmethod
-    def far(cls, file: "FarView", start: int, num_bytes: int) -> "Extent":
-        """Of another node: addresses, behind which is no memory."""
-        return cls(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)._at(file, start)
-
-    def _at(self, file: "_OpenFile | FarView", start: int) -> Self:
-        self.file, self.start = file, start
-        self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
+    def remote(cls, pid: int, fd: int, on_drop: Callable[[int, int], None] = _keep) -> "MappedFile":
+        """Stands for a file of another node; ``pid``: with the node, as in an address."""
+        self = cls.__new__(cls)
+        self.pid, self.fd, self.on_drop, self.identity = pid, fd, on_drop, (0, 0)
+        self._map(-1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
         return self
+
+    def _map(self, fd: int, **options: int) -> None:
+        try:
+            memory = mmap.mmap(fd, FILE_BYTES, **options)
+        except OSError as error:
+            raise UserError(
+                f"cannot map a shared file of {FILE_BYTES >> 30} GiB, of which only the used part takes memory: {error}; "
+                "see that the address space of processes is not limited (ulimit -v unlimited)"
+            ) from error
+        memory.madvise(mmap.MADV_DONTDUMP)
+        self.raw = np.frombuffer(memory, np.uint8)
+        """[FILE_BYTES] uint8"""
+        self.base: int = self.raw.__array_interface__["data"][0]
+        with _MAPPED_LOCK:
+            bisect.insort(_BASES, self.base)
+            _BY_BASE[self.base] = weakref.ref(self)
+        weakref.finalize(self, _unregister, self.base).atexit = False
+
+    def at(self, range_: ArrayRange) -> np.ndarray:
+        """[bytes] uint8: an array of the file, which is dropped with its last view."""
+        return np.asarray(_Area(self, range_)) if range_.num_bytes else self.raw[:0]
+
+    def range_of(self, raw: memoryview) -> ArrayRange | None:
+        """The range of an array of this file; None: the array lies elsewhere."""
+        first = np.frombuffer(raw, np.uint8).__array_interface__["data"][0] - self.base
+        return ArrayRange(first, raw.nbytes) if 0 <= first < FILE_BYTES else None
+
+
+_MAPPED_LOCK = threading.RLock()
+"""Reentrant: the garbage collector may end a file while another one is being registered."""
+_BASES: list[int] = []
+"""Memory addresses of all files that this process has mapped, ascending."""
+_BY_BASE: dict[int, "weakref.ref[MappedFile]"] = {}
+_OPENED: "weakref.WeakValueDictionary[tuple[int, int], MappedFile]" = weakref.WeakValueDictionary()
+
+
+def _unregister(base: int) -> None:
+    with _MAPPED_LOCK:
+        _BASES.remove(base)
+        del _BY_BASE[base]
+
+
+def files_of(arrays: Iterable[np.ndarray]) -> tuple[list[MappedFile], np.ndarray, np.ndarray]:
+    """(files, [k] which of these each array lies in, -1 in none, [k] its first byte there), of arrays without gaps."""
+    pointers = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+    with _MAPPED_LOCK:
+        bases = np.array(_BASES, np.int64)
+        index = np.searchsorted(bases, pointers, "right") - 1
+        first = pointers - (bases[index] if len(bases) else 0)
+        index[first >= FILE_BYTES] = -1
+        used = np.unique(index[index >= 0])
+        files = [_BY_BASE[base]() for base in bases[used].tolist()]
+    found = [file for file in files if file is not None]
+    assert len(found) == len(files)  # an array keeps its file
+    return found, np.where(index < 0, -1, np.searchsorted(used, index)), first
 
 
 def address_of(array: np.ndarray) -> Address | None:
-    """Where other processes find an array without gaps; None: in this process's own memory."""
-    extent = _extent_of(array)
-    if extent is None:
-        return None
-    return Address(extent.file.pid, extent.file.fd, _place(extent, array))
+    """The address of an array without gaps; None: the array lies in this process's own memory."""
+    files, _, (first,) = files_of([array])
+    return Address(files[0].pid, files[0].fd, int(first), array.nbytes) if files else None
 
 
-def _extent_of(owner: Any) -> Extent | None:
-    while isinstance(owner, np.ndarray | memoryview):
-        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    return owner if isinstance(owner, Extent) else None
+def map_file(pid: int, fd: int) -> MappedFile:
+    """The file that process ``pid`` has open as ``fd``, mapped once.
+
+    Raises OSError where this process cannot open the file: the other process is of another user or machine, or gone.
+    """
+    path = f"/proc/{pid % NODE}/fd/{fd}"
+    found, status = _OPENED.get((pid, fd)), os.stat(path)
+    # The number of a closed file may be another file's by now.
+    if found is None or found.identity != (status.st_dev, status.st_ino):
+        own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = _OPENED[pid, fd] = MappedFile(own)
+        finally:
+            os.close(own)
+    return found
 
 
-def _place(extent: Extent, array: np.ndarray) -> Place:
-    start: int = array.__array_interface__["data"][0]
-    return Place(extent.start, len(extent), start - extent.address, array.nbytes)
+def bytes_at(addresses: np.ndarray) -> list[np.ndarray]:
+    """The bytes of arrays at ``addresses`` [k, 4] of this node, each the fields of an ``Address``. Raises as ``map_file``."""
+    files = {(pid, fd): map_file(pid, fd).raw for pid, fd in np.unique(addresses[:, :2], axis=0).tolist()}
+    return [files[pid, fd][first : first + num_bytes] for pid, fd, first, num_bytes in addresses.tolist()]
 
 
 class SharedFile:
-    """The writer's side."""
+    """The writing end of a file. It allocates ranges one behind the other, at the end of the file from its start again."""
 
-    def __init__(self, fd: int, large_bytes: int | None = None) -> None:
-        """``large_bytes``: arrays from this size on have an extent of their own; it goes on behind what an earlier writer wrote."""
-        allow_many_files()
-        self._file = _OpenFile(fd)
-        self._end = os.fstat(fd).st_size
-        self._large_bytes = _LARGE_BYTES if large_bytes is None else large_bytes
-        self._extents: dict[int, mmap.mmap] = {}
-        self._open, self._used = -1, _EXTENT_BYTES
-        """Start of the extent that small arrays go to, and how much of it is taken."""
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        self._live: OrderedDict[int, int] = OrderedDict()
+        """First byte -> bytes of each allocated range; of those that lie ahead of ``_end``, the nearest is the first entry."""
+        self._users: dict[int, int] = {}
+        """Page -> number of ranges that begin or end there."""
+        self._end = 0
+        self._take_over()
 
-    def put(self, raw: memoryview) -> Place:
-        """Copies an array into the file."""
-        if raw.nbytes >= self._large_bytes:
-            num_bytes = -(-raw.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            start, offset = self._new_extent(num_bytes), 0
-        else:
-            if self._used + raw.nbytes > _EXTENT_BYTES:
-                self._open, self._used = self._new_extent(_EXTENT_BYTES), 0
-            start, offset, num_bytes = self._open, self._used, _EXTENT_BYTES
-            self._used += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if raw.nbytes >= _LARGE_BYTES:
-            self._write(start, [raw])
-        else:
-            self._extents[start][offset : offset + raw.nbytes] = raw
-        return Place(start, num_bytes, offset, raw.nbytes)
+    def put(self, raw: memoryview) -> ArrayRange:
+        """Copy an array into the file."""
+        return self.put_together([raw])
 
-    def put_together(self, parts: Sequence[np.ndarray]) -> Place:
-        """Copies arrays without gaps into the file, back to back; some of them have bytes."""
-        num_bytes = sum(part.nbytes for part in parts)
-        if num_bytes < _LARGE_BYTES:
-            return self.put(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]).data)
-        extent_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        start = self._new_extent(extent_bytes)
-        self._write(start, parts)
-        return Place(start, extent_bytes, 0, num_bytes)
-
-    def _write(self, start: int, parts: Sequence[Any]) -> None:
-        """By calls of the system: a fault for each new page of a mapping would take about as long as the copy."""
-        waiting = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes][::-1]
+    def put_together(self, parts: Sequence[Any]) -> ArrayRange:
+        """Copy arrays without gaps into one range of the file."""
+        waiting = [part for part in (memoryview(part).cast("B") for part in parts if memoryview(part).nbytes)][::-1]
+        num_bytes = sum(part.nbytes for part in waiting)
+        found = ArrayRange(self._allocate(num_bytes), num_bytes)
+        start = found.first
         while waiting:
-            start += (written := os.pwritev(self._file.fd, waiting[: -_MOST_AT_ONCE - 1 : -1], start))
+            start += (written := os.pwritev(self._fd, waiting[: -_MAX_PARTS - 1 : -1], start))
             while waiting and written >= waiting[-1].nbytes:
                 written -= waiting.pop().nbytes
             if written:
                 waiting[-1] = waiting[-1][written:]
+        return found
 
-    def at(self, place: Place) -> memoryview:
-        return memoryview(self._extents[place.start])[place.offset : place.offset + place.num_bytes].toreadonly()
+    def at(self, range_: ArrayRange) -> bytes:
+        """A copy: the reader may drop the range while a call still needs its content."""
+        return os.pread(self._fd, range_.num_bytes, range_.first)
 
-    def drop(self, start: int) -> None:
-        """The reader has nothing of this extent any more; its memory is free once nothing here has."""
-        extent = self._extents.pop(start)
-        # Not earlier: a writer that ends must leave what it has sent.
-        weakref.finalize(extent, _forget, self._file, start, len(extent)).atexit = False
-
-    def free(self, start: int, num_bytes: int) -> None:
-        """The reader has nothing of this extent any more, whoever wrote it."""
-        if start in self._extents:
-            self.drop(start)
+    def free(self, first: int, num_bytes: int) -> None:
+        """Give back the memory of a range that its reader has dropped, whichever process wrote it."""
+        start, end = first // mmap.PAGESIZE, (first + num_bytes - 1) // mmap.PAGESIZE + 1
+        if self._live.get(first) == num_bytes:
+            del self._live[first]
+            # Neighbors on the first or the last page keep it.
+            keeps_first = self._leave(start)
+            keeps_last = keeps_first if start == end - 1 else self._leave(end - 1)
+            start, end = start + keeps_first, end - keeps_last
         else:
-            _forget(self._file, start, num_bytes)
+            # The range of an earlier writer, whose neighbors are unknown.
+            start, end = -(-first // mmap.PAGESIZE), (first + num_bytes) // mmap.PAGESIZE
+        if start < end:
+            _punch(self._fd, start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE)
 
-    def _new_extent(self, num_bytes: int) -> int:
-        start, self._end = self._end, self._end + num_bytes
-        os.ftruncate(self._file.fd, self._end)
-        self._extents[start] = mmap.mmap(self._file.fd, num_bytes, offset=start)
-        return start
+    def _allocate(self, num_bytes: int) -> int:
+        num_rounds = 0
+        while num_rounds < 2:
+            first = _aligned(self._end, num_bytes)
+            obstacle = next(iter(self._live), -1)
+            limit = obstacle if obstacle >= self._end else FILE_BYTES
+            if first + num_bytes <= limit:
+                self._add(first, num_bytes)
+                return first
+            if limit == FILE_BYTES:
+                self._end, num_rounds = 0, num_rounds + 1
+            else:
+                self._end = obstacle + self._live[obstacle]
+                self._live.move_to_end(obstacle)
+        raise UserError(
+            f"a shared file of {FILE_BYTES >> 30} GiB has no range of {num_bytes} bytes left; use more rollout workers "
+            "(rollout.num_workers), which have a file each, or fewer responses per step"
+        )
+
+    def _add(self, first: int, num_bytes: int) -> None:
+        if num_bytes:
+            self._live[first], self._end = num_bytes, first + num_bytes
+            start, last = first // mmap.PAGESIZE, (first + num_bytes - 1) // mmap.PAGESIZE
+            self._users[start] = self._users.get(start, 0) + 1
+            if last > start:
+                self._users[last] = self._users.get(last, 0) + 1
+
+    def _leave(self, page: int) -> bool:
+        """A range on the page has gone. True if the page has others."""
+        number = self._users.pop(page) - 1
+        if number:
+            self._users[page] = number
+        return number > 0
+
+    def _take_over(self) -> None:
+        """Keep what an earlier writer has left in the file."""
+        end = 0
+        while True:
+            try:
+                start = os.lseek(self._fd, end, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # no data behind ``end``
+                    raise
+                return
+            end = os.lseek(self._fd, start, os.SEEK_HOLE)
+            self._add(start, end - start)
 
 
-def _forget(file: _OpenFile, start: int, num_bytes: int) -> None:
-    with mmap.mmap(file.fd, num_bytes, offset=start) as extent:
-        extent.madvise(mmap.MADV_REMOVE)
+def _aligned(end: int, num_bytes: int) -> int:
+    """The start of the next range behind ``end``: on a page of its own, unless the rest of the page is enough."""
+    start = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return start if start % mmap.PAGESIZE + num_bytes <= mmap.PAGESIZE else -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class SharedView:
-    """The reader's side. ``on_drop(start)`` is called, on any thread, when nothing refers to an extent any more."""
-
-    def __init__(self, fd: int, on_drop: Callable[[int], None]) -> None:
-        allow_many_files()
-        self._file = _OpenFile(fd)
-        self._on_drop = on_drop
-        self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
-        self._newest: Extent | None = None
-        """The extent that the writer fills: kept, as further arrays will come in it."""
-
-    def at(self, place: Place) -> memoryview:
-        extent = self._extents.get(place.start)
-        if extent is None:
-            extent = self._extents[place.start] = Extent.of(self._file, place.start, place.extent_bytes)
-            weakref.finalize(extent, self._on_drop, place.start).atexit = False
-            if place.num_bytes < _LARGE_BYTES:
-                self._newest = extent
-        return memoryview(extent)[place.offset : place.offset + place.num_bytes]
-
-    def place_of(self, raw: memoryview) -> Place | None:
-        """Where an array lies in the file; None: elsewhere."""
-        extent = _extent_of(raw)
-        return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self._file else None
+def _punch(fd: int, first: int, num_bytes: int) -> None:
+    if _LIBC.fallocate(fd, _PUNCH_HOLE, ctypes.c_long(first), ctypes.c_long(num_bytes)):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot give back memory of a shared file: {os.strerror(number)}")
 
 
-class FarView:
-    """Stands for arrays in a file of another node. ``on_drop(start, num_bytes)`` as ``SharedView``'s."""
-
-    def __init__(self, pid: int, fd: int, on_drop: Callable[[int, int], None] = lambda start, num_bytes: None) -> None:
-        """``pid``: with the node, as in an address."""
-        self.pid, self.fd = pid, fd
-        self._on_drop = on_drop
-        self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
-
-    def at(self, place: Place) -> memoryview:
-        extent = self._extents.get(place.start)
-        if extent is None:
-            extent = self._extents[place.start] = Extent.far(self, place.start, place.extent_bytes)
-            weakref.finalize(extent, self._on_drop, place.start, place.extent_bytes).atexit = False
-        return memoryview(extent)[place.offset : place.offset + place.num_bytes].toreadonly()
-
-    def place_of(self, raw: memoryview) -> Place | None:
-        """As ``SharedView.place_of``."""
-        extent = _extent_of(raw)
-        return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self else None
+def empty_file(fd: int) -> None:
+    """Give back the memory of all ranges of a file."""
+    _punch(fd, 0, FILE_BYTES)
 
 
 class SharedArrays:
-    """Arrays of this process that others of the machine can map; each is there as long as something here refers to it."""
+    """Arrays of this process that others of the machine can map; each lives as long as something here refers to it."""
 
     def __init__(self) -> None:
-        fd = os.memfd_create("megatron_rl_arrays")
-        self._file = SharedFile(fd)
-        self._view = SharedView(fd, self._file.drop)
+        fd = new_file("megatron_rl_arrays")
+        self._file, self._lock = SharedFile(fd), threading.Lock()
+        self._mapped = MappedFile(fd, _freeing(self._file, self._lock))
         os.close(fd)
 
     def put(self, array: np.ndarray) -> np.ndarray:
-        """``array``, which has an address then: itself, or a copy."""
-        if not array.nbytes or (array.flags.c_contiguous and _extent_of(array) is not None):
+        """``array`` with an address: itself, or a copy."""
+        if not array.nbytes or (array.flags.c_contiguous and address_of(array) is not None):
             return array
-        place = self._file.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return np.frombuffer(self._view.at(place), array.dtype).reshape(array.shape)
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return self.put_together([raw]).view(array.dtype).reshape(array.shape)
 
     def put_together(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """[bytes] uint8: copies of ``arrays`` without gaps, back to back; some of them have bytes."""
-        return np.frombuffer(self._view.at(self._file.put_together(arrays)), np.uint8)
+        """[bytes] uint8: copies of ``arrays`` without gaps, one behind the other; some of them have bytes."""
+        with self._lock:
+            range_ = self._file.put_together(arrays)
+        return self._mapped.at(range_)
 
 
-class MappedFiles:
-    """Reads arrays of other processes. What it has mapped stays so until it is closed or forgotten."""
+def _freeing(file: SharedFile, lock: threading.Lock) -> Callable[[int, int], None]:
+    dropped: deque[tuple[int, int]] = deque()
 
-    def __init__(self) -> None:
-        allow_many_files()
-        self._files: dict[tuple[int, int], _OpenFile] = {}
-        self._extents: dict[tuple[int, int, int], Extent] = {}
-
-    def at(self, address: Address) -> memoryview:
-        """Raises OSError where this process cannot open the other's file: it is of another user or machine, or gone."""
-        pid, fd, place = address
-        extent = self._extent(pid, fd, place.start, place.extent_bytes)
-        return memoryview(extent)[place.offset : place.offset + place.num_bytes]
-
-    def all_at(self, addresses: np.ndarray) -> list[memoryview]:
-        """``at`` of each of ``addresses`` [k, 6], the numbers of an ``Address``; nothing lies anywhere."""
-        found = []
-        for pid, fd, start, extent_bytes, offset, num_bytes in addresses.tolist():
-            extent = memoryview(self._extent(pid, fd, start, extent_bytes)) if num_bytes else memoryview(b"")
-            found.append(extent[offset : offset + num_bytes])
-        return found
-
-    def _extent(self, pid: int, fd: int, start: int, num_bytes: int) -> Extent:
-        extent = self._extents.get((pid, fd, start))
-        if extent is None:
-            extent = self._extents[pid, fd, start] = Extent.of(self._file(pid % NODE, fd), start, num_bytes)
-        return extent
-
-    def _file(self, pid: int, fd: int) -> _OpenFile:
-        if (pid, fd) not in self._files:
-            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def drop(first: int, num_bytes: int) -> None:
+        dropped.append((first, num_bytes))
+        # The garbage collector may call this inside ``put``, which has the lock: then the next drop gives the range back.
+        if lock.acquire(blocking=False):
             try:
-                self._files[pid, fd] = _OpenFile(own)
+                while dropped:
+                    file.free(*dropped.popleft())
             finally:
-                os.close(own)
-        return self._files[pid, fd]
+                lock.release()
 
-
-def allow_many_files() -> None:
-    """As many open files as the system lets this process have: each mapped extent counts as one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return drop

@@ -1,1 +1,1 @@
-"""What GPUs need of a machine and of an environment."""
+"""Requirements of GPUs on a machine and its environment."""

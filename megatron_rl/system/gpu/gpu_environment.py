@@ -1,7 +1,7 @@
-"""What environment variables have to say about GPUs, the same for trainer ranks and servers. Imports no torch.
+"""Environment variables for GPUs, the same for trainer ranks and servers, and the GPUs that torch detects.
 
-A broadcast of weights runs in one NCCL communicator of trainer ranks and server workers. NCCL fails or hangs there where the
-two sides have different values of ``NCCL_DEFAULTS``, which SGLang sets to 0 in a server that has none.
+A broadcast of weights uses one NCCL communicator of trainer ranks and server workers. NCCL fails or hangs if the two
+sides have different values of ``NCCL_DEFAULTS``, which SGLang sets to 0 in a server that has none.
 """
 
 import os
@@ -13,47 +13,49 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 
 REQUIRE_GPU = "MEGATRON_RL_REQUIRE_GPU"
-"""1: whoever finds no GPU ends with an error. Without it, a node without GPUs computes on its CPUs."""
+"""Variable that, set to 1, makes a process without a GPU end with an error. Otherwise such a process computes on the
+CPU."""
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Multi-node NVLink (GB200, GB300) wants 1 for both, in the environment of the trainer and of the servers."""
+"""Defaults of NCCL variables. Multi-node NVLink (GB200, GB300) needs 1 for both, for the trainer and the servers."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
 
 
 def set_gpu_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
-    """What training on GPUs needs and the user has not set; to be called before CUDA is in use."""
+    """Set variables that training on GPUs needs and the user has not set; must be called before CUDA is in use."""
     # Megatron overlaps tensor-parallel communication with computation only when kernels are queued in order.
     for name, value in {**NCCL_DEFAULTS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
         environ.setdefault(name, value)
 
 
 def own_cuda_home() -> dict[str, str]:
-    """``CUDA_HOME`` of the toolkit that launch/setup.sh completes in this environment, of torch's CUDA; empty where none is.
+    """``CUDA_HOME`` of the toolkit that launch/setup.sh installs into this environment; empty if there is none.
 
-    SGLang compiles kernels at run time, and would take whatever ``nvcc`` is on the PATH, of another CUDA perhaps.
+    SGLang compiles kernels at run time, and would otherwise use any ``nvcc`` on the PATH, possibly of another CUDA
+    version.
     """
     folder = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
     return {"CUDA_HOME": str(folder)} if (folder / "bin" / "nvcc").exists() else {}
 
 
 def nccl_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's variables that both ends of a communicator must share, with what holds where they are not set."""
+    """NCCL variables that both ends of a communicator must share, with defaults for unset ones."""
     return {name: environ.get(name, default) for name, default in NCCL_DEFAULTS.items()}
 
 
 def check_required_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError where a GPU is required (``REQUIRE_GPU``) and this process finds none."""
+    """Raise UserError if a GPU is required (``REQUIRE_GPU``) and this process finds none."""
     if num_gpus or environ.get(REQUIRE_GPU, "0") in ("", "0"):
         return
     raise UserError(
         f"{REQUIRE_GPU}={environ[REQUIRE_GPU]}, but torch finds no GPU on {socket.gethostname()}. Ask the scheduler for GPUs "
-        "(sbatch --gpus-per-node=8, docker run --gpus all), see whether nvidia-smi answers and python -c 'import torch; "
-        f"print(torch.version.cuda)' names a CUDA version that the driver serves; or set {REQUIRE_GPU}=0 to compute on CPUs"
+        "(sbatch --gpus-per-node=8, docker run --gpus all), check that nvidia-smi works and that python -c 'import torch; "
+        f"print(torch.version.cuda)' prints a CUDA version that the driver supports; or set {REQUIRE_GPU}=0 to compute on CPUs"
     )
 
 
 def expandable_segments(environ: Mapping[str, str]) -> str:
-    """``NAME=value`` of the variable that turns expandable segments on; empty where none does."""
+    """``NAME=value`` of the variable that enables expandable segments, or an empty string."""
     for name in _ALLOCATOR_VARIABLES:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
@@ -63,10 +65,25 @@ def expandable_segments(environ: Mapping[str, str]) -> str:
 
 
 def without_expandable_segments(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a server that sleeps: with expandable segments its memory saver turns itself off, and frees nothing."""
+    """``environ`` without expandable segments, for a server that sleeps: with them its memory saver disables itself."""
     kept = dict(environ)
     for name in _ALLOCATOR_VARIABLES:
-        settings = [one for one in kept.get(name, "").split(",") if one and one.partition(":")[0].strip() != _EXPANDABLE]
+        settings = [item for item in kept.get(name, "").split(",") if item and item.partition(":")[0].strip() != _EXPANDABLE]
         if kept.pop(name, "") and settings:
             kept[name] = ",".join(settings)
     return kept
+
+
+def detect_device() -> str:
+    """``"cuda"`` if torch finds a GPU, else ``"cpu"``. Raises UserError if a GPU is required and none is found."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    check_required_gpus(int(has_gpu))
+    return "cuda" if has_gpu else "cpu"
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

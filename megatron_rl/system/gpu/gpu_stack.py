@@ -1,7 +1,8 @@
-"""What the GPU stack needs of a machine and of an environment: one list for ``launch/setup.sh`` and ``megatron-rl doctor``.
+"""Requirements of the GPU stack on a machine and its environment: one list for ``launch/setup.sh`` and ``megatron-rl
+doctor``.
 
-Standard library alone: ``launch/setup.sh`` runs this file before anything is installed
-(``python -I megatron_rl/system/gpu/gpu_stack.py FOLDER NEEDED_MIB``).
+Standard library only, because ``launch/setup.sh`` runs this file before any package is installed (``python -I
+megatron_rl/system/gpu/gpu_stack.py FOLDER NEEDED_MIB``).
 """
 
 import importlib.metadata
@@ -17,34 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_DRIVER = 580
-"""CUDA 13's (release notes of CUDA 13.0, table 2): the wheels of torch, SGLang and Transformer Engine are made with it."""
+"""Minimum driver of CUDA 13 (release notes of CUDA 13.0, table 2), with which the wheels of torch, SGLang and
+Transformer Engine are built."""
 _MIN_GLIBC = (2, 34)  # sglang's wheel is manylinux_2_34
-_MIN_GCC = 11  # C++20, as torch's headers want
+_MIN_GCC = 11  # C++20, which torch's headers need
 _TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_cu13", "transformer_engine_torch")
-_COMMAND_TIMEOUT_S = 60.0  # nvidia-smi takes seconds where no persistence daemon runs
+_COMMAND_TIMEOUT_S = 60.0  # nvidia-smi takes seconds without a persistence daemon
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that the stack needs: what is there, what should be, and what to do where that is not enough."""
+    """One requirement of the stack: actual state, required state, and the remedy if they differ."""
 
     name: str
     found: str
     wanted: str
     remedy: str = ""
-    """Empty where ``found`` is enough."""
+    """Remedy; empty if ``found`` is sufficient."""
     is_needed: bool = True
-    """False: without it the stack runs, but slower or less of it; ``remedy`` says what."""
+    """True if the stack does not run without it; otherwise ``remedy`` describes what is slower or missing."""
 
 
 def machine_facts(folder: str | Path, needed_mib: int) -> list[Requirement]:
-    """Driver, glibc, C++ compiler, headers of this Python, free MiB of the disk that holds ``folder``: what must be there before anything
-    is installed. Starts ``nvidia-smi`` and ``c++``."""
+    """Facts that must hold before packages are installed: driver, glibc, C++ compiler, Python headers, and free MiB on
+    the disk of ``folder``. Starts ``nvidia-smi`` and ``c++``."""
     return [_driver(), _glibc(), _compiler(), _python_headers(), _disk(Path(folder), needed_mib)]
 
 
 def package_facts() -> list[Requirement]:
-    """Transformer Engine whole or in parts, Apex's extension, and a package ``apex`` that is another project; imports nothing."""
+    """Facts about packages: Transformer Engine, Apex's extension, and an unrelated package ``apex``; imports none of
+    them."""
     return [_transformer_engine(), _gradient_fusion(), _apex()]
 
 
@@ -53,7 +56,7 @@ def _driver() -> Requirement:
     text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     versions = re.findall(r"^(\d+)\.[\d.]+$", text or "", re.MULTILINE)
     if not versions:
-        remedy = "there is no GPU to run on here (as while an image is built); where there should be one, see what nvidia-smi says"
+        remedy = "this machine has no GPU (for example while an image is built); if there should be one, check nvidia-smi"
         return Requirement("NVIDIA driver", "none answers", wanted, remedy, is_needed=False)
     found = text.strip().splitlines()[0] if text else ""
     remedy = f"install driver {MIN_DRIVER} or newer; a container has the driver of its host"
@@ -102,8 +105,8 @@ def _transformer_engine() -> Requirement:
     if len(there) == len(versions) and len(set(there.values())) == 1:
         return Requirement("Transformer Engine", found, wanted)
     remedy = (
-        "FLAVOR=gpu bash launch/setup.sh builds it after torch; transformer_engine alone is a shell without kernels, and "
-        "one built for another torch does not load"
+        "FLAVOR=gpu bash launch/setup.sh builds it after torch; transformer_engine alone has no kernels, and "
+        "a build for another torch does not load"
     )
     return Requirement("Transformer Engine", found, wanted, remedy, is_needed=bool(there))
 
@@ -117,7 +120,7 @@ def _gradient_fusion() -> Requirement:
 
 
 def _apex() -> Requirement:
-    """PyPI's ``apex`` is a toolkit of a web framework: Megatron takes it for NVIDIA's and fails in its first layer."""
+    """PyPI's ``apex`` is a toolkit of a web framework; Megatron takes it for NVIDIA's and fails in its first layer."""
     wanted = "none, or NVIDIA's"
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -126,7 +129,7 @@ def _apex() -> Requirement:
     version = _version("apex") or "of unknown version"
     if any((place / "normalization").is_dir() for place in places):
         return Requirement("package apex", f"NVIDIA Apex {version}", wanted)
-    remedy = "pip uninstall apex: this is another project of that name, and Megatron would take it for NVIDIA's"
+    remedy = "pip uninstall apex: this is an unrelated project of the same name, which Megatron would take for NVIDIA's"
     return Requirement("package apex", f"apex {version}, not NVIDIA's", wanted, remedy)
 
 
@@ -138,7 +141,7 @@ def _version(distribution: str) -> str:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a command prints; None where it is missing, fails or does not end."""
+    """Standard output of a command; None if it is missing, fails or does not end."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -147,7 +150,7 @@ def _output(command: Sequence[str]) -> str | None:
 
 
 def _main(folder: str, needed_mib: str) -> int:
-    """A line for each fact; 1 where one that is needed is missing."""
+    """Print one line per fact; returns 1 if a required one is missing."""
     is_bad = False
     for fact in machine_facts(folder, int(needed_mib)):
         if fact.remedy and fact.is_needed:

@@ -1,7 +1,8 @@
-"""Transformer Engine that is installed and does not load: its package is there, a shared library or symbol is not.
+"""Hides a Transformer Engine that is installed but does not load, because a shared library or symbol is missing.
 
-Megatron Core expects it whole or missing: some of its modules catch ModuleNotFoundError alone, and a library that
-``ctypes`` does not find is an OSError. What does not load therefore counts as missing, and says why.
+Megatron Core expects Transformer Engine complete or missing: some of its modules catch only ModuleNotFoundError, and a
+library that ``ctypes`` does not find is an OSError. A package that does not load therefore counts as missing, and the
+reason is recorded.
 """
 
 import importlib
@@ -10,11 +11,11 @@ import sys
 _PACKAGE = "transformer_engine"
 
 problem = ""
-"""Why it does not load; empty where it does, and where it is not installed."""
+"""Reason why Transformer Engine does not load; empty if it loads or is not installed."""
 
 
 def disable_if_broken() -> None:
-    """Before Megatron's first import: every later import of a Transformer Engine that does not load finds none."""
+    """Call before Megatron's first import: later imports of a Transformer Engine that does not load then find none."""
     global problem
     try:
         importlib.import_module(f"{_PACKAGE}.pytorch")

@@ -12,7 +12,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 
-KEEPALIVE_S = 2.0
+_KEEPALIVE_S = 2.0
 """SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
 _CHUNK_BYTES = 1 << 16
 _MAX_ONCE_BYTES = 1 << 26
@@ -47,7 +47,7 @@ class HttpReply:
     """The status in words."""
     content: bytes
     retry_after_s: float | None = None
-    """How long the server asks to wait, where it says so in seconds."""
+    """Seconds that the server asks the client to wait; None if it gives no number of seconds."""
 
     @property
     def text(self) -> str:
@@ -95,25 +95,20 @@ class HttpSession:
         Raises NoAnswer or HttpError.
         """
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        return await self._answer(method, url, data, headers or {}, timeout_s, max_answer_bytes or self._max_answer_bytes)
-
-    async def _answer(
-        self, method: str, url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float | None, max_bytes: int | None
-    ) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         try:
             async with self._opened().request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                content = await self._read(response, max_bytes)
-                wait_s = seconds_of(response.headers.get("Retry-After", ""))
+                content = await self._read(response, max_answer_bytes or self._max_answer_bytes)
+                wait_s = _seconds_of(response.headers.get("Retry-After", ""))
                 return HttpReply(response.status, response.reason or "", content, wait_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
             # That of connecting is a TimeoutError too, but the machine was not reached: another fault, another remedy.
             timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
-            raise NoHttpReply(described(error), timed_out=timed_out) from error
+            raise NoHttpReply(_described(error), timed_out=timed_out) from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise HttpError(described(error)) from error
+            raise HttpError(_described(error)) from error
 
     async def close(self) -> None:
         if self._session is not None:
@@ -129,7 +124,7 @@ class HttpSession:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__: aiohttp wants the running event loop
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 headers={"Content-Type": "application/json"},
                 trust_env=self._use_proxy,
             )
@@ -167,7 +162,7 @@ class HttpThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def submit_all(self, works: Iterable[Coroutine[Any, Any, Result]]) -> list[Future[Result]]:
-        """As ``submit``, for many: the thread is woken once."""
+        """Same as ``submit`` for many coroutines, but the thread is woken once."""
         begun = [(work, Future[Result]()) for work in works]
         self._loop.call_soon_threadsafe(self._begin, begun)
         return [future for _, future in begun]
@@ -189,7 +184,7 @@ class HttpThread:
             future.set_result(task.result())
 
     def request(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> HttpReply:
-        """As in HttpSession; blocks the calling thread."""
+        """Same as ``HttpSession.request``, but blocks the calling thread."""
         return self.submit(self.session.request(method, url, body, timeout_s=timeout_s)).result()
 
     def close(self) -> None:
@@ -241,10 +236,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def seconds_of(text: str) -> float | None:
+def _seconds_of(text: str) -> float | None:
     # A date is allowed there too; a server that sends one is asked again after the usual pause.
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def described(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -24,20 +24,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.schedule.table import in_table_order, row_of
 from megatron_rl.tracking.metrics_file import as_numbers
 
-STAGE_STYLES = {
-    "generate": "blue",
-    "score": "bright_black",
-    "old_logprobs": "cyan",
-    "values": "magenta",
-    "advantages": "bright_black",
-    "update_policy": "green",
-    "publish": "yellow",
-    "update_critic": "bright_magenta",
-    "evaluate": "bright_blue",
-    "checkpoint": "bright_black",
-}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_HISTORY = 40
 """Steps behind the sparklines and the estimate of the remaining time."""
@@ -127,13 +116,13 @@ def sparkline(values: Sequence[float], width: int = _NUM_HISTORY) -> str:
 
 
 def _stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``time/<stage>_s`` metrics as {stage: seconds}, in the order of the stage table, unknown stages last."""
+    """``time/<stage>_s`` metrics as {stage: seconds}, in the order of the stage table."""
     seconds_of = {
         name.removeprefix("time/").removesuffix("_s"): seconds
         for name, seconds in metrics.items()
         if name.startswith("time/") and name.endswith("_s")
     }
-    return {stage: seconds_of[stage] for stage in [*STAGE_STYLES, *seconds_of] if stage in seconds_of}
+    return {stage: seconds_of[stage] for stage in in_table_order(seconds_of)}
 
 
 def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remaining_s: float | None) -> str:
@@ -357,7 +346,7 @@ def stage_rows(metrics: Mapping[str, float], width: int) -> list[RenderableType]
     ends = [0.0]
     for stage, seconds in times.items():
         ends.append(ends[-1] + seconds)
-        style = STAGE_STYLES.get(stage, "white")
+        style = row_of(stage).style
         bar.append("█" * (round(ends[-1] / total * cells) - round(ends[-2] / total * cells)), style=style)
         if seconds < _LEAST_STAGE_SHARE * total:
             continue

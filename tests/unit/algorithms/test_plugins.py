@@ -11,8 +11,9 @@ from megatron_rl import algorithms
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.config.checks.combinations import problems, unknown_plugins
-from megatron_rl.config.derived import needs_critic, trains_whole_groups
+from megatron_rl.config.derived import needs_critic
 from megatron_rl.config.load import load_config
+from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     Config,
@@ -181,7 +182,7 @@ def _by_sequence(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
             {"aggregation": custom("fixed_length")},
             "algorithm.aggregation: .* needs length; set it under algorithm.aggregation_options",
         ),
-        ({"policy_loss_options": {"clip_low": 0.1}}, "clip_low is given by the caller, it is no option of"),
+        ({"policy_loss_options": {"clip_low": 0.1}}, "clip_low is set by the caller, it is not an option of"),
         (
             {"kl": KlConfig(estimator="k4")},
             "algorithm.kl.estimator: unknown KL estimator 'k4': expected one of k1, k2, k3",
@@ -209,7 +210,7 @@ def test_losses_that_ignore_correction_or_aggregation_are_rejected():
 @pytest.mark.parametrize(("name", "in_groups"), [("above_best_other", True), ("td_errors", False)])
 def test_windowed_advantage_without_values_trains_whole_groups(name, in_groups):
     config = Config(algorithm=AlgorithmConfig(advantage=custom(name)))
-    assert trains_whole_groups(config) is in_groups
+    assert facts_of(config).whole_groups is in_groups
     assert "schedule.mode" not in "\n".join(problems(config))
 
 

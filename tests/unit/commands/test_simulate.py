@@ -48,7 +48,43 @@ def test_windows_option_compares_with_sync(folder, capsys):
     assert found["96"]["prefix_share"] > found["300"]["prefix_share"] > found["sync"]["prefix_share"] == 0
 
 
-def test_simulation_from_files_needs_no_run_and_writes_a_trace(folder, capsys, tmp_path):
+def test_windows_of_a_recipe_without_a_critic_are_those_of_the_recipe_with_that_window(tmp_path, capsys):
+    """In windows and without a critic whole groups train, also where the recipe that is compared generates full responses."""
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("{prefill: {token_s: 2.0e-6}, stages: {old_logprobs: {token_s: 1.0e-5}, update_policy: {token_s: 3.0e-5}}}")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{preset: grpo, batch: {num_prompts_per_step: 16, max_response_tokens: 8192}}")
+    words = [recipe, "--timing", costs, "--steps", 40]
+    words += ["--lengths", "lognormal:median=1500,sigma=0.9,max=8192"]
+    compared = numbers(capsys, *words, "--windows", 1024)
+    as_recipe = numbers(capsys, *words, "schedule.mode=tppo", "batch.window_tokens=1024")
+    assert compared["1,024"] == as_recipe["simulated"]
+    assert compared["sync"] == numbers(capsys, *words)["simulated"]
+
+
+def test_stages_without_costs_are_named(folder, capsys, tmp_path):
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("stages: {update_policy: {token_s: 3.0e-5}}")
+    assert main(["simulate", "--run", str(folder), "--timing", str(costs), "--steps", "12"]) == 0
+    text = capsys.readouterr().out.replace("\n", " ")
+    assert "--timing gives no costs of score, values" in text and "update_policy" not in text.partition("which take")[0]
+
+
+def test_a_cost_of_an_unknown_stage_is_refused(folder, capsys, tmp_path):
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("stages: {rerank: {token_s: 3.0e-5}}")
+    assert main(["simulate", "--run", str(folder), "--timing", str(costs)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "no stage is called 'rerank'" in error and "generate, sleep, score" in error
+
+
+def test_windows_ahead_on_shared_devices_are_refused(folder, capsys):
+    words = ["schedule.mode=async", "rollout.placement=colocated"]
+    assert main(["simulate", "--run", str(folder), *words]) == 2
+    assert "schedule.mode: async generates while the trainer trains" in capsys.readouterr().err
+
+
+def test_costs_and_lengths_of_files_need_no_run_and_a_trace_opens(folder, capsys, tmp_path):
     costs, trace, recipe = tmp_path / "costs.yaml", tmp_path / "trace.json", folder / "config.yaml"
     main(["simulate", "--run", str(folder), "--save-timing", str(costs), "--steps", "30"])
     capsys.readouterr()

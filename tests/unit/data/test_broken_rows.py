@@ -1,4 +1,4 @@
-"""A broken data file is read, or refused with its name, line and field, before anything starts."""
+"""Damaged data files are read, or rejected with name, line and field, before a run starts."""
 
 import gzip
 import json
@@ -52,8 +52,8 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        (b'{"prompt": "a\\ud800b", "answer": "2"}', "field 'prompt': half of a surrogate pair"),
-        (b'{"prompt": "1", "answer": "2", "more": [{"\\udc00": 1}]}', "field 'more': half of a surrogate pair"),
+        (b'{"prompt": "a\\ud800b", "answer": "2"}', "field 'prompt': a text contains half of a surrogate pair"),
+        (b'{"prompt": "1", "answer": "2", "more": [{"\\udc00": 1}]}', "field 'more': a text contains half of a surrogate pair"),
         (b'{"prompt": "\xff", "answer": "2"}', "not UTF-8 text"),
         (b'{"prompt": "1", "answer": Infinity}', "field 'answer': expected text or a number, got float 'inf'"),
         (b'{"prompt": "1", "answer": -1e999}', "field 'answer': expected text or a number, got float '-inf'"),
@@ -61,19 +61,19 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
         (b'{"prompt": "1", "answer": true}', "field 'answer': expected text or a number, got bool"),
         (b'{"prompt": "1", "answer": " "}', "field 'answer': expected text or a number, got empty text"),
         (b'{"prompt": " \\n", "answer": "2"}', "field 'prompt': expected non-empty text"),
-        (b'{"prompt": "1", "prompt": "2", "answer": "2"}', "field 'prompt' stands in an object twice"),
+        (b'{"prompt": "1", "prompt": "2", "answer": "2"}', "field 'prompt' occurs twice in an object"),
         (b'{"prompt": "1", "answer": "2", "x": ' + json.dumps(deep(100)).encode() + b"}", "nested deeper than 64"),
         (b'{"prompt": "1", "answer": ' + b"[" * 100_000 + b"}", "not valid JSON"),
         (b'{"prompt": "1", "answer": ' + b"1" * 5000 + b"}", "not valid JSON"),
         (b'{"prompt": 5, "answer": "2"}', "field 'prompt': expected non-empty text, got int"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_told_with_file_line_and_field(folder, second, words):
+def test_unusable_row_is_rejected_with_file_line_and_field(folder, second, words):
     message = refusal(folder, GOOD + second + b"\n")
     assert f"{folder}/rows.jsonl:2: " in message and words in message
 
 
-def test_a_mark_of_utf_8_is_taken_and_utf_16_is_named(folder):
+def test_utf_8_byte_order_mark_is_accepted_and_utf_16_reported(folder):
     for name, content in (("rows.jsonl", GOOD * 2), ("rows.json", b"[" + GOOD + b"]")):
         (folder / name).write_bytes(b"\xef\xbb\xbf" + content)
         assert check_files([str(folder / name)], DataConfig(), with_response=False)
@@ -81,17 +81,17 @@ def test_a_mark_of_utf_8_is_taken_and_utf_16_is_named(folder):
     assert "in line 3" in refusal(folder, b"[" + GOOD + b'\n,{"prompt": "\xff"}]', "rows.json")
 
 
-def test_a_pipe_is_refused_for_it_can_be_read_once(tmp_path):
+def test_pipe_is_rejected_because_it_can_be_read_only_once(tmp_path):
     import os
 
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is no file but a pipe"):
+    with pytest.raises(DataError, match="pipe is a pipe or device, not a file"):
         check_files([str(tmp_path / "pipe")], DataConfig(), with_response=False)
 
 
 @mutations(150)
 @given(data=st.data())
-def test_broken_rows_are_read_or_refused(folder, data):
+def test_damaged_rows_are_read_or_rejected(folder, data):
     rows = data.draw(mutated(ROWS, at_most=3))
     file = folder / data.draw(st.sampled_from(["mutated.jsonl", "mutated.json"]))
     as_lines = file.suffix == ".jsonl" and isinstance(rows, list)
@@ -102,7 +102,7 @@ def test_broken_rows_are_read_or_refused(folder, data):
 
 @mutations(150)
 @given(data=st.data())
-def test_damaged_files_are_read_or_refused(folder, data):
+def test_damaged_files_are_read_or_rejected(folder, data):
     name = data.draw(st.sampled_from(["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.parquet", "rows.arrow"]))
     content = data.draw(mutated_bytes(whole_file(folder / "whole" / name)))
     file = folder / f"damaged-{name}"
@@ -111,7 +111,7 @@ def test_damaged_files_are_read_or_refused(folder, data):
         check_files([str(file)], DataConfig(), with_response=False)
 
 
-def test_an_arrow_file_with_any_one_byte_damaged_does_not_crash_the_process(folder):
+def test_arrow_file_with_a_damaged_byte_does_not_crash_the_process(folder):
     whole = whole_file(folder / "whole" / "rows.arrow")
     file = folder / "damaged.arrow"
     for place in range(len(whole)):
@@ -123,7 +123,7 @@ def test_an_arrow_file_with_any_one_byte_damaged_does_not_crash_the_process(fold
 
 @mutations(100)
 @given(data=st.data())
-def test_columns_of_other_types_are_read_or_refused(folder, data):
+def test_columns_of_other_types_are_read_or_rejected(folder, data):
     kinds = [
         pa.int64(),
         pa.float32(),
@@ -151,7 +151,7 @@ def test_columns_of_other_types_are_read_or_refused(folder, data):
 
 @mutations(100)
 @given(data=st.data())
-def test_broken_preferences_are_read_or_refused(folder, data):
+def test_damaged_preferences_are_read_or_rejected(folder, data):
     row = data.draw(mutated(PREFERENCE))
     file = folder / "preferences.jsonl"
     file.write_text(json.dumps(PREFERENCE) + "\n" + json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Laws of megatron_rl/data/code_lines.py: where the program of a response is and where its lines end."""
+"""Laws of megatron_rl/data/code_lines.py: the program's region in a response, and the ends of its lines."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from megatron_rl.data.code_lines import (
 
 
 class ByteTokens:
-    """A byte-level tokenizer whose tokens are arbitrary byte strings; decoding replaces what is no UTF-8."""
+    """A byte-level tokenizer whose tokens are arbitrary byte strings; decoding replaces invalid UTF-8."""
 
     def __init__(self, pieces):
         self.pieces = list(pieces)
@@ -44,7 +44,7 @@ def cut(data: bytes, borders) -> ByteTokens:
 @pytest.mark.parametrize(
     ("line", "neutral"), [("", True), (" \t", True), ("  # x", True), ("x # y", False), ("x", False), ("'#'", False)]
 )
-def test_neutral_is_blank_or_nothing_but_a_comment(line, neutral):
+def test_neutral_lines_are_blank_or_comments(line, neutral):
     assert is_neutral(line) is neutral
 
 
@@ -65,7 +65,7 @@ def test_neutral_is_blank_or_nothing_but_a_comment(line, neutral):
         ("```python\na = 1\n```\n```text\nout\n```", "a = 1\n"),
     ],
 )
-def test_the_region_is_the_last_block_after_the_thought_else_all_of_it(text, program):
+def test_code_region_is_the_last_block_after_the_thought_or_all_of_it(text, program):
     assert text[slice(*code_region(text))] == program
 
 
@@ -81,7 +81,7 @@ pieces_of_responses = st.sampled_from(
 
 
 @given(st.lists(pieces_of_responses, max_size=14), st.sampled_from(["", "f"]))
-def test_the_region_is_what_the_code_reward_runs(pieces, entry_point):
+def test_code_region_is_the_code_that_the_code_reward_runs(pieces, entry_point):
     text = "".join(pieces)
     region = code_region(text, entry_point)
     found = text[slice(*region)] if region else ""
@@ -92,7 +92,7 @@ def test_the_region_is_what_the_code_reward_runs(pieces, entry_point):
     )
 
 
-def test_the_block_that_defines_the_function_under_test_counts():
+def test_code_region_prefers_the_block_that_defines_the_entry_point():
     text = "```python\ndef f(): return 1\n```\n```python\nprint(f())\n```"
     assert text[slice(*code_region(text))] == "print(f())\n"
     assert text[slice(*code_region(text, "f"))] == "def f(): return 1\n"
@@ -105,7 +105,7 @@ def test_the_block_that_defines_the_function_under_test_counts():
     st.text(alphabet="a \n#é好🙂`", max_size=30),
     st.lists(st.integers(0, 200), max_size=30),
 )
-def test_a_line_ends_at_the_token_that_completes_its_last_character(text, borders):
+def test_line_ends_at_the_token_that_completes_its_last_character(text, borders):
     data = text.encode()
     tokens = cut(data, borders)
     lines = lines_between(text, (0, len(text)))
@@ -120,7 +120,7 @@ def test_a_line_ends_at_the_token_that_completes_its_last_character(text, border
 
 
 @given(st.binary(max_size=24), st.lists(st.integers(0, 200), max_size=24))
-def test_token_texts_make_up_the_text_whatever_the_bytes(data, borders):
+def test_token_texts_concatenate_to_the_text_for_any_bytes(data, borders):
     tokens = cut(data, borders)
     pieces = token_texts(tokens.ids, tokens.decode)
     assert len(pieces) == len(tokens.ids)
@@ -129,7 +129,7 @@ def test_token_texts_make_up_the_text_whatever_the_bytes(data, borders):
         assert "".join(pieces) == data.decode()
 
 
-def test_one_token_may_end_several_lines_and_hold_the_start_of_the_next():
+def test_one_token_may_end_several_lines_and_start_the_next():
     tokens = ByteTokens([b"def f():\n    ", b"x = 1\n\n    y", b" = 2", b"\n", b"z"])
     assert line_ends(tokens.ids, tokens.decode) == [0, 1, 1, 3, 4]
 
@@ -149,7 +149,7 @@ def test_special_tokens_end_no_line():
     assert line_ends([0, 1, 2], lambda ids: "".join(words[i] for i in ids)) == [0, 1]
 
 
-def test_lines_outside_the_program_end_nowhere():
+def test_lines_outside_the_program_have_no_end_token():
     tokens = ByteTokens([b"Sure:\n", b"```python", b"\n", b"a = 1", b"\n", b"```", b"\nBye\n"])
     assert line_ends(tokens.ids, tokens.decode) == [4]
     assert line_ends([], tokens.decode) == []

@@ -1,4 +1,4 @@
-"""Prompt files: bad rows are refused with file, line and field."""
+"""Prompt files: invalid rows are rejected with file, line and field."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def chat_tokenizer(tmp_path_factory):
     return Tokenizer(folder)
 
 
-def test_prompts_keep_ids_answers_and_places(tmp_path, tokenizer):
+def test_prompts_keep_ids_answers_and_sources(tmp_path, tokenizer):
     files = write(tmp_path, {"id": "a", "prompt": "1+1=", "answer": 2}, "", {"prompt": "2+2=", "answer": "4"})
     one, two = load(files, tokenizer).prompts
     assert (one.id, one.answer, tokenizer.decode(one.token_ids)) == ("a", "2", "1+1=")
@@ -68,13 +68,13 @@ def test_prompts_keep_ids_answers_and_places(tmp_path, tokenizer):
         ({"prompt": [{"role": "user"}], "answer": "2"}, "message 1: content: expected non-empty text, got nothing"),
         (
             {"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"},
-            "waits for an answer (user), got assistant",
+            "the model answers (user), got assistant",
         ),
         ({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}, "field 'prompt': .*no chat template"),
         ({"prompt": "1+1=€", "answer": "2"}, "does not know '€'"),
     ],
 )
-def test_a_bad_row_is_refused_with_file_line_and_field(tmp_path, tokenizer, row, expected):
+def test_invalid_row_is_rejected_with_file_line_and_field(tmp_path, tokenizer, row, expected):
     files = write(tmp_path, {"prompt": "1+1=", "answer": "2"}, row)
     with pytest.raises(DataError) as error:
         load(files, tokenizer)
@@ -82,9 +82,9 @@ def test_a_bad_row_is_refused_with_file_line_and_field(tmp_path, tokenizer, row,
     assert expected in str(error.value) or re.search(expected, str(error.value))
 
 
-def test_doubled_ids_missing_files_and_wrong_encodings_are_errors(tmp_path, tokenizer):
+def test_duplicate_ids_missing_files_and_wrong_encodings_are_errors(tmp_path, tokenizer):
     row = {"id": "a", "prompt": "1+1=", "answer": "2"}
-    with pytest.raises(DataError, match="already stands at"):
+    with pytest.raises(DataError, match="is already used at"):
         load(write(tmp_path, row, row), tokenizer)
     with pytest.raises(DataError, match="does not exist"):
         load(["/nowhere.jsonl"], tokenizer)
@@ -93,19 +93,19 @@ def test_doubled_ids_missing_files_and_wrong_encodings_are_errors(tmp_path, toke
         list(read_rows([str(tmp_path / "latin.jsonl")]))
 
 
-def test_a_file_given_twice_has_doubled_ids(tmp_path, tokenizer):
+def test_file_given_twice_has_duplicate_ids(tmp_path, tokenizer):
     files = write(tmp_path, {"prompt": "1+1=", "answer": "2"})
-    with pytest.raises(DataError, match="already stands at"):
+    with pytest.raises(DataError, match="is already used at"):
         load([*files, *files], tokenizer)
 
 
-def test_doubled_ids_may_be_dropped_and_are_counted(tmp_path, tokenizer):
+def test_duplicate_ids_may_be_dropped_and_are_counted(tmp_path, tokenizer):
     rows = [{"id": i, "prompt": f"{n}=", "answer": "2"} for n, i in enumerate("abaab")]
     prompts = load(write(tmp_path, *rows), tokenizer, duplicate_ids=DuplicateIds.drop)
     assert [p.text for p in prompts.prompts] == ["0=", "1="] and prompts.num_duplicates == 3
 
 
-def test_fields_are_mapped_nested_ones_too(tmp_path, tokenizer):
+def test_fields_are_mapped_including_nested_ones(tmp_path, tokenizer):
     row = {
         "data_source": "math",
         "q": {"text": "1+1="},
@@ -132,9 +132,9 @@ def test_answers_may_be_missing_where_none_is_required(tmp_path, tokenizer):
     assert [p.answer for p in load(files, tokenizer, answer_required=False).prompts] == ["", "", "4"]
 
 
-def test_reward_fields_with_one_name_are_refused(tmp_path, tokenizer):
+def test_reward_fields_with_the_same_name_are_rejected(tmp_path, tokenizer):
     files = write(tmp_path, {"prompt": "1+1=", "answer": "2", "a": {"x": 1}, "b": {"x": 2}})
-    with pytest.raises(DataError, match="two fields are called 'x'"):
+    with pytest.raises(DataError, match="two fields are named 'x'"):
         load(files, tokenizer, reward_fields=["a.x", "b.x"])
 
 
@@ -167,18 +167,18 @@ def chat(content, role="user"):
         ),
     ],
 )
-def test_messages_and_chat_templates(tmp_path, chat_tokenizer, prompt, fields, rendered, text):
+def test_messages_are_rendered_by_the_chat_template(tmp_path, chat_tokenizer, prompt, fields, rendered, text):
     (loaded,) = load(write(tmp_path, {"prompt": prompt, "answer": "2"}), chat_tokenizer, **fields).prompts
     assert chat_tokenizer.decode(loaded.token_ids) == rendered and loaded.text == text
 
 
-def test_messages_that_the_template_refuses_are_an_error_with_place(tmp_path, chat_tokenizer):
+def test_messages_that_the_template_rejects_raise_with_their_source(tmp_path, chat_tokenizer):
     files = write(tmp_path, {"prompt": [chat("1"), chat("2")], "answer": "2"})
-    with pytest.raises(DataError, match=r"rows.jsonl:1: field 'prompt'.*refuses messages of user, user: roles must"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: field 'prompt'.*rejects messages of user, user: roles must"):
         load(files, chat_tokenizer)
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted_by_type(tmp_path, tokenizer):
+def test_too_long_prompts_are_skipped_and_counted_by_type(tmp_path, tokenizer):
     files = write(tmp_path, {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1+1+1+1=", "answer": "5", "type": "math"})
     prompts = load(files, tokenizer, limit=5)
     assert (prompts.num_too_long, prompts.num_too_long_by_type) == (1, {"math": 1})
@@ -194,7 +194,7 @@ def test_solutions_end_in_the_end_of_text_token(tmp_path, tokenizer):
     assert tokenizer.decode(prompt) == "1+1=" and response[-1] == tokenizer.eos_id and len(response) == 2
 
 
-def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tmp_path):
+def test_tokenizer_larger_than_the_models_vocabulary_is_rejected(tmp_path):
     folder = make_tiny_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))

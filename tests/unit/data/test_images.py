@@ -1,4 +1,4 @@
-"""Laws of images in prompts: what is refused, how their tokens are counted, and the pixels that both sides get."""
+"""Laws of images in prompts: rejected files, token counts, and the pixels of trainer and servers."""
 
 import asyncio
 import base64
@@ -29,7 +29,7 @@ from megatron_rl.data.vision import ImageProcessor, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
 from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
-from megatron_rl.rollout.sglang.wire.image_inputs import images_of_request
+from megatron_rl.rollout.sampling import images_of_request
 from megatron_rl.rollout.sglang.wire.protocol import validate
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
@@ -86,13 +86,13 @@ def load(tokenizer, files, **fields):
 
 
 def shown(tokenizer, prompt):
-    """The prompt's tokens as text, a run of image tokens as one and its length."""
+    """The prompt's tokens as text, with each run of image tokens written as one token and its length."""
     words = tokenizer._tokenizer.convert_ids_to_tokens(prompt.token_ids)
     text = "".join("#" if token == IMAGE else word for token, word in zip(prompt.token_ids, words))
     return text.replace("<|vision_start|>", "<").replace("<|vision_end|>", ">")
 
 
-def test_the_ways_to_write_a_prompt_with_images_give_the_same_tokens(tmp_path, tokenizer):
+def test_all_notations_of_a_prompt_with_images_give_the_same_tokens(tmp_path, tokenizer):
     picture().save(tmp_path / "a.png")
     url = "data:image/png;base64," + base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
     parts = lambda image: [{"type": "text", "text": "see "}, image, {"type": "text", "text": " here"}]  # noqa: E731
@@ -121,7 +121,7 @@ def test_plain_text_has_images_at_its_marks_and_without_marks_before_it(tmp_path
     assert shown(tokenizer, chat) == "user: <#>or<##>?\nassistant: "
 
 
-def test_embedded_images_of_parquet_files_and_another_image_folder(tmp_path, tokenizer):
+def test_images_may_be_embedded_in_parquet_or_in_another_folder(tmp_path, tokenizer):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -149,14 +149,14 @@ def animated():
     ("data", "expected"),
     [
         (b"no image", "not an image"),
-        (as_bytes(picture(200, 200))[:-600], "damaged or cut short"),
-        (as_bytes(picture(200, 200), "JPEG")[:-600], "damaged or cut short"),
+        (as_bytes(picture(200, 200))[:-600], "damaged or truncated"),
+        (as_bytes(picture(200, 200), "JPEG")[:-600], "damaged or truncated"),
         (animated(), r"animated \(2 frames\)"),
         (as_bytes(picture(402, 2)), "402 x 2 pixels.*200 times"),
         (b"", "not an image that can be read"),
     ],
 )
-def test_what_is_no_whole_still_image_is_refused_before_a_run_with_its_place(tmp_path, tokenizer, data, expected):
+def test_damaged_or_animated_images_are_rejected_with_their_source(tmp_path, tokenizer, data, expected):
     (tmp_path / "a.png").write_bytes(data)
     files = write(tmp_path, {"prompt": "fine"}, {"prompt": "<image>?", "images": ["a.png"]})
     for read in (lambda: check_files(files, DataConfig(), with_response=False), lambda: load(tokenizer, files)):
@@ -184,18 +184,18 @@ IMAGE_PART = {"type": "image", "image": "a.png"}
         ),
         (
             {"prompt": "a<|vision_start|><|image_pad|><|vision_end|>b"},
-            "expected 0 image tokens, got 1.*must not spell it",
+            "expected 0 image tokens, got 1.*must not contain it",
         ),
-        ({"prompt": "a<|video_pad|>b"}, "spells the video token"),
+        ({"prompt": "a<|video_pad|>b"}, "contains the video token"),
     ],
 )
-def test_bad_rows_are_refused_with_place_and_field(tmp_path, tokenizer, row, expected):
+def test_invalid_image_rows_are_rejected_with_source_and_field(tmp_path, tokenizer, row, expected):
     picture().save(tmp_path / "a.png")
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*{expected}"):
         load(tokenizer, write(tmp_path, row))
 
 
-def test_a_model_without_vision_refuses_images_and_reads_the_mark_as_text(tmp_path):
+def test_model_without_vision_rejects_images_and_reads_marks_as_text(tmp_path):
     picture().save(tmp_path / "a.png")
     files = write(tmp_path, {"prompt": "?", "images": ["a.png"]})
     with pytest.raises(DataError, match="rows.jsonl:1: the prompt has 1 images, but the model.*has no vision"):
@@ -204,7 +204,7 @@ def test_a_model_without_vision_refuses_images_and_reads_the_mark_as_text(tmp_pa
     assert check_files(plain, DataConfig(), with_response=False, takes_images=False) == {"": 1}
 
 
-def test_a_response_with_image_tokens_is_refused(tmp_path, tokenizer):
+def test_response_with_image_tokens_is_rejected(tmp_path, tokenizer):
     files = write(tmp_path, {"prompt": "?", "response": "look <|vision_start|>"})
     with pytest.raises(DataError, match="rows.jsonl:1: field 'response': a response cannot contain image"):
         load_solutions(files, DataConfig(), tokenizer)
@@ -213,7 +213,7 @@ def test_a_response_with_image_tokens_is_refused(tmp_path, tokenizer):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 5), st.tuples(st.integers(1, 4))), max_size=12))
 def test_collapse_undoes_expand(pieces):
-    """An image is a tuple of its number of tokens; the image token is 9."""
+    """Images are tuples with their number of tokens; the image token is 9."""
     counts = [piece[0] for piece in pieces if isinstance(piece, tuple)]
     collapsed = [9 if isinstance(piece, tuple) else piece for piece in pieces]
     expanded = expand(collapsed, 9, counts)
@@ -237,7 +237,7 @@ def test_grids_follow_from_sizes_as_the_processor_cuts_them(folder, width, heigh
     assert len(patches) == ref.num_patches and 1 <= vision.num_tokens(ref) <= (max_tokens or MAX_TOKENS)
 
 
-def test_patches_are_those_of_the_models_own_processor(folder):
+def test_patches_equal_those_of_the_models_own_processor(folder):
     from transformers import AutoImageProcessor
 
     vision, image = ImageProcessor(folder), picture(50, 30)
@@ -266,7 +266,7 @@ def turned(image):
     ],
     ids=["png", "jpeg", "alpha", "grey", "palette", "turned", "with extras"],
 )
-def test_the_server_is_sent_the_pixels_that_the_trainer_cuts(folder, data):
+def test_servers_get_the_pixels_that_the_trainer_cuts(folder, data):
     vision = ImageProcessor(folder)
     ref = vision.reference(ImageSource("x", data=data))
     sent = Image.open(io.BytesIO(base64.b64decode(vision.wire(ref).result())))
@@ -281,12 +281,12 @@ def test_transparent_pixels_are_white_and_photos_upright():
     assert decode(turned(picture(40, 16)), "x").size == (16, 40)
 
 
-def test_a_plain_png_is_sent_as_it_is(folder):
+def test_plain_png_is_sent_unchanged(folder):
     vision, data = ImageProcessor(folder), as_bytes(picture())
     assert base64.b64decode(vision.wire(vision.reference(ImageSource("x", data=data))).result()) == data
 
 
-def test_an_image_is_encoded_once_for_all_requests_and_a_cancelled_one_leaves_it_to_the_others(folder, monkeypatch):
+def test_image_is_encoded_once_even_if_a_request_is_cancelled(folder, monkeypatch):
     vision, encoded, may_go_on = ImageProcessor(folder), [], threading.Event()
     refs = [vision.reference(ImageSource(str(i), data=as_bytes(picture(seed=i), "JPEG"))) for i in range(3)]
     prompts = [Prompt(str(i), (IMAGE,), images=(ref, refs[0])) for i, ref in enumerate(refs)]
@@ -315,7 +315,7 @@ def test_an_image_is_encoded_once_for_all_requests_and_a_cancelled_one_leaves_it
             assert images.data == [vision.wire(ref).result() for ref in prompts[index // 4].images]
 
 
-def test_texts_used_last_are_kept_and_what_failed_is_tried_again():
+def test_encoded_images_are_cached_and_failures_retried():
     texts = vision_module._EncodedImageCache(10)
     made = [texts.get(i, lambda i=i: str(i) * 4).result() for i in (0, 1, 0, 2)]
     with pytest.raises(ZeroDivisionError):
@@ -353,7 +353,7 @@ def test_every_window_carries_the_files_of_its_prompts_images(tmp_path, tokenize
     assert window_batch(trajectories, 0).images is None
 
 
-def test_every_request_has_one_image_token_an_image_and_bans_them_in_the_answer(tmp_path, tokenizer):
+def test_every_request_has_one_image_token_per_image_and_bans_new_ones(tmp_path, tokenizer):
     picture(16, 8).save(tmp_path / "a.png")
     rows = [{"prompt": "<image>or<image>?", "images": ["a.png", "a.png"]}, {"prompt": "?"}]
     prompts, vision, engine = load(tokenizer, write(tmp_path, *rows)), tokenizer.vision, Engine(end_weight=0.0)
@@ -377,7 +377,7 @@ def test_every_request_has_one_image_token_an_image_and_bans_them_in_the_answer(
     assert {t.num_response_tokens for t in trajectories} == {6}
 
 
-def test_the_parity_check_has_images_in_it_and_names_the_prompt_at_fault(tmp_path, tokenizer):
+def test_parity_check_includes_images_and_reports_the_prompt(tmp_path, tokenizer):
     picture(16, 8).save(tmp_path / "a.png")
     rows = [*[{"prompt": "?"}] * 5, {"prompt": "<image>?", "images": ["a.png"]}]
     prompts = load(tokenizer, write(tmp_path, *rows))
@@ -404,7 +404,7 @@ def test_the_parity_check_has_images_in_it_and_names_the_prompt_at_fault(tmp_pat
             compare_logprobs(config, group(row), trajectories, list, tokenizer.vision)
 
 
-def test_selected_rows_lead_to_the_same_images_from_another_folder(tmp_path, tokenizer):
+def test_selected_rows_in_another_folder_refer_to_the_same_images(tmp_path, tokenizer):
     picture(16, 8).save(tmp_path / "a.png")
     part = {"type": "image", "image": "a.png"}
     video = {"type": "video", "frames": ["a.png"], "fps": 1}
@@ -474,7 +474,7 @@ def test_checkpoints_hold_references_and_a_changed_file_ends_a_resume(tmp_path, 
         window_batch([again], 1, resumed.vision)
 
 
-def test_another_processor_is_noticed_by_the_driver_at_a_resume_and_by_each_rank(tmp_path, tokenizer, folder):
+def test_changed_processor_is_detected_by_driver_and_ranks_at_a_resume(tmp_path, tokenizer, folder):
     picture(24, 16).save(tmp_path / "a.png")
     files = write(tmp_path, {"prompt": "<image>?", "images": ["a.png"]})
     (prompt,) = load(tokenizer, files)
@@ -493,13 +493,13 @@ def as_json(trajectory):
     return json.dumps(trajectory.to_dict(), default=np.ndarray.tolist)
 
 
-def test_a_state_from_before_images_loads():
+def test_checkpoint_from_before_images_loads():
     state = trajectory_of(Prompt("p", (1, 2))).to_dict()
     del state["prompt"]["images"]
     assert Trajectory.from_dict(state).prompt.images == ()
 
 
-def test_a_processor_that_does_not_fit_the_model_is_refused(tmp_path):
+def test_processor_that_does_not_fit_the_model_is_rejected(tmp_path):
     config = {**CONFIG, "vision_config": {**CONFIG["vision_config"], "patch_size": 8}}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     write_vision_files(tmp_path)

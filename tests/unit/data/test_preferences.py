@@ -65,7 +65,7 @@ def config_of(kind, path, rows, **settings):
 
 
 class ToyGroup:
-    """Stands for the trainer ranks: a model of a few weights, sequences in micro-batches of one."""
+    """Fake trainer ranks: a model of a few weights, sequences in micro-batches of one."""
 
     def __init__(self, vocab_size, lr=0.0):
         generator = torch.Generator().manual_seed(0)
@@ -139,7 +139,7 @@ def _widen(values):
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
-def test_preferences_keep_their_prompt_place_and_texts(tmp_path):
+def test_preferences_keep_their_prompt_source_and_texts(tmp_path):
     (first, *_) = load_preferences(write(tmp_path / "p.jsonl", ROWS), DataConfig())
     assert isinstance(first, Preference) and (first.chosen, first.rejected) == ("3", "4")
     assert first.content.text == "1+2=" and first.content.place.endswith("p.jsonl:1")
@@ -157,7 +157,7 @@ def test_preferences_keep_their_prompt_place_and_texts(tmp_path):
         (["prompt"], "object"),
     ],
 )
-def test_a_bad_preference_is_named_with_place_and_reason(row, reason, tmp_path):
+def test_invalid_preference_is_reported_with_source_and_reason(row, reason, tmp_path):
     with pytest.raises(DataError, match="p.jsonl:2.*" + reason):
         load_preferences(write(tmp_path / "p.jsonl", [ROWS[0], row]), DataConfig())
 
@@ -172,13 +172,13 @@ def test_a_bad_preference_is_named_with_place_and_reason(row, reason, tmp_path):
         (None, "expected a list of 1, -1 and 0"),
     ],
 )
-def test_bad_labels_are_named_with_place_and_reason(labels, reason, tmp_path):
+def test_invalid_labels_are_reported_with_source_and_reason(labels, reason, tmp_path):
     row = {"prompt": "go", "response": "a = 1\n", "line_labels": labels}
     with pytest.raises(DataError, match="p.jsonl:1.*" + reason):
         load_labelled_programs(write(tmp_path / "p.jsonl", [row]), DataConfig())
 
 
-def test_files_without_rows_and_an_output_over_the_base_model_are_refused(tmp_path):
+def test_empty_files_and_output_over_the_base_model_are_rejected(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n")
     config = Config(reward_train=RewardTrainConfig(train_files=[str(tmp_path / "rows.jsonl")], output_path="out"))
     with pytest.raises(DataError, match="no rows"):
@@ -192,7 +192,7 @@ def test_files_without_rows_and_an_output_over_the_base_model_are_refused(tmp_pa
 # ---------------------------------------------------------------------------------------------------------- templates
 
 
-def test_a_text_cannot_pull_another_text_in():
+def test_template_fields_in_a_text_are_not_replaced():
     text = render_pairwise("p {second}", "f {first} {prompt}", "{0} {} s")
     assert "p {second}" in text and "f {first} {prompt}" in text and "{0} {} s" in text
     assert render_judge("p", "{reference}", "truth").count("truth") == 1
@@ -203,14 +203,14 @@ def test_swapping_the_responses_swaps_nothing_else():
     assert one != two and one.replace("AAA", "x").replace("BBB", "AAA").replace("x", "BBB") == two
 
 
-def test_templates_have_their_fields():
+def test_templates_must_contain_their_fields():
     check_template(PAIRWISE_TEMPLATE, PAIRWISE_FIELDS)
     check_template(JUDGE_TEMPLATE, JUDGE_FIELDS)
     with pytest.raises(TemplateError, match="lacks {second}"):
         check_template("{prompt} {first}", PAIRWISE_FIELDS)
 
 
-def test_a_judgement_word_is_one_token(tokenizer):
+def test_judgment_word_must_be_one_token(tokenizer):
     assert word_token(tokenizer.encode, "YES") != word_token(tokenizer.encode, "NO")
     with pytest.raises(TemplateError, match=r"'YES NO' is 3 tokens \["):
         word_token(tokenizer.encode, "YES NO")
@@ -219,7 +219,7 @@ def test_a_judgement_word_is_one_token(tokenizer):
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def test_two_passes_have_the_gradient_of_the_bradley_terry_loss(tokenizer, tmp_path):
+def test_two_passes_give_the_gradient_of_the_bradley_terry_loss(tokenizer, tmp_path):
     config = config_of("bradley_terry", tmp_path, ROWS)
     kind, group = build_kind(config, tokenizer), ToyGroup(tokenizer.vocab_size)
     examples = kind.examples(config.reward_train.train_files)
@@ -246,7 +246,7 @@ def test_metrics_of_scores_are_loss_accuracy_and_margin(tokenizer, tmp_path):
     assert metrics["loss"] == pytest.approx(expected)
 
 
-def test_the_judge_sees_both_orders_and_learns_the_judgement_token_alone(tokenizer, tmp_path):
+def test_judge_sees_both_orders_and_learns_only_the_judgment_token(tokenizer, tmp_path):
     config = config_of("pairwise", tmp_path, ROWS)
     kind, group = build_kind(config, tokenizer), ToyGroup(tokenizer.vocab_size)
     examples = kind.examples(config.reward_train.train_files)
@@ -264,8 +264,8 @@ def test_the_judge_sees_both_orders_and_learns_the_judgement_token_alone(tokeniz
     assert metrics["loss"] == pytest.approx(float(loss.detach()))
 
 
-def test_a_judge_that_cannot_see_the_order_learns_the_words_and_no_preference(tokenizer, tmp_path):
-    """Both orders are trained equally: what the toy, which adds its tokens up, could gain from one it loses in the other."""
+def test_judge_that_cannot_see_the_order_learns_no_preference(tokenizer, tmp_path):
+    """Both orders are trained equally: the toy model adds up its tokens, so a gain in one order is a loss in the other."""
     config = config_of("pairwise", tmp_path, ROWS)
     kind, group = build_kind(config, tokenizer), ToyGroup(tokenizer.vocab_size, lr=0.5)
     examples = kind.examples(config.reward_train.train_files)
@@ -278,7 +278,7 @@ def test_a_judge_that_cannot_see_the_order_learns_the_words_and_no_preference(to
     assert metrics["margin"] == pytest.approx(0.0, abs=1e-6) and metrics["judgement_mass"] > 0.9
 
 
-def test_metrics_of_a_judge_tell_skill_from_a_favourite_place(tokenizer, tmp_path):
+def test_judge_metrics_distinguish_skill_from_position_bias(tokenizer, tmp_path):
     kind = build_kind(config_of("pairwise", tmp_path, ROWS), tokenizer)
     ones = np.ones(1)
     skilled = kind.metrics({"chosen_first": ones * 0.9, "chosen_second": ones * 0.1, "mass": ones})
@@ -289,7 +289,7 @@ def test_metrics_of_a_judge_tell_skill_from_a_favourite_place(tokenizer, tmp_pat
     assert biased["position_gap"] == pytest.approx(0.7)
 
 
-def test_words_of_several_tokens_and_equal_words_are_refused(tokenizer, tmp_path):
+def test_words_of_several_tokens_and_equal_words_are_rejected(tokenizer, tmp_path):
     with pytest.raises(UserError, match="expected one token"):
         build_kind(config_of("pairwise", tmp_path, ROWS, yes_word="YES YES"), tokenizer)
     with pytest.raises(UserError, match="two words"):
@@ -330,7 +330,7 @@ def test_metrics_of_line_values_compare_signs(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[3, 0], [2, 1]], [[0], [1], [2], [3]]])
-def test_the_score_objective_adds_up_however_pairs_are_split(split):
+def test_score_objective_adds_up_for_any_split_of_pairs(split):
     lengths = torch.tensor([4, 2, 1, 5])
     scores = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     tokens = torch.zeros(12, dtype=torch.int64)
@@ -349,6 +349,6 @@ def test_the_score_objective_adds_up_however_pairs_are_split(split):
     torch.testing.assert_close(found, scores.grad)
 
 
-def test_numbers_of_sequences_stand_on_their_last_tokens():
+def test_per_sequence_values_are_on_their_last_tokens():
     batch = packed([(5, 6), (7,)])
     assert on_last_tokens(batch, torch.tensor([2.0, 3.0])).tolist() == [0.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Every file format gives the same rows, each with its place; what cannot be read says where and why."""
+"""Every file format gives the same rows, each with its source; errors report location and reason."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def write_arrow(path, rows, *, stream=True):
 
 
 def write_saved_dataset(folder, shards, **state):
-    """What datasets.save_to_disk leaves."""
+    """Write the files of datasets.save_to_disk."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     for name, rows in zip(names, shards, strict=True):
@@ -101,7 +101,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("write", FORMATS)
-def test_every_format_gives_the_same_rows_and_unique_places(tmp_path, write):
+def test_every_format_gives_the_same_rows_and_unique_sources(tmp_path, write):
     name = str(write(tmp_path))
     pairs = list(read_rows([name]))
     assert [row for row, _ in pairs] == ROWS
@@ -126,7 +126,7 @@ def test_a_split_is_chosen_by_name_and_a_missing_one_lists_the_others(tmp_path):
             list(read_rows([folder], split="dev"))
 
 
-def test_a_folder_whose_names_say_no_split_is_taken_whole(tmp_path):
+def test_folder_without_split_names_is_read_whole(tmp_path):
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "b.jsonl").write_text(json_lines(ROWS[2:]))
@@ -165,18 +165,18 @@ def lost_shard(folder):
         (lambda f: text(f / "a.jsonl", "[" * 100_000), "a.jsonl:1: not valid JSON"),
         (lambda f: text(f / "a.json", '[{"a": 1}, 3]'), "a.json:row 2: expected a JSON object, got int"),
         (lambda f: text(f / "a.json", '[{"a": 1}'), "a.json: not valid JSON"),
-        (lambda f: cut(write_gzip(f), 60), "not a whole gzip file"),
-        (lambda f: text(f / "a.jsonl.gz", "{}"), "not a whole gzip file"),
-        (lambda f: cut(write_parquet(f), 300), "not a whole Parquet file"),
-        (lambda f: text(f / "a.parquet", "{}"), "not a whole Parquet file"),
-        (lambda f: cut(write_arrow_stream(f), 1300), "not a whole Arrow file"),
-        (lambda f: text(f / "a.arrow", "{}"), "not a whole Arrow file"),
+        (lambda f: cut(write_gzip(f), 60), "incomplete gzip file"),
+        (lambda f: text(f / "a.jsonl.gz", "{}"), "incomplete gzip file"),
+        (lambda f: cut(write_parquet(f), 300), "incomplete or damaged Parquet file"),
+        (lambda f: text(f / "a.parquet", "{}"), "incomplete or damaged Parquet file"),
+        (lambda f: cut(write_arrow_stream(f), 1300), "incomplete or damaged Arrow file"),
+        (lambda f: text(f / "a.arrow", "{}"), "incomplete or damaged Arrow file"),
         (lambda f: indices(f / "saved"), "flatten_indices"),
-        (lambda f: lost_shard(f / "saved"), "data-00001-of-00002.arrow, which is not there"),
+        (lambda f: lost_shard(f / "saved"), "data-00001-of-00002.arrow, which is missing"),
         (lambda f: f, "no data files"),
     ],
 )
-def test_what_cannot_be_read_says_where_and_why(tmp_path, make, message):
+def test_unreadable_files_are_reported_with_location_and_reason(tmp_path, make, message):
     with pytest.raises(DataError, match=message):
         list(read_rows([str(make(tmp_path))]))
 
@@ -194,7 +194,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_json_values_are_recognised(value):
+def test_json_values_are_recognized(value):
     assert not_json(value) == "" and json.loads(json.dumps(value)) == value
 
 

@@ -28,7 +28,7 @@ weights = st.dictionaries(
 
 
 @given(weights, st.integers(1, 400))
-def test_realised_shares_stay_within_one_draw_of_the_weights(mixture, num_draws):
+def test_shares_stay_within_one_draw_of_the_weights(mixture, num_draws):
     total = sum(Fraction(repr(weight)) for weight in mixture.values())
     shares = {name: Fraction(repr(weight)) / total for name, weight in mixture.items()}
     sampler = PromptSampler(prompts_of(**dict.fromkeys(mixture, 3)), seed=1, mixture=mixture)
@@ -48,7 +48,7 @@ def test_no_type_is_a_whole_draw_away_from_any_share(raw):
 
 
 @given(weights, st.integers(1, 7), st.integers(0, 1000))
-def test_a_type_shows_every_prompt_once_before_any_again(mixture, num_each, seed):
+def test_every_prompt_of_a_type_is_shown_once_before_any_repeats(mixture, num_each, seed):
     sampler = PromptSampler(prompts_of(**dict.fromkeys(mixture, num_each)), seed=seed, mixture=mixture)
     by_type = {name: [] for name in mixture}
     for prompt in draw(sampler, 120):
@@ -71,8 +71,8 @@ def curriculum_sampler(seed=5, **mixture):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=16), st.integers(0, 16), st.integers(0, 9))
-def test_the_state_fixes_all_that_follows(draws_by_step, stop_at, extra):
-    """Whatever was drawn in which portions, and wherever the state was taken: in the middle of a step too."""
+def test_sampler_state_determines_all_later_draws(draws_by_step, stop_at, extra):
+    """Holds for any portions of draws, and for a state taken at any point, also in the middle of a step."""
     whole, resumed = curriculum_sampler(), curriculum_sampler()
     expected = [prompt for step, number in enumerate(draws_by_step) for prompt in draw(whole, number, step)]
     got = []
@@ -95,7 +95,7 @@ def test_a_curriculum_changes_the_mixture_at_its_steps():
     assert shares[9:] == [{"general": 6}] * 2
 
 
-def test_after_a_curriculum_without_mixture_types_come_by_their_number():
+def test_types_are_drawn_by_their_number_after_a_curriculum():
     sampler = curriculum_sampler()
     draw(sampler, 6, step=0)
     assert Counter(prompt.type for prompt in draw(sampler, 20, step=9)) == {"math": 7, "code": 4, "general": 9}
@@ -124,12 +124,12 @@ def test_without_weights_types_do_not_matter_and_seeds_do():
         ({}, [CurriculumPhase(0, {"math": 1, "general": 0})], "data.curriculum.0.until_step: expected more than 0"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_with_their_key(mixture, curriculum, message):
+def test_invalid_weights_are_rejected_with_their_key(mixture, curriculum, message):
     with pytest.raises(DataError, match=message):
         PromptSampler(prompts_of(math=3, general=2), seed=0, mixture=mixture, curriculum=curriculum)
 
 
-def test_a_state_of_other_data_is_refused():
+def test_sampler_state_of_other_data_is_rejected():
     state = PromptSampler(prompts_of(math=3, general=2), seed=0).state()
     for prompts, mixture in (
         (prompts_of(math=3, general=3), None),

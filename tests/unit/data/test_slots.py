@@ -19,7 +19,7 @@ PROMPTS = [Prompt(id=str(i), token_ids=(i,)) for i in range(7)]
 
 
 SIZES = st.sampled_from([(4, 1), (8, 1), (8, 4, 2), (2, 6, 3), (1, 4), (3, 3)])
-"""Responses per prompt by default, and of the types a, b."""
+"""Responses per prompt: default, and for the types a and b."""
 
 
 def typed_pool(sizes, num_blocks, *, mixture=None, seed=0, prompts=30):
@@ -40,7 +40,7 @@ def typed_pool(sizes, num_blocks, *, mixture=None, seed=0, prompts=30):
 
 
 def plain(trajectories):
-    """What can be compared of them."""
+    """Comparable fields of trajectories."""
     return [json.dumps(t.to_dict(), default=np.ndarray.tolist) for t in trajectories]
 
 
@@ -50,7 +50,7 @@ def finish(trajectories, step=0):
 
 
 @given(sizes=SIZES, num_blocks=st.integers(1, 5), seed=st.integers(0, 9))
-def test_full_responses_fill_the_same_slots_with_whole_groups_of_each_types_size(sizes, num_blocks, seed):
+def test_whole_responses_fill_slots_with_whole_groups_of_each_type(sizes, num_blocks, seed):
     pool, by_type = typed_pool(sizes, num_blocks, seed=seed), dict(zip(["", "a", "b"], sizes))
     for step in range(8):
         batch = pool.fill(step)
@@ -65,7 +65,7 @@ def test_full_responses_fill_the_same_slots_with_whole_groups_of_each_types_size
         assert len(pool.release_finished()) == len(batch)
 
 
-def test_weights_of_a_mixture_count_prompts_whatever_their_numbers_of_samples():
+def test_mixture_weights_count_prompts_not_samples():
     pool = typed_pool((8, 1, 2), 4, mixture={"": 1, "a": 2, "b": 1}, prompts=60)
     groups = Counter()
     for step in range(50):
@@ -80,7 +80,7 @@ def test_weights_of_a_mixture_count_prompts_whatever_their_numbers_of_samples():
 
 
 @given(sizes=SIZES, num_blocks=st.integers(1, 3), num_before=st.integers(0, 5), window=st.integers(1, 10))
-def test_a_resumed_pool_goes_on_with_the_groups_that_wait(sizes, num_blocks, num_before, window):
+def test_resumed_pool_continues_with_the_waiting_groups(sizes, num_blocks, num_before, window):
     def steps(pool, first, count):
         seen = []
         for step in range(first, first + count):
@@ -100,7 +100,7 @@ def test_a_resumed_pool_goes_on_with_the_groups_that_wait(sizes, num_blocks, num
     assert steps(again, num_before, 4) == expected
 
 
-def test_waiting_groups_of_other_sizes_than_now_are_refused():
+def test_waiting_groups_of_changed_sizes_are_rejected():
     pool = typed_pool((4, 1), 1)
     while not (state := pool.state())["waiting"]:
         finish(pool.fill())
@@ -119,7 +119,7 @@ def make_pool(num_slots=12, num_samples=4, budget=10, seed=0):
 
 
 def grow(trajectory, window, step, lengths):
-    """Stand in for the engine: the response of trajectory i ends after lengths[i] tokens."""
+    """Fake generation: the response of trajectory i ends after lengths[i] tokens."""
     left = lengths[trajectory.id] - trajectory.num_response_tokens
     room = min(window, trajectory.max_response_tokens - trajectory.num_response_tokens)
     count = min(left, room)
@@ -130,7 +130,7 @@ def grow(trajectory, window, step, lengths):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_slots_are_constant_carried_come_first_and_no_token_is_lost_or_doubled(
+def test_slots_are_constant_and_no_token_is_lost_or_duplicated(
     slots, samples, budget, rng: random.Random
 ):
     pool, window = make_pool(slots, samples, budget), 3

@@ -1,4 +1,4 @@
-"""What rows tell the chat template: as transformers' own apply_chat_template has it, or an error with a place."""
+"""Template arguments of rows: same result as transformers' apply_chat_template, or an error with its source."""
 
 import json
 
@@ -35,7 +35,7 @@ TEMPLATE = """
 </think>
 
 {% endif %}{% endif %}"""
-"""As Qwen3's: tools in the system message, an empty thought before the answer, no thoughts of earlier turns."""
+"""Like Qwen3's template: tools in the system message, an empty thought before the answer, no earlier thoughts."""
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
 SUB = {"type": "function", "function": {"name": "sub", "description": "a less b", "parameters": {"type": "object"}}}
 
@@ -67,13 +67,13 @@ def prompts(files, tokenizer, **data):
 
 
 def theirs(tokenizer, text, **arguments):
-    """What transformers makes of it."""
+    """Reference result of transformers."""
     messages = [{"role": "user", "content": text}]
     inner = tokenizer._tokenizer
     return tuple(inner.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments))
 
 
-def test_rows_have_the_tokens_that_transformers_gives_their_arguments(tokenizer, tmp_path):
+def test_rows_with_arguments_tokenize_like_transformers(tokenizer, tmp_path):
     given = [
         {},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -101,14 +101,14 @@ def test_rows_have_the_tokens_that_transformers_gives_their_arguments(tokenizer,
     assert [Prompt.from_dict(json.loads(json.dumps(dict(p.to_dict(), token_ids=p.token_ids)))) for p in found] == found
 
 
-def test_the_recipes_arguments_hold_where_a_row_has_none(tokenizer, tmp_path):
+def test_recipe_arguments_apply_to_rows_without_arguments(tokenizer, tmp_path):
     rows = ({"prompt": "a"}, {"prompt": "b", "chat_template_kwargs": {"enable_thinking": True}})
     found = prompts(write(tmp_path, *rows), tokenizer, chat_template_kwargs={"enable_thinking": False})
     assert found[0].token_ids == theirs(tokenizer, "a", enable_thinking=False) != theirs(tokenizer, "a")
     assert found[1].token_ids == theirs(tokenizer, "b", enable_thinking=True)
 
 
-def test_the_columns_of_parquet_lose_what_only_other_rows_have(tokenizer, tmp_path):
+def test_parquet_columns_lose_keys_of_other_rows(tokenizer, tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "chat_template_kwargs": {"enable_thinking": False}, "tools": [ADD]},
         {"prompt": "b", "answer": "1", "chat_template_kwargs": {"words": 3}, "tools": [SUB]},
@@ -119,7 +119,7 @@ def test_the_columns_of_parquet_lose_what_only_other_rows_have(tokenizer, tmp_pa
     assert found[1].chat_arguments == {"words": 3, "tools": [SUB]}
 
 
-def test_columns_may_have_other_names_or_none(tokenizer, tmp_path):
+def test_argument_columns_may_have_other_names_or_be_disabled(tokenizer, tmp_path):
     files = write(tmp_path, {"prompt": "a", "tools": "hammer", "extra": {"chat": {"enable_thinking": False}}})
     (found,) = prompts(files, tokenizer, tools_field="", chat_template_kwargs_field="extra.chat")
     assert found.token_ids == theirs(tokenizer, "a", enable_thinking=False)
@@ -137,22 +137,22 @@ def test_columns_may_have_other_names_or_none(tokenizer, tmp_path):
         ({"tools": [ADD, {"type": "function"}]}, r"rows.jsonl:2: field 'tools': tool 2: .*without a name"),
     ],
 )
-def test_a_bad_row_is_named_before_anything_starts(row, said, tmp_path):
+def test_invalid_arguments_are_reported_before_a_run_starts(row, said, tmp_path):
     files = write(tmp_path, {"prompt": "fine"}, {"prompt": "bad", **row})
     with pytest.raises(DataError, match=said):
         check_files(files, DataConfig(use_chat_template=True), with_response=False)
 
 
-def test_arguments_that_nothing_would_read_are_refused(tmp_path):
+def test_arguments_that_would_not_be_read_are_rejected(tmp_path):
     files = write(tmp_path, {"prompt": "text", "chat_template_kwargs": {"enable_thinking": False}})
-    with pytest.raises(DataError, match=r"rows.jsonl:1: .*goes through no chat template"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*does not go through the chat template"):
         check_files(files, DataConfig(), with_response=False)
     # The recipe's are for those prompts that do.
     mixed = write(tmp_path, {"prompt": "text"}, {"prompt": [{"role": "user", "content": "talk"}]})
     check_files(mixed, DataConfig(chat_template_kwargs={"enable_thinking": False}), with_response=False)
 
 
-def test_what_the_template_never_mentions_is_counted(tokenizer, tmp_path):
+def test_arguments_that_the_template_never_reads_are_counted(tokenizer, tmp_path):
     rows = [{"prompt": "a", "chat_template_kwargs": {"enable_thinkin": False}}] * 2 + [{"prompt": "b", "tools": [ADD]}]
     found = load_prompts(
         write(tmp_path, *rows), DataConfig(use_chat_template=True), tokenizer, max_prompt_tokens=10_000
@@ -160,14 +160,14 @@ def test_what_the_template_never_mentions_is_counted(tokenizer, tmp_path):
     assert found.num_unread == {"enable_thinkin": 2}
 
 
-def test_a_recipe_cannot_set_what_is_set_here():
+def test_recipe_cannot_set_reserved_arguments():
     assert list(prompt_problems(DataConfig(chat_template_kwargs={"enable_thinking": False}))) == []
     (problem,) = prompt_problems(DataConfig(chat_template_kwargs={"add_generation_prompt": False}))
     assert problem.startswith("data.chat_template_kwargs: 'add_generation_prompt'")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"enable_thinking": True, "tools": [ADD]}])
-def test_a_dialogue_has_the_tokens_of_the_template_with_the_prompts_arguments(tokenizer, arguments):
+def test_dialogue_messages_use_the_prompts_template_arguments(tokenizer, arguments):
     encode_message = make_dialogue(Pag(), tokenizer, chat=True).encode_message
     history = list(tokenizer.encode_prompt("what is it", chat=True, arguments=arguments))
     history += [*tokenizer.encode("it is 7"), tokenizer.eos_id]

@@ -1,4 +1,4 @@
-"""Which characters each token spells, against the tokenizer's own decoding."""
+"""Characters of each token, compared with the tokenizer's own decoding."""
 
 import random
 
@@ -25,7 +25,7 @@ def byte_level():
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
 
 
-def test_text_and_ends_are_the_tokenizers_own(byte_level):
+def test_text_and_ends_equal_the_tokenizers_own(byte_level):
     spelling, ids = TokenText(byte_level), byte_level.encode(TEXT + "<|im_end|>")
     text, ends = spelling.spelled(np.array(ids))
     assert text == TEXT + "<|im_end|>" and ends[-1] == len(text)
@@ -35,7 +35,7 @@ def test_text_and_ends_are_the_tokenizers_own(byte_level):
         assert text[: ends[n - 1] if n else 0].startswith(whole.rstrip("�")) and (n == 0 or ends[n - 1] - len(whole.rstrip("�")) <= 1)
 
 
-def test_bytes_that_are_no_text_are_replaced_and_still_have_places(byte_level):
+def test_invalid_bytes_are_replaced_and_keep_their_positions(byte_level):
     spelling, rng = TokenText(byte_level), random.Random(0)
     for _ in range(200):
         ids = [rng.randrange(len(byte_level)) for _ in range(rng.randrange(40))]
@@ -45,7 +45,7 @@ def test_bytes_that_are_no_text_are_replaced_and_still_have_places(byte_level):
         assert text.replace("�", "") == wanted.replace("�", "") and ("�" in text) == ("�" in wanted)
 
 
-def test_other_tokenizers_spell_too(tmp_path):
+def test_other_tokenizers_have_token_texts_too(tmp_path):
     make_tiny_model(tmp_path, vocab_size=256)
     write_tokenizer(tmp_path, "The answer")
     tokenizer = Tokenizer(tmp_path)

@@ -34,7 +34,7 @@ TWO_TURNS = (
 )
 
 
-def test_masks_tell_generated_tokens_from_messages_and_windows_from_each_other():
+def test_masks_separate_generated_tokens_messages_and_windows():
     t = dialogue(*TWO_TURNS)
     assert t.generated_mask().tolist() == [True] * 4 + [False] * 3 + [True] * 3
     assert t.window_mask(1).tolist() == [False] * 3 + [True] + [False] * 3 + [True] * 2 + [False]
@@ -66,7 +66,7 @@ def test_the_last_turn_is_open_until_it_stops_or_a_budget_ends_it():
     assert dialogue(generated(4, 0, reason="abort")).turns()[0].ended is False
 
 
-def test_a_response_is_finished_by_its_stop_and_a_dialogue_by_its_environment():
+def test_stop_finishes_a_response_and_environment_finishes_a_dialogue():
     stop = generated(3, 0, reason="stop")
     assert Trajectory(0, PROMPT, 0, 0, 9, [stop]).finished
     assert not dialogue(stop).finished
@@ -91,7 +91,7 @@ segments = st.lists(
 
 
 @given(segments)
-def test_masks_cover_the_response_and_agree_with_the_turns(parts):
+def test_masks_cover_the_response_and_agree_with_its_turns(parts):
     t = dialogue()
     for num_tokens, step, is_message, reason in parts:
         turn = t.current_turn
@@ -123,7 +123,7 @@ def as_json(t):
     return json.dumps(t.to_dict(), default=np.ndarray.tolist)
 
 
-def test_a_state_from_before_dialogues_loads():
+def test_checkpoint_from_before_dialogues_loads():
     state = json.loads(as_json(Trajectory(3, PROMPT, 0, 0, 9, [generated(2, 0, reason="stop")], score=Score(0.5))))
     state["old_values"], state["left_out"] = [0.25, 0.5], [1]  # one list over all windows
     for name in ("dialogue", "max_turn_tokens", "next_role", "env_done", "out_of_room", "turn_grades", "turn_scores"):
@@ -136,8 +136,8 @@ def test_a_state_from_before_dialogues_loads():
     assert t.finished and t.score == Score(0.5) and t.turns()[0].role == "policy"
 
 
-def test_a_copy_shares_nothing_that_can_change():
-    """A checkpoint is written from it while the next step goes on."""
+def test_frozen_copy_shares_no_mutable_state():
+    """A checkpoint is written from the copy while the next step runs."""
     trajectory = Trajectory(0, Prompt("p", (1,)), 0, 0, 10)
     copied = trajectory.copy()
     for one in fields(Trajectory):

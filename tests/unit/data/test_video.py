@@ -20,7 +20,7 @@ BUDGETS = st.integers(min(FRAME_LEVELS), 3 * MAX_VIDEO_TOKENS)
 
 
 @given(st.integers(1, 20_000), BUDGETS)
-def test_a_video_keeps_its_budget_and_its_order_whatever_its_length(num_frames, budget):
+def test_video_of_any_length_keeps_its_budget_and_order(num_frames, budget):
     plan = plan_video(num_frames, max_tokens=budget)
     assert len(plan.frames) * plan.max_frame_tokens <= budget
     assert plan.max_frame_tokens in FRAME_LEVELS
@@ -40,7 +40,7 @@ def test_the_largest_level_at_which_all_frames_fit_is_chosen(num_frames, budget)
 
 
 @given(st.integers(1, 5_000), st.integers(0, 5_000), BUDGETS)
-def test_a_longer_video_has_no_larger_frames_and_shows_no_fewer(num_frames, more, budget):
+def test_longer_video_has_no_larger_frames_and_shows_no_fewer(num_frames, more, budget):
     short, long = plan_video(num_frames, max_tokens=budget), plan_video(num_frames + more, max_tokens=budget)
     assert long.max_frame_tokens <= short.max_frame_tokens and len(long.frames) >= len(short.frames)
 
@@ -48,11 +48,11 @@ def test_a_longer_video_has_no_larger_frames_and_shows_no_fewer(num_frames, more
 @pytest.mark.parametrize(
     ("num_frames", "level"), [(1, 640), (128, 640), (129, 512), (160, 512), (161, 384), (640, 128)]
 )
-def test_the_levels_of_the_paper(num_frames, level):
+def test_frame_levels_match_the_paper(num_frames, level):
     assert plan_video(num_frames).max_frame_tokens == level and len(plan_video(num_frames).frames) == num_frames
 
 
-def test_too_long_a_video_loses_frames_evenly_and_a_budget_below_a_frame_is_refused():
+def test_too_long_video_drops_frames_evenly():
     assert plan_video(10_000).max_frame_tokens == 128 and len(plan_video(10_000).frames) == 640
     assert plan_video(5, max_tokens=3, levels=[1]).frames == (0, 2, 4)
     assert plan_video(9, max_tokens=1, levels=[1]).frames == (0,)
@@ -61,7 +61,7 @@ def test_too_long_a_video_loses_frames_evenly_and_a_budget_below_a_frame_is_refu
             plan_video(**arguments)
 
 
-def test_timestamps_have_the_papers_form():
+def test_timestamps_have_the_format_of_the_paper():
     assert [timestamp_text(seconds) for seconds in (0, 1.5, 12.25)] == ["[0.0 second]", "[1.5 second]", "[12.2 second]"]
 
 
@@ -101,7 +101,7 @@ def test_frames_get_coarser_until_the_video_fits(tmp_path, tokenizer, number, gr
         assert image.grid == grid and len(vision.patchify(vision.file(image))) == image.num_patches
 
 
-def test_a_video_that_is_still_too_long_shows_fewer_frames(tmp_path, tokenizer):
+def test_video_that_is_still_too_long_shows_fewer_frames(tmp_path, tokenizer):
     part = {"type": "video", "frames": frames(6), "timestamps": [0, 0.5, 1, 2, 5, 9.5]}
     prompt = load(tokenizer, tmp_path, part, max_video_tokens=12)
     assert prompt.text == "[0.0 second][image][2.0 second][image][9.5 second][image]which?"
@@ -111,7 +111,7 @@ def test_a_video_that_is_still_too_long_shows_fewer_frames(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"timestamps": [0, 1, 1]}, "increasing seconds, but frame 3 is at 1 and the one before it at 1"),
+        ({"timestamps": [0, 1, 1]}, "increasing seconds, but frame 3 is at 1 and the previous frame at 1"),
         ({"timestamps": [0, 1]}, "timestamps: expected 3 numbers"),
         ({"timestamps": [-1, 0, 1]}, "seconds from 0, got -1"),
         ({"timestamps": [0, 1, 2], "fps": 1}, "either timestamps .* or fps, got both"),
@@ -121,12 +121,12 @@ def test_a_video_that_is_still_too_long_shows_fewer_frames(tmp_path, tokenizer):
         ({"fps": 1, "frames": ["0.png", "9.png"]}, "frame 2: image .*9.png does not exist"),
     ],
 )
-def test_bad_videos_are_refused_with_their_place(tmp_path, tokenizer, change, expected):
+def test_invalid_videos_are_rejected_with_their_source(tmp_path, tokenizer, change, expected):
     with pytest.raises(DataError, match=f"rows.jsonl:1: field 'prompt': message 1: part 1: .*{expected}"):
         load(tokenizer, tmp_path, {"type": "video", "frames": frames(3), **change})
 
 
-def test_a_frame_that_cannot_be_as_small_as_its_video_needs_is_refused(tmp_path, tokenizer):
+def test_frame_that_cannot_shrink_enough_is_rejected(tmp_path, tokenizer):
     Image.new("RGB", (400, 8)).save(tmp_path / "long.png")
     part = {"type": "video", "frames": ["long.png"], "fps": 1}
     with pytest.raises(DataError, match="may take 4 tokens, but the model's image processor makes"):
@@ -141,6 +141,6 @@ def test_a_frame_that_cannot_be_as_small_as_its_video_needs_is_refused(tmp_path,
         (dict(video_frame_tokens=[4, 0]), "data.video_frame_tokens: expected at least one"),
     ],
 )
-def test_a_budget_without_room_for_a_frame_is_refused_before_a_run(settings, key):
+def test_video_budget_below_one_frame_is_rejected_before_a_run(settings, key):
     with pytest.raises(ConfigError, match=key):
         check_config(Config(data=DataConfig(**settings)), command="sft")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.commands.score import score_file
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.data.batch import PackedBatch
@@ -16,6 +15,7 @@ from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.environments.base import TurnView
 from megatron_rl.environments.environment_registry import build
 from megatron_rl.errors import ConfigError
+from megatron_rl.rewards.score_file import score_file
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 from megatron_rl.training.losses import policy_denominators, policy_objective

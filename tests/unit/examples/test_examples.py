@@ -8,10 +8,11 @@ import pytest
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import load_config, preset_names
+from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
-from megatron_rl.step.graph import check_graph
-from megatron_rl.step.table import graph_of
+from megatron_rl.schedule.graph import check_graph
+from megatron_rl.schedule.table import make_graph
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples" / "recipes" / "arithmetic.yaml"
@@ -35,7 +36,7 @@ def test_a_shipped_recipe_lacks_nothing_but_the_users_files(recipe):
     ranks = config.parallel.num_ranks or 8
     if command in RL_COMMANDS:
         assert batch_arithmetic(config, ranks)
-        check_graph(graph_of(config))
+        check_graph(make_graph(facts_of(config)))
     with pytest.raises(ConfigError) as error:
         check_config(load_config(layers(recipe), ["policy.path=/nowhere"]), command=command, world_size=ranks)
     for problem in str(error.value).splitlines():

@@ -11,7 +11,6 @@ import torch
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank
@@ -21,6 +20,7 @@ from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.models import policy
 from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.fake_world import fake_rank
 
 declare_torchvision_ops()

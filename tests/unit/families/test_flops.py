@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.flops import flops_cost
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 declare_torchvision_ops()
 

@@ -13,11 +13,11 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Fp8, Init, KlPlace, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
 from megatron_rl.models import critic, policy
-from megatron_rl.models.gpt import unwrap
 from megatron_rl.models.hf.megatron_config import megatron_config
+from megatron_rl.models.layers.gpt import unwrap
+from megatron_rl.models.layers.moe import moe_kwargs
+from megatron_rl.models.layers.precision import fp8_kwargs
 from megatron_rl.models.megatron_fields import ADJUSTABLE, REFUSED, MegatronSettings, checked_fields
-from megatron_rl.models.moe import moe_kwargs
-from megatron_rl.models.precision import fp8_kwargs
 from megatron_rl.parallel import topology
 from megatron_rl.training.build_engines import rl_engines
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES

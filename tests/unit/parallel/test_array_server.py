@@ -2,21 +2,21 @@
 
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
 
+from megatron_rl.data.rows import FileId, Rows
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import collectives
-from megatron_rl.parallel.array_server import ArrayServerAddress, read_arrays, start_array_server
-from megatron_rl.parallel.collectives import Reachability
+from megatron_rl.parallel.array_server import ArrayServerAddress, Reachability, read_arrays, start_array_server
 from megatron_rl.system.files.shared_file import NODE, SharedArrays, address_of
 
 
 def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
     found = [address_of(array) for array in arrays]
-    return np.array([(one.pid, one.fd, *one.place) for one in found if one is not None]).reshape(-1, 6)
+    return np.array([one for one in found if one is not None]).reshape(-1, 4)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,12 @@ def test_pieces_of_several_nodes_are_put_together_in_their_order(service: ArrayS
     for _ in range(5):
         sizes = random.integers(0, 3000, random.integers(1, 30))
         arrays = [shared.put(random.integers(0, 100, (size, 2)).astype(np.int16)) for size in sizes if size]
-        addresses = addresses_of(arrays)
-        addresses[:, 0] += NODE * random.integers(0, 3, len(arrays))
-        mapped = collectives._Mapped(addresses, np.dtype(np.int16), (2,))
-        found = mapped.joined(Reachability(1, False, {0: service, 2: service}))
-        assert found.sizes.tolist() == [len(array) for array in arrays]
-        np.testing.assert_array_equal(found.rows, np.concatenate([np.zeros((0, 2), np.int16), *arrays]))
+        rows, nodes = Rows.of([[array] for array in arrays]), random.integers(0, 3, len(arrays))
+        # The same file under the number of each node.
+        (file,) = rows.files
+        files = [FileId(NODE * node + file.pid, file.fd) for node in range(3)]
+        table = rows.table.copy()
+        table[:, 0] = nodes
+        found = replace(rows, files=files, table=table).fetched(Reachability(1, False, {0: service, 2: service}).read)
+        assert found.lengths.tolist() == [len(array) for array in arrays]
+        np.testing.assert_array_equal(found.packed(), np.concatenate([np.zeros((0, 2), np.int16), *arrays]))

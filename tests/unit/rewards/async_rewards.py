@@ -1,4 +1,4 @@
-"""Async rewards for tests: well-behaved ones, and ones that misbehave as the response asks."""
+"""Async rewards for tests: valid ones, and ones that misbehave as the response requests."""
 
 import asyncio
 import threading
@@ -10,19 +10,19 @@ from megatron_rl.rewards.registry import register
 from megatron_rl.rewards.workers.session import Transient
 
 calls: Counter[str] = Counter()
-"""How often each response was asked for."""
+"""Number of calls per response."""
 in_progress = 0
 most_in_progress = 0
 
 
 async def exact(response: str, answer: str) -> float:
-    """1.0 for the answer itself."""
+    """1.0 if the response equals the answer."""
     calls[response] += 1
     return float(response == answer)
 
 
 async def misbehave(response: str, answer: str, *, scale: float = 1.0) -> "float | Score":
-    """What the first word of the response says, else its length."""
+    """Misbehaves as the first word of the response requests; otherwise scores its length."""
     calls[response] += 1
     kind, _, rest = response.partition(" ")
     await _wait(kind, rest)
@@ -70,7 +70,7 @@ def _answers() -> dict[str, float | Score | None]:
 
 
 async def crowd(response: str, answer: str) -> float:
-    """Notes how many calls are in progress at once."""
+    """Records the number of concurrent calls."""
     global in_progress, most_in_progress
     in_progress += 1
     most_in_progress = max(most_in_progress, in_progress)
@@ -85,19 +85,19 @@ async def thread_name(response: str, answer: str) -> Score:
 
 @register("test_signed", range=(-1.0, 1.0))
 async def signed(response: str, answer: str) -> float:
-    """The number in the response."""
+    """Score: the number in the response."""
     calls[response] += 1
     return float(response)
 
 
 @register("test_unit", range=(0.0, 1.0))
 async def unit(response: str, answer: str, *, tests: str) -> Score:
-    """1.0 for the answer; needs a row field."""
+    """1.0 if the response equals the answer; needs a row field."""
     calls[response] += 1
     return Score(float(response == answer), f"tests {tests}")
 
 
 @register("test_free", range=(0.0, 1.0), row_fields={"hint": ("hint", "clue"), "row": ("*",)})
 async def free(response: str, answer: str, *, prompt: str, hint: str = "none", row: dict | None = None) -> Score:
-    """Says what it was given."""
+    """Returns its arguments as detail."""
     return Score(1.0, f"{prompt}|{hint}|{','.join(sorted(row))}")

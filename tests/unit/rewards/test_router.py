@@ -1,4 +1,4 @@
-"""Rewards by prompt type: one source a prompt, one range a run, the form before the content."""
+"""Rewards by prompt type: one reward per prompt, one range per run, format before content."""
 
 import asyncio
 import threading
@@ -46,7 +46,7 @@ def score(reward: RewardConfig, *items: ScoreItem) -> list[Score]:
         return asyncio.run(rewards.score_many(items))
 
 
-def test_every_item_goes_to_the_one_reward_of_its_type():
+def test_every_item_is_scored_by_the_reward_of_its_type():
     items = [
         ScoreItem("4", "4", "2+2", "math", {"tests": "t1"}),
         ScoreItem("hi", "", "hello", "chat"),
@@ -87,7 +87,7 @@ def test_rewards_get_the_prompt_and_the_row_fields_they_name():
 # --------------------------------------------------------------------------------------------------------------- ranges
 
 
-def test_different_ranges_are_refused_unless_rescaled():
+def test_different_ranges_are_rejected_unless_rescaled():
     different = {"math": dict(name="test_unit"), "games": dict(name="test_signed")}
     with pytest.raises(RewardError, match=r"(?s)math: test_unit \[0, 1\].*games: test_signed \[-1, 1\].*rescale_to"):
         routes_of(config(**different))
@@ -96,7 +96,7 @@ def test_different_ranges_are_refused_unless_rescaled():
         routes_of(config(**{**different, "games": dict(name="test_signed", rescale_to=[0, 2])}))
 
 
-def test_an_undeclared_range_is_refused_among_several_rewards_only():
+def test_undeclared_range_is_rejected_only_with_several_rewards():
     exact = dict(name=f"{PATH}:exact")
     routes_of(config(a=exact, b=exact))
     with pytest.raises(RewardError, match="not declared"):
@@ -106,7 +106,7 @@ def test_an_undeclared_range_is_refused_among_several_rewards_only():
 
 
 @pytest.mark.parametrize("bounds", [[0], [1, 0], [0, 0], [0, 1, 2]])
-def test_a_wrong_rescale_to_is_refused(bounds: list[float]):
+def test_invalid_rescale_to_is_rejected(bounds: list[float]):
     with pytest.raises(RewardError, match="rescale_to must be"):
         routes_of(config(a=dict(name="test_signed", rescale_to=bounds)))
 
@@ -119,7 +119,7 @@ def test_rescaling_is_linear_and_stays_inside(value: float, low: float, width: f
     assert low - 1e-12 <= found <= low + width + 1e-12
 
 
-def test_a_value_outside_the_declared_range_is_unscored():
+def test_value_outside_the_declared_range_is_unscored():
     (found,) = score(RewardConfig(name="test_signed"), ScoreItem("7", ""))
     assert found.value is None and "outside its declared range [-1, 1]" in found.error
 
@@ -127,7 +127,7 @@ def test_a_value_outside_the_declared_range_is_unscored():
 # ------------------------------------------------------------------------------------------------------------- thought
 
 
-def test_a_missing_thought_scores_0_without_asking_and_only_the_solution_is_graded():
+def test_missing_thought_scores_0_without_a_call():
     thinking = RewardConfig(name=f"{PATH}:exact", require_think=True)
     responses = ["<think>hm</think>4", "4", "<think>4", "hm</think>4", "<think></think>4", "<think>a</think>  "]
     scores = score(thinking, *[ScoreItem(response, "4") for response in responses])
@@ -137,7 +137,7 @@ def test_a_missing_thought_scores_0_without_asking_and_only_the_solution_is_grad
 
 
 @given(st.text(alphabet="ab<>/think \n", max_size=30), st.text(alphabet="ab<>/think \n", max_size=30))
-def test_what_splits_is_the_exact_form_and_nothing_else_splits(thought: str, solution: str):
+def test_split_thought_accepts_exactly_the_required_form(thought: str, solution: str):
     whole = f"<think>{thought}</think>{solution}"
     clean = all(tag not in thought + "|" + solution for tag in ("<think>", "</think>")) and solution.strip()
     found = split_thought(whole)
@@ -147,22 +147,22 @@ def test_what_splits_is_the_exact_form_and_nothing_else_splits(thought: str, sol
         assert found is None
 
 
-def test_a_thought_is_refused_where_0_is_not_the_worst_value():
-    with pytest.raises(RewardError, match="must be the worst value"):
+def test_require_think_is_rejected_if_0_is_not_the_lowest_value():
+    with pytest.raises(RewardError, match="must be the lowest value"):
         routes_of(RewardConfig(name="test_signed", require_think=True))
 
 
 # ------------------------------------------------------------------------------------------------------- before a start
 
 
-def test_types_without_a_reward_are_refused():
+def test_prompt_types_without_a_reward_are_rejected():
     with pytest.raises(RewardError, match="'poems'.*it has chat, games, math"):
         check_types(config(**MIXED), ["math", "poems"])
     with build_rewards(config(chat=dict(name="test_free"))) as rewards, pytest.raises(RewardError, match="poems"):
         rewards.submit([ScoreItem("", "", type="poems")])
 
 
-def test_prompts_that_lack_a_field_are_named():
+def test_prompts_that_lack_a_field_are_reported_by_row():
     prompts = [
         Prompt("1", (1,), answer="4", source="a.jsonl:1", type="math", fields={"tests": "x"}),
         Prompt("2", (1,), answer="4", source="a.jsonl:2", type="math"),
@@ -182,7 +182,7 @@ def test_a_verifier_needs_an_answer_and_a_judge_does_not():
     check_prompts(mixed, prompts[1:])
 
 
-def test_fields_that_cannot_travel_to_a_worker_cost_their_item_only():
+def test_unserializable_fields_leave_only_their_item_unscored():
     reward = config(tests=dict(name="tests.integration.hostile_rewards:with_fields"))
     items = [ScoreItem("abc", "", type="tests", fields={"bonus": bonus}) for bonus in (1, object(), 2, {3}, 4)]
     scores = score(reward, *items)
@@ -198,12 +198,12 @@ def test_an_item_that_lacks_a_field_is_unscored():
 @pytest.mark.parametrize(
     "reward", [RewardConfig(name=""), config(a=dict(name="")), config(a=dict(name="math", options={"no": 1}))]
 )
-def test_wrong_configurations_are_refused(reward: RewardConfig):
+def test_invalid_reward_configurations_are_rejected(reward: RewardConfig):
     with pytest.raises(RewardError):
         routes_of(reward)
 
 
-def test_nothing_is_left_running_when_one_reward_does_not_start():
+def test_no_reward_keeps_running_when_one_does_not_start():
     before = threading.active_count()
     broken = config(a=dict(name="test_free"), b=dict(name="test_unit", timeout_s=-1.0))
     with pytest.raises(RewardError, match="timeout_s"):
@@ -220,14 +220,14 @@ def test_one_runner_serves_types_with_the_same_reward():
         assert len(rewards._runners) == 2
 
 
-def test_a_closed_router_refuses_calls():
+def test_closed_router_rejects_calls():
     rewards = build_rewards(config(a=dict(name="test_free")))
     rewards.close()
     with pytest.raises(RewardError, match="is closed"):
         rewards.submit([ScoreItem("x", "", "p", "a")])
 
 
-def test_a_call_under_way_ends_with_the_router():
+def test_call_in_progress_ends_with_the_router():
     slow = build_rewards(RewardConfig(name=f"{PATH}:misbehave", timeout_s=60.0))
     waiting = slow.submit([ScoreItem("sleep 50", "")])
     slow.close()
@@ -235,7 +235,7 @@ def test_a_call_under_way_ends_with_the_router():
         waiting.result(timeout=1)
 
 
-def test_a_reward_with_limits_of_its_own_ends_before_the_runner_does():
+def test_reward_wall_limit_must_be_below_the_runner_timeout():
     with pytest.raises(RewardError, match=r"wall_limit_s=4.5.*3 s of timeout_s"):
         routes_of(RewardConfig(name="code", timeout_s=3.0))
     assert routes_of(RewardConfig(name="code"))

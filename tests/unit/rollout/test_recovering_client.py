@@ -1,4 +1,4 @@
-"""Laws of a client whose servers are started again: nobody waits forever, and nobody is served by half a server."""
+"""Laws of server recovery: no caller waits forever, and no server serves before it has the current weights."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,8 @@ from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.rollout.recovering_client import RecoveringClient
-from megatron_rl.rollout.requests import ServerLost
+from megatron_rl.rollout.requests import ServerError, ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.process.server import ServerError
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 from tests.unit.rollout.sglang.balance.test_client import FakeServer, request_of
 
@@ -39,7 +38,7 @@ class Restartable:
 
 
 def run(scenario, num_servers=1, **options):
-    """``scenario(client, fakes)``, with servers that answer 500 and are not healthy until they are restarted."""
+    """Run ``scenario(client, fakes)`` with servers that reply 500 and are unhealthy until they are restarted."""
     fails, kind, known = options.pop("fails", False), options.pop("kind", Restartable), options.pop("known", [])
 
     async def broken(body):
@@ -64,7 +63,7 @@ def run(scenario, num_servers=1, **options):
     return asyncio.run(main())
 
 
-def test_a_request_waits_until_a_lost_server_is_back():
+def test_request_waits_until_a_lost_server_recovers():
     answers, (server,), warnings = run(
         lambda client, fakes: asyncio.gather(*[client.generate(request_of(f"r{i}")) for i in range(3)])
     )
@@ -73,7 +72,7 @@ def test_a_request_waits_until_a_lost_server_is_back():
     assert "is lost" in warnings[0] and "serves again, with the weights of its model folder" in warnings[-1]
 
 
-def test_a_restarted_server_serves_only_once_it_is_like_the_others():
+def test_restarted_server_serves_only_after_readmission():
     served = []
 
     async def readmit(url):
@@ -90,7 +89,7 @@ def test_a_restarted_server_serves_only_once_it_is_like_the_others():
     assert served == [server.url] and num_restarts == 1 and warnings[-1].endswith("with weight version 3")
 
 
-def test_where_no_server_can_be_brought_back_its_error_is_raised():
+def test_recovery_raises_the_last_error_when_no_server_is_left():
     async def scenario(client, fakes):
         for _ in range(2):
             with pytest.raises(ServerError, match="died again"):
@@ -99,7 +98,7 @@ def test_where_no_server_can_be_brought_back_its_error_is_raised():
     run(scenario, fails=True)
 
 
-def test_a_server_that_lives_and_keeps_failing_is_not_waited_for():
+def test_running_server_that_keeps_failing_is_not_awaited():
     async def scenario(client, fakes):
         fakes[0].healthy = True
         with pytest.raises(ServerLost, match="500"):
@@ -110,7 +109,7 @@ def test_a_server_that_lives_and_keeps_failing_is_not_waited_for():
 
 
 class Attached(Restartable):
-    """One that others run: ``restart`` waits, here not at all, until it is back."""
+    """Attached server: ``restart`` fails immediately unless ``back`` is set."""
 
     is_ours = False
     back = False
@@ -123,7 +122,7 @@ class Attached(Restartable):
         self.fake.healthy, self.fake.probe_s, self.fake.handler = True, 0.0, None
 
 
-def test_a_server_that_is_given_up_is_said_with_the_number_left_and_the_run_goes_on(caplog):
+def test_removed_server_is_reported_with_the_number_remaining(caplog):
     async def scenario(client, fakes):
         fakes[1].healthy, fakes[1].probe_s, fakes[1].handler = True, 0.0, None
         answers = [await client.generate(request_of(f"r{i}")) for i in range(4)]
@@ -134,13 +133,13 @@ def test_a_server_that_is_given_up_is_said_with_the_number_left_and_the_run_goes
     (answers, num_live, restarting), servers, warnings = run(scenario, num_servers=2, fails=True)
     assert [answer.token_ids for answer in answers] == [(7,)] * 4
     assert num_live == 1 and restarting == {servers[0].url}
-    (given_up,) = [text for text in warnings if "given up" in text]
-    assert f"at {servers[0].url} is given up: it died again 1 of 2 servers are left." in given_up
+    (removed,) = [text for text in warnings if "removed" in text]
+    assert f"removed SGLang server {servers[0].url}: it died again 1 of 2 servers remain." in removed
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
-def test_an_attached_server_that_was_given_up_is_taken_again_when_it_comes_back():
+def test_removed_attached_server_rejoins_when_it_recovers():
     async def scenario(client, fakes):
         fakes[1].healthy, fakes[1].probe_s, fakes[1].handler = True, 0.0, None
         while client.num_live == 2 or not client._returns:
@@ -151,12 +150,12 @@ def test_an_attached_server_that_was_given_up_is_taken_again_when_it_comes_back(
 
     servers = []
     _, _, warnings = run(scenario, num_servers=2, kind=Attached, known=servers)
-    assert "It is taken again should it come back." in warnings[1] and "serves again" in warnings[-1]
+    assert "It rejoins automatically if it recovers." in warnings[1] and "serves again" in warnings[-1]
     assert "2 of 2" not in warnings[1]
 
 
-def test_one_that_comes_back_again_and_again_without_a_good_answer_is_given_up():
-    """A restart that fixes nothing must not go on forever."""
+def test_server_that_recovers_without_a_valid_reply_is_removed():
+    """Restarts that fix nothing must end at the limit."""
 
     class Useless(Attached):
         def restart(self, while_waiting=lambda: None):
@@ -168,7 +167,7 @@ def test_one_that_comes_back_again_and_again_without_a_good_answer_is_given_up()
             return web.Response(text="<html>")
 
         fakes[0].healthy, fakes[0].probe_s, fakes[0].handler = True, 0.0, page
-        with pytest.raises(ServerError, match="no good answer since it was brought back 3 times: 3 bad answers on end"):
+        with pytest.raises(ServerError, match="no valid reply since it was recovered 3 times: 3 consecutive invalid replies"):
             while True:
                 with contextlib.suppress(InvalidReply):
                     await client.generate(request_of())
@@ -177,7 +176,7 @@ def test_one_that_comes_back_again_and_again_without_a_good_answer_is_given_up()
     assert server.num_restarts == 3
 
 
-def test_closing_does_not_wait_for_a_restart_in_progress():
+def test_close_does_not_wait_for_a_restart_in_progress():
     class Endless(Restartable):
         abandoned = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Laws of requests and seeds: they follow from what a sample is of, and a run that goes on samples the same."""
+"""Laws of requests and seeds: a seed depends only on the sample's identity, so a resumed run samples the same tokens."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ from megatron_rl.rollout.sampling import Sampling, named_seed, sample_seed, text
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2, 3), seed=11)
 
 
-def test_seeds_are_those_of_saved_runs():
+def test_seeds_match_saved_runs():
     assert trajectory_seed(7, 12) == 7 * 1_000_003 + 12 * 7_919
     assert trajectory_seed(10**6, 0) == 10**6 * 1_000_003 % (2**31 - 1)
     digest = hashlib.blake2b(b"3/4/p\xc3\xa4", digest_size=12).digest()
@@ -20,17 +20,17 @@ def test_seeds_are_those_of_saved_runs():
     assert named_seed(3, "label-x-1-0-") == int.from_bytes(digest[:4], "big") % (2**31 - 1)
 
 
-def test_without_a_base_the_server_draws():
+def test_seeds_are_none_without_a_base_seed():
     assert trajectory_seed(None, 1) is sample_seed(None, "p", 1) is named_seed(None, "n") is None
 
 
-def test_any_text_has_a_digest_and_others_another():
+def test_different_texts_have_different_digests():
     texts = ["", "a", "ä", "\ud800", "a" * 1000]
     assert len({text_digest(text) for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize(("prompt", "name"), [(Prompt("p", (5, 6), source="f:3"), "f:3"), (Prompt("p", (5, 6)), "p")])
-def test_a_request_says_all_that_sampling_says_and_names_its_prompt(prompt, name):
+def test_request_carries_all_sampling_parameters_and_the_prompt_source(prompt, name):
     request = asyncio.run(SAMPLING.request(prompt, (5, 6, 9), rid="r", max_new_tokens=4, seed=1))
     assert (request.rid, tuple(request.input_ids), request.max_new_tokens, request.seed) == ("r", (5, 6, 9), 4, 1)
     assert (request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 5)

@@ -9,8 +9,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import server_discovery
 from megatron_rl.rollout.recovering_client import RecoveringClient
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.process.server import ServerError
 from megatron_rl.system.http.url_files import named_urls
 from tests.unit.rollout.sglang.balance.kv_server import KvServer
 from tests.unit.rollout.sglang.balance.test_client import request_of
@@ -31,7 +31,7 @@ class Stub:
 
 
 async def whole(client: RecoveringClient, name: str) -> tuple[int, int]:
-    """As windows do it: go on from the tokens that are there. Returns tokens, and how often the response was cut."""
+    """Continue from the known tokens, as windows do. Returns (number of tokens, number of aborts)."""
     num_tokens = num_cut = 0
     while num_tokens < MOST_NEW:
         request = request_of(f"{name}-{num_cut}", (3,) * (1 + num_tokens), max_new_tokens=MOST_NEW - num_tokens)
@@ -44,7 +44,7 @@ async def whole(client: RecoveringClient, name: str) -> tuple[int, int]:
 
 
 def run(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: int = 2):
-    """``scenario(client, stubs, urls, file, events)`` with one server of ``urls`` in the run and a file that is followed."""
+    """Run ``scenario(client, stubs, urls, file, events)`` with one of ``urls`` in the run and a file that is polled."""
     monkeypatch.setattr(server_discovery, "_POLL_S", 0.01)
     monkeypatch.setattr(server_discovery, "_AGAIN_S", 0.05)
     events: list[str] = []
@@ -61,7 +61,7 @@ def run(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: 
             return Stub(url)
 
         async def readmit(url: str) -> str:
-            assert not any(body for body in stubs[urls.index(url)].bodies), "it served before it had the weights"
+            assert not any(body for body in stubs[urls.index(url)].bodies), "the server served before it had the weights"
             await asyncio.sleep(0.02)
             events.append(f"weights {urls.index(url)}")
             client.restarting.discard(url)
@@ -90,7 +90,7 @@ async def until(holds) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_server_that_joins_gets_the_weights_before_its_first_request(tmp_path, monkeypatch):
+def test_joining_server_gets_weights_before_its_first_request(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         first = asyncio.create_task(whole(client, "a"))
         await until(lambda: stubs[0].bodies)
@@ -104,7 +104,7 @@ def test_a_server_that_joins_gets_the_weights_before_its_first_request(tmp_path,
     run(scenario, tmp_path, monkeypatch)
 
 
-def test_one_that_leaves_gives_its_requests_back_with_their_tokens(tmp_path, monkeypatch):
+def test_leaving_server_returns_its_requests_with_their_tokens(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         file.write_text("\n".join(urls))
         await until(lambda: len(client.client.live_urls) == 2)
@@ -117,10 +117,10 @@ def test_one_that_leaves_gives_its_requests_back_with_their_tokens(tmp_path, mon
         assert sorted(num_cut for _, num_cut in answers) == [0, 0, 1, 1]
         assert len(stubs[0].bodies) == num_sent and stubs[0].aborted
         assert any("has left, and may be stopped: 1 serve" in event for event in events)
-        # What was cut went on from its tokens: nothing was generated twice.
+        # Aborted responses continued from their tokens: nothing was generated twice.
         continued = [body for body in stubs[1].bodies if len(body["input_ids"][0]) > 1]
         assert len(continued) == 2
-        file.write_text("\n".join(urls))  # and it may come back
+        file.write_text("\n".join(urls))  # the server may rejoin
         stubs[0].bodies.clear()
         await until(lambda: len(client.client.live_urls) == 2)
         await whole(client, "again")
@@ -129,7 +129,7 @@ def test_one_that_leaves_gives_its_requests_back_with_their_tokens(tmp_path, mon
     assert events.index("settled") > events.index("weights 1")
 
 
-def test_requests_may_be_back_before_it_is_known_that_they_were_cut(tmp_path, monkeypatch):
+def test_requests_may_return_before_their_abort_call_does(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         file.write_text("\n".join(urls))
         await until(lambda: len(client.client.live_urls) == 2)
@@ -147,29 +147,29 @@ def test_requests_may_be_back_before_it_is_known_that_they_were_cut(tmp_path, mo
         assert [num_cut for _, num_cut in await asyncio.gather(*calls)].count(1) == 2
 
     _, events = run(scenario, tmp_path, monkeypatch)
-    assert not any("could not be followed" in event for event in events)
+    assert not any("could not be updated" in event for event in events)
 
 
-def test_a_server_that_one_look_alone_misses_stays(tmp_path, monkeypatch):
-    """Whoever writes the file has emptied it and not written it yet."""
-    looks = []
+def test_server_missing_in_a_single_poll_stays(tmp_path, monkeypatch):
+    """The file may be read after its writer has emptied it and before new content is written."""
+    polls = []
 
     def halfway(path, key):
-        looks.append(named_urls(path, key))
-        return looks[-1] if len(looks) % 2 else []
+        polls.append(named_urls(path, key))
+        return polls[-1] if len(polls) % 2 else []
 
     monkeypatch.setattr(server_discovery, "named_urls", halfway)
 
     async def scenario(client, stubs, urls, file, events):
         file.write_text("\n".join(urls))
-        await until(lambda: len(looks) > 12)
+        await until(lambda: len(polls) > 12)
         assert sorted(client.client.live_urls) == sorted(urls)
 
     _, events = run(scenario, tmp_path, monkeypatch)
-    assert not any("left" in event or "names no server" in event for event in events)
+    assert not any("left" in event or "lists no server" in event for event in events)
 
 
-def test_whatever_goes_wrong_is_said_once_and_the_file_is_followed_on(tmp_path, monkeypatch):
+def test_membership_failure_is_reported_once_and_polling_continues(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         leave, failures = client.leave, [RuntimeError("a"), RuntimeError("a"), ValueError("b")]
 
@@ -183,15 +183,15 @@ def test_whatever_goes_wrong_is_said_once_and_the_file_is_followed_on(tmp_path, 
         await until(lambda: client.urls == [urls[1]])
 
     _, events = run(scenario, tmp_path, monkeypatch)
-    said = [event.partition("could not be followed ")[2] for event in events if "could not be followed" in event]
-    assert said == ["(RuntimeError: a); it is tried again", "(ValueError: b); it is tried again"]
+    messages = [event.partition("could not be updated ")[2] for event in events if "could not be updated" in event]
+    assert messages == ["(RuntimeError: a); retrying", "(ValueError: b); retrying"]
 
 
-def test_the_last_server_stays_and_what_cannot_join_is_said(tmp_path, monkeypatch):
+def test_last_server_stays_and_failed_joins_are_reported(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         file.write_text("http://127.0.0.1:9\n")
         await until(lambda: any("cannot join: no SGLang server answers" in event for event in events))
-        await until(lambda: any("names no server that serves" in event for event in events))
+        await until(lambda: any("lists no server that serves" in event for event in events))
         file.write_text("not an address\n")
         await until(lambda: any("servers.urls:1: 'not an address' is not an address" in event for event in events))
         file.unlink()
@@ -202,7 +202,7 @@ def test_the_last_server_stays_and_what_cannot_join_is_said(tmp_path, monkeypatc
     run(scenario, tmp_path, monkeypatch)
 
 
-def test_a_folder_names_what_all_its_files_name(tmp_path):
+def test_urls_folder_lists_the_servers_of_all_its_files(tmp_path):
     (tmp_path / "b.urls").write_text("http://b:1\nhttp://a:1/\n")
     (tmp_path / "a.urls").write_text("http://a:1\n")
     (tmp_path / ".c.urls.partial").write_text("http://half")

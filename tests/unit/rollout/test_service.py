@@ -1,4 +1,4 @@
-"""The rollout side with stand-ins for servers and trainer: which versions a window may meet, and when servers stand still."""
+"""The rollout service with fake servers and trainer: versions that a window may see, and pauses of the servers."""
 
 from types import SimpleNamespace
 
@@ -24,8 +24,8 @@ def make_service(monkeypatch, publish):
     return RolloutService(Config(), ServerPool([Server()]), None, None, trainer)
 
 
-def test_a_window_that_begins_during_a_publish_expects_the_version_before_it_or_the_one_after(monkeypatch):
-    """``weight_version`` is the oldest that a server may still have."""
+def test_window_started_during_a_publish_accepts_old_and_new_version(monkeypatch):
+    """``weight_version`` is the oldest version that a server may still have."""
     seen = []
 
     def publish(publisher, addresses, version):
@@ -42,7 +42,7 @@ def test_a_window_that_begins_during_a_publish_expects_the_version_before_it_or_
         assert not service._live.client.is_publishing
 
 
-def test_after_a_publish_that_failed_the_version_is_the_old_one_and_silence_counts_again(monkeypatch):
+def test_failed_publish_keeps_the_old_version_and_ends_the_pause(monkeypatch):
     def publish(publisher, addresses, version):
         raise WeightSyncError("no")
 

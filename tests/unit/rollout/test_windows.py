@@ -1,4 +1,4 @@
-"""Laws of generation in windows: dialogues, FIRE and over-sampling, against an engine that keeps SGLang's promises.
+"""Laws of generation in windows: dialogues, FIRE and over-sampling, against a fake server with SGLang's guarantees.
 
 The engine draws each token from (seed, position, history, temperature), stops at stop tokens and at stop strings of
 which it sees what it generated in this request alone, and returns what it has when it is aborted.
@@ -212,7 +212,7 @@ def test_windows_and_checkpoints_change_no_token(seed, window, environment, fire
 
 @settings(max_examples=100)
 @given(seeds, environments, fires, st.integers(1, 24), st.sampled_from([0, 3]))
-def test_every_turn_ends_where_something_ended_it(seed, environment, fire, budget, max_turn_tokens):
+def test_every_turn_ends_at_its_first_stop(seed, environment, fire, budget, max_turn_tokens):
     if environment is None:
         return
     t = new_trajectory(id=seed, budget=budget, max_turn_tokens=max_turn_tokens)
@@ -265,7 +265,7 @@ def test_a_turn_that_ends_with_the_window_is_answered_in_the_same_step():
     assert going_on.next_role == "verifier" and going_on.window_tokens(0) == 4
 
 
-def test_a_message_that_leaves_no_room_for_an_answer_cuts_the_dialogue():
+def test_message_that_leaves_no_response_budget_ends_the_dialogue():
     for message_tokens, cut in ((7, False), (8, True)):
         t = new_trajectory(id=7, budget=12, max_turn_tokens=4)
         talk = Talk(num_turns=2, stop_strings=(), message_tokens=message_tokens)
@@ -278,7 +278,7 @@ def test_a_message_that_leaves_no_room_for_an_answer_cuts_the_dialogue():
     ("answer", "names"),
     [(Message("m", next_role="judge"), "policy, verifier"), ("text", "expected None, or a Message"), (None, None)],
 )
-def test_an_environment_that_answers_nonsense_is_named(answer, names):
+def test_invalid_environment_message_is_reported_with_its_environment(answer, names):
     class Odd(Talk):
         def respond(self, prompt, turns):
             return answer
@@ -292,7 +292,7 @@ def test_an_environment_that_answers_nonsense_is_named(answer, names):
             generate(Engine(), [t], environment=Odd())
 
 
-def test_an_environment_that_fails_is_named_with_the_place():
+def test_environment_failure_is_reported_with_the_prompt_source():
     class Broken(Talk):
         def respond(self, prompt, turns):
             return Message(turns[5].text)
@@ -301,7 +301,7 @@ def test_an_environment_that_fails_is_named_with_the_place():
         generate(Engine(), [new_trajectory()], environment=Broken())
 
 
-def test_trajectories_that_are_no_dialogues_are_left_alone_by_the_environment():
+def test_environment_ignores_trajectories_that_are_not_dialogues():
     one, two = new_trajectory(dialogue=False), new_trajectory(dialogue=False)
     generate(Engine(), [one], environment=Talk())
     generate(Engine(), [two])
@@ -321,7 +321,7 @@ def test_fire_at_the_runs_own_temperature_changes_nothing(seed, budget, window):
 
 @settings(max_examples=100)
 @given(seeds, fires, windows, st.integers(1, 20))
-def test_one_token_is_hot_at_its_place_and_the_others_are_sampled_as_usual(seed, fire, window, budget):
+def test_exactly_one_token_is_hot_and_the_others_are_sampled_as_usual(seed, fire, window, budget):
     engine, t = Engine(), new_trajectory(id=seed, budget=budget, dialogue=False)
     step = 0
     while not t.finished:
@@ -354,7 +354,7 @@ def test_only_the_first_turn_of_a_dialogue_has_a_hot_token():
     assert len(t.turns()) > 1 and t.hot_mask().tolist() == [True] + [False] * (t.num_response_tokens - 1)
 
 
-def test_a_marker_that_lies_across_two_windows_is_found():
+def test_marker_that_spans_two_windows_is_found():
     fire = HotTokenSampling(9.0, -1, after="ba", banned_token_ids=())
     for seed in range(300):
         t = new_trajectory(id=seed, dialogue=False)
@@ -366,7 +366,7 @@ def test_a_marker_that_lies_across_two_windows_is_found():
     raise AssertionError("no seed begins with the marker")
 
 
-def test_what_enough_cuts_keeps_its_tokens_and_goes_on_in_the_next_step():
+def test_responses_aborted_by_is_enough_continue_in_the_next_step():
     trajectories = [new_trajectory(id=i, budget=12, dialogue=False) for i in range(8)]
     engine = Engine(end_weight=0.0, hold={2, 5, 6})
     generate(engine, trajectories, is_enough=lambda: sum(t.finished for t in trajectories) >= 5)
@@ -381,21 +381,21 @@ def test_what_enough_cuts_keeps_its_tokens_and_goes_on_in_the_next_step():
     assert (cut.window_tokens(0), cut.window_tokens(1)) == (6, 6)
 
 
-def test_nothing_is_sent_once_there_is_enough():
+def test_no_request_is_sent_once_is_enough_is_true():
     trajectories = [new_trajectory(id=i, dialogue=False) for i in range(3)]
     engine = Engine()
     generate(engine, trajectories, is_enough=lambda: True)
     assert engine.requests == [] and not any(t.segments for t in trajectories)
 
 
-def test_never_enough_is_the_same_as_not_asking():
+def test_is_enough_that_stays_false_changes_nothing():
     asked, plain = ([new_trajectory(id=i) for i in range(6)] for _ in range(2))
     generate(Engine(), asked, environment=Talk(), is_enough=lambda: False)
     generate(Engine(), plain, environment=Talk())
     assert [tokens_of(t) for t in asked] == [tokens_of(t) for t in plain]
 
 
-def test_an_abort_that_never_comes_back_has_a_deadline(monkeypatch):
+def test_abort_that_never_returns_has_a_deadline(monkeypatch):
     class Deaf(Engine):
         async def abort(self, rids):
             self.asked = self.__dict__.get("asked", 0) + 1
@@ -409,7 +409,7 @@ def test_an_abort_that_never_comes_back_has_a_deadline(monkeypatch):
     assert trajectories[1].segments == []
 
 
-def test_a_failure_beside_over_sampling_is_raised():
+def test_failure_during_over_sampling_is_raised():
     trajectories = [new_trajectory(id=i, dialogue=False) for i in range(3)]
     with pytest.raises(StaleWeights):
         generate(Engine(version="0"), trajectories, is_enough=lambda: False)
@@ -423,12 +423,12 @@ def test_a_lost_server_costs_no_token():
     assert len(recovered) == 2 and tokens_of(t) == tokens_of(whole)
 
 
-def test_tokens_of_other_weights_are_refused():
+def test_window_rejects_tokens_of_unknown_weight_versions():
     with pytest.raises(StaleWeights, match="'0', but version 1"):
         generate(Engine(version="0"), [new_trajectory()])
 
 
-def test_a_server_that_starts_again_while_the_policy_trains_may_have_the_version_after_the_published_one():
+def test_restarted_server_may_serve_the_next_weight_version():
     def versions_from(server):
         plan, t = GenerationPlan(SAMPLING, decode, trains_meanwhile=True), new_trajectory(dialogue=False)
         window = WindowGenerator(Engine(version=server), None, plan, step=0, num_tokens=9, weight_version=1, kind="train")
@@ -454,7 +454,7 @@ class Updated(Engine):
         return replace(answer, weight_version=spans[-1][0], versions=spans)
 
 
-def test_an_answer_of_two_weight_versions_is_two_segments_and_changes_no_token():
+def test_reply_of_two_weight_versions_becomes_two_segments():
     plain, mixed = new_trajectory(), new_trajectory()
     generate(Engine(), [plain], environment=Talk())
     generate(Updated(), [mixed], environment=Talk())
@@ -468,12 +468,12 @@ def test_an_answer_of_two_weight_versions_is_two_segments_and_changes_no_token()
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.sampled_from(["a", "ab", "b#", "#a#"]), max_size=2))
-def test_the_end_of_a_text_is_the_first_token_that_completes_it(token_ids, texts):
+def test_text_ends_at_the_first_token_that_completes_it(token_ids, texts):
     ends = [n for n in range(len(token_ids) + 1) if any(text in decode(token_ids[:n]) for text in texts)]
     assert end_of_text(token_ids, texts, decode) == (ends[0] if ends else None)
 
 
-def test_a_shorter_first_window_is_followed_by_full_ones_and_changes_no_token():
+def test_short_first_window_changes_no_token():
     plain, moved = (new_trajectory(budget=24, dialogue=False) for _ in range(2))
     moved.first_window_tokens = 5
     grown = []
@@ -488,7 +488,7 @@ def test_a_shorter_first_window_is_followed_by_full_ones_and_changes_no_token():
     assert tokens_of(plain)[0] == tokens_of(moved)[0]
 
 
-def test_a_greedy_response_takes_the_likeliest_tokens_and_is_never_hot():
+def test_greedy_response_takes_the_most_likely_tokens_and_is_never_hot():
     greedy, sampled = new_trajectory(dialogue=False), new_trajectory(id=1, dialogue=False)
     greedy.greedy = True
     asked = []

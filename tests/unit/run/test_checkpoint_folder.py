@@ -86,7 +86,7 @@ DAMAGE = {
     "policy/checksums.json": (truncate, replace_first, Path.unlink),
     "driver.json": (truncate, replace_first, Path.unlink),
     "driver.int32.npy": (truncate, replace_first, Path.unlink),
-    "manifest.json": (truncate, replace_first),
+    "manifest.json": (truncate, replace_first, Path.unlink),
 }
 
 
@@ -253,7 +253,7 @@ def test_failed_background_save_is_counted_and_retried(tmp_path):
     assert not saver.finish_background_save(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)
 
 
-def test_driver_arrays_round_trip_as_files_and_old_json_lists_load(tmp_path):
+def test_driver_arrays_round_trip_as_files_and_a_state_without_them_is_damaged(tmp_path):
     saver = make_saver(tmp_path)
     save_steps(saver, 3)
     folder = tmp_path / "checkpoints" / "step-3"
@@ -262,9 +262,9 @@ def test_driver_arrays_round_trip_as_files_and_old_json_lists_load(tmp_path):
     assert folders.read_manifest(folder).files.keys() >= {"driver.json", "driver.int32.npy"}
     state = json.loads((folder / "driver.json").read_text())
     del state["arrays"]
-    state["pool"]["slots"] = [[3, 3, 3]]
     (folder / "driver.json").write_text(json.dumps(state))
-    assert folders.read_driver(folder)["pool"]["slots"] == [[3, 3, 3]]
+    with pytest.raises(DamagedCheckpoint, match="its arrays cannot be read"):
+        folders.read_driver(folder)
 
 
 def test_kill_while_overwriting_a_checkpoint_invalidates_it(tmp_path):
@@ -273,7 +273,7 @@ def test_kill_while_overwriting_a_checkpoint_invalidates_it(tmp_path):
     folder = tmp_path / "checkpoints" / "step-6"
     folders.begin(folder)
     saver = make_saver(tmp_path, resume="auto")
-    assert saver.load(lambda state: None)["num_steps_done"] == 3 and "driver.json is missing" in saver.skipped[0]
+    assert saver.load(lambda state: None)["num_steps_done"] == 3 and "manifest.json cannot be read" in saver.skipped[0]
 
 
 def test_write_driver_returns_the_checksums_of_its_files(tmp_path):

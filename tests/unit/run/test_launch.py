@@ -74,7 +74,7 @@ def test_gpus_per_node_is_given_to_a_dry_run_and_counted_by_a_run(model_with_lon
     words = ["train", "--config", recipe, f"policy.path={model_with_long_context}"]
     assert cli.main([*words, "--gpus-per-node", "8"]) == 2
     assert "--gpus-per-node is for --dry-run" in capsys.readouterr().err
-    monkeypatch.setattr("megatron_rl.rollout.sglang.process.server.count_gpus", lambda: 6)
+    monkeypatch.setattr("megatron_rl.run.launch.count_gpus", lambda: 6)
     assert cli.main(words) == 2
     said = capsys.readouterr().err
     assert "need 8 GPUs, and it has 6" in said and "rollout.placement=colocated rollout.num_servers=4" in said
@@ -129,7 +129,7 @@ def test_gloo_uses_loopback_on_one_node_and_a_common_interface_otherwise(
     ],
 )
 def test_ranks_of_the_driver_node_come_from_the_launcher(monkeypatch, environment, world_size, words, node):
-    monkeypatch.setattr("megatron_rl.rollout.sglang.process.server.count_gpus", lambda: 8)
+    monkeypatch.setattr("megatron_rl.run.launch.count_gpus", lambda: 8)
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
     monkeypatch.setattr(os, "environ", {**kept, **environment})
     parser = argparse.ArgumentParser()

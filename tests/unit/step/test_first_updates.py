@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.derived import reuses_first_logprobs
+from megatron_rl.config.schedule_facts import facts_of, reuses_first_logprobs
 from megatron_rl.config.schema import Config, KlPlace, OldPolicy, RoutingReplay
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.step import loop as loops
-from megatron_rl.step.loop import LoopComponents, TrainingLoop
+from megatron_rl.step.advantage_spans import SINGLE_RESPONSE
+from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.metrics import passes_metrics
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.stages import old_logprobs
 from megatron_rl.step.state import StepState
+from megatron_rl.step.warmup import CriticWarmup
 from megatron_rl.training.engine import UpdateResult
+from tests.unit.step.stage_runs import run_stage
 
 STEP = 2
 
@@ -67,28 +70,34 @@ def responses(num=7, *, all_end=False):
     return found
 
 
-def run_a_step(config, *, own=True, settling=None, group=None, slots=None, dtype=torch.float32):
+def run_a_step(config, *, own=True, convergence=None, group=None, slots=None, dtype=torch.float32):
     """The step's stages that read old log-probs; ``own`` False: as if the first update's were of no use."""
-    group = group or Ranks()
-    names = ("pool", "collector", "evaluator", "saver", "keeper", "process_rewarder", "parity", "watchdog")
-    rollout = SimpleNamespace(weights_changed=lambda: None, weight_version=0)
-    recorder = SimpleNamespace(elapsed_s=0.0)
-    grader = SimpleNamespace(metrics=lambda finished: {})
-    rest = dict.fromkeys(names)
-    models = {"group": group, "grader": grader, "rollout": rollout, "recorder": recorder, "settling": settling}
-    parts = LoopComponents(**models, stop_after=lambda step: None, **rest)
-    loop, slots = TrainingLoop(config, parts), slots or responses()
-    batch = window_batch(slots, loop._trained_window(STEP))
+    group, slots, facts = group or Ranks(), slots or responses(), facts_of(config)
+    components = {
+        "config": config,
+        "facts": facts,
+        "group": group,
+        "grader": SimpleNamespace(metrics=lambda finished: {}),
+        "rollout": SimpleNamespace(weights_changed=lambda: None, weight_version=0),
+        "recorder": SimpleNamespace(elapsed_s=0.0),
+        "kl_penalty": KlPenalty(config.algorithm.kl),
+        "warmup": CriticWarmup(config, convergence),
+        "rules": SINGLE_RESPONSE,
+        "stop_after": lambda step: None,
+        "store_samples": lambda state, step: None,
+        "fleet": None,
+        "vision": None,
+    }
+    batch = window_batch(slots, facts.trained_window(STEP))
     state = StepState(slots, batch.with_fields(**batch.fields | {"rollout_logprobs": batch.fields["rollout_logprobs"].to(dtype)}))
     state.finished = [t for t in slots if t.finished]
     state.values, state.final_values = torch.zeros(len(state.batch.tokens)), torch.zeros(len(slots))
-    loop._states[STEP] = state
     if config.algorithm.kl.place is not KlPlace.none:
-        loop.reference_logprobs(STEP)
-    with patch.object(loops, "uses_own_logprobs", loops.uses_own_logprobs if own else lambda *args, **rest: ()):
-        loop.old_logprobs(STEP)
-    loop.advantages(STEP)
-    loop.update_policy(STEP)
+        run_stage("reference_logprobs", STEP, state, **components)
+    with patch.object(old_logprobs, "uses_own_logprobs", old_logprobs.uses_own_logprobs if own else lambda *args: ()):
+        run_stage("old_logprobs", STEP, state, **components)
+    run_stage("advantages", STEP, state, **components)
+    run_stage("update_policy", STEP, state, **components)
     return state, group
 
 
@@ -151,7 +160,7 @@ def test_a_first_minibatch_that_takes_no_step_is_passed_where_its_divergence_is_
 
 def test_a_policy_that_never_trains_is_not_passed_and_one_that_rests_is():
     config = configured(2)
-    state, group = run_a_step(config, settling=SimpleNamespace())
+    state, group = run_a_step(config, convergence=SimpleNamespace())
     assert group.passes == group.updates == [] and not any(name.startswith("mismatch/") for name in state.metrics)
     config.critic.warmup_steps = STEP + 1
     state, group = run_a_step(config)

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from megatron_rl.config.schema import Mode
-from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.config.schedule_facts import Facts, Overlap
+from megatron_rl.schedule.graph import Resource, Stage
+from megatron_rl.schedule.table import make_graph
 from megatron_rl.step.runner import StageRunner
-from megatron_rl.step.table import step_graph
 
 GRAPH = (
     Stage("fetch", Resource.rollout, "data", needs_before="weights"),
@@ -104,18 +104,18 @@ def test_generation_starts_while_the_calling_thread_is_inside_a_trainer_stage(ev
     async def evaluate(step):
         await asyncio.sleep(0.05)  # ends while the critic update runs
 
-    graph = step_graph(Mode.tppo)
+    graph = make_graph(Facts())
     actions = {stage.name: lambda step: None for stage in graph}
     actions |= {"generate": generate, "evaluate": evaluate, "update_critic": update_critic}
     runner = StageRunner(graph, event_loop, stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None)
     runner.run(actions, 0, 2)
 
 
-@pytest.mark.parametrize("mode", [Mode.sync, Mode.tppo])
+@pytest.mark.parametrize("overlap", [Overlap.nothing, Overlap.critic])
 @pytest.mark.parametrize("moment", ["generate", "score", "advantages", "update_policy", "publish", "evaluate", "update_critic"])
-def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(event_loop, mode, moment):
+def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(event_loop, overlap, moment):
     """Whatever stage of step 2 is in progress; generation and evaluation are left, not waited for."""
-    graph, asked, done = step_graph(mode), threading.Event(), []
+    graph, asked, done = make_graph(Facts(overlap)), threading.Event(), []
 
     def action(name):
         async def on_the_loop(step):
@@ -152,7 +152,7 @@ def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(ev
 @pytest.mark.parametrize("asked_during", ["generate", "update_policy"])
 def test_a_run_that_generates_ahead_ends_its_window_before_it_stops(event_loop, asked_during):
     """Its tokens belong to the state after the step that trains meanwhile: no later weights would sample them again."""
-    graph, generated, trained = step_graph(Mode.async_), [], []
+    graph, generated, trained = make_graph(Facts(Overlap.training)), [], []
     asked, training = threading.Event(), threading.Event()
 
     def ask(moment):

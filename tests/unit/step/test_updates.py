@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch, Parts
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.rows import Rows
 from megatron_rl.step.updates import train_policy, update_metrics
 from megatron_rl.training.engine import UpdateResult
 
@@ -34,7 +35,7 @@ def test_every_update_reads_the_tokens_and_the_routes_that_nobody_has_put_togeth
             return UpdateResult(1.0, 0.1, {}, skipped=False, plan={}, logprobs=torch.zeros(6))
 
     mask = torch.tensor([False, True, True, False, True, True])
-    parts = {"tokens": Parts([[np.arange(3, dtype=np.int32)]] * 2), "routes": Parts([[np.ones((3, 2, 2), np.int16)]] * 2)}
+    parts = {"tokens": Rows.of([[np.arange(3, dtype=np.int32)]] * 2), "routes": Rows.of([[np.ones((3, 2, 2), np.int16)]] * 2)}
     fields = {name: torch.zeros(6) for name in ("advantages", "old_logprobs")} | {"mask": mask}
     batch = PackedBatch(torch.empty(6, device="meta"), torch.tensor([0, 3, 6]), fields, parts=parts)
     config = Config()

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.derived import publishes_in_flight, trains_whole_groups
+from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import (
     Config,
     HealthAction,
@@ -33,13 +33,26 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.schedule.graph import Frontier
+from megatron_rl.schedule.table import KEEPER, LASTING, OUTPUT_ONLY, make_graph
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.graph import Frontier
+from megatron_rl.step.health_guard import HealthGuard
+from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.scoring import ResponseScorer
-from megatron_rl.step.table import BOOKS, KEEPER, LASTING, graph_of
+from megatron_rl.step.step_saver import StepSaver
+from megatron_rl.step.warmup import CriticWarmup
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collection():
+    """A publish collects garbage: with the objects of a whole test session that is most of the seconds of these tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("megatron_rl.step.stages.publish.gc", SimpleNamespace(collect=lambda: 0))
+        yield
+
 
 BUDGET, WINDOW, NUM_SLOTS, NUM_STEPS = 12, 3, 6, 7
 LENGTHS = random.Random(7).choices(range(1, BUDGET + 3), k=500)
@@ -217,18 +230,24 @@ class ToyRun:
         state = json.loads(checkpoint) if checkpoint else {"step": -1, "version": 1, "models": [0, 0]}
         self.first_step = state["step"] + 1
         self.ranks, self.recorder = Ranks(*state["models"]), Recorder()
-        self.in_flight = publishes_in_flight(config.schedule)
+        self.in_flight = facts_of(config).in_flight
         self.servers = Servers(self.ranks, state["version"], pauses=rng if self.in_flight else None)
         self.acted, self.window = set(), None
         prompts = [Prompt(str(i), (PROMPT,)) for i in range(11)]
         sizes = {"num_slots": NUM_SLOTS, "num_samples_per_prompt": 2}
-        holds = trains_whole_groups(config)
+        holds = facts_of(config).whole_groups
         self.pool = SlotPool(PromptSampler(prompts, seed=1), self.start, **sizes, holds_groups=holds)
         grader = ResponseScorer(config.reward, SimpleNamespace(score_many=scored), lambda ids: "x" * (sum(ids) % 7))
         self.saver = Saver(self.ranks, save_every)
+        watchdog = Watchdog(HealthConfig(**dict.fromkeys(("entropy", "reward_drop", "mismatch"), HealthAction.ignore)))
+        kl_penalty, warmup = KlPenalty(config.algorithm.kl), CriticWarmup(config)
+        parity = SimpleNamespace(due=lambda step: False)
+        health = HealthGuard(watchdog, parity, self.saver, self.recorder, self.pool, warmup)
+        saver = StepSaver(self.saver, self.recorder, self.servers, self.pool, kl_penalty, warmup, watchdog)
         self.loop = TrainingLoop(
-            config,
             LoopComponents(
+                config=config,
+                facts=facts_of(config),
                 group=self.ranks,
                 pool=self.pool,
                 collector=Collector(config, self.pool, self.servers, grader),
@@ -236,19 +255,21 @@ class ToyRun:
                 grader=grader,
                 evaluator=SimpleNamespace(due=lambda step: True, evaluate=self.evaluate),
                 recorder=self.recorder,
-                saver=self.saver,
-                keeper=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
+                policy_exporter=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
                 process_rewarder=None,
+                kl_penalty=kl_penalty,
+                health=health,
+                saver=saver,
+                warmup=warmup,
                 stop_after=lambda step: None,
-                parity=SimpleNamespace(due=lambda step: False),
-                watchdog=Watchdog(HealthConfig(**dict.fromkeys(("entropy", "reward_drop", "mismatch"), HealthAction.ignore))),
-            ),
+                store_samples=lambda state, step: None,
+                children=SimpleNamespace(cpu_s=lambda: 0.0),
+            )
         )
         if checkpoint:
             self.pool.load_state(state["pool"])
             self.recorder.keep(state["step"], state["metrics"])
-        self.loop.load_state(state)
-        self.loop._children = SimpleNamespace(cpu_s=lambda: 0.0)
+        saver.load_state(state)
 
     @staticmethod
     def start(prompt, id, *, group_id, sample_index):
@@ -264,7 +285,7 @@ class ToyRun:
             return self.go_on(kill_after, stop_after)
 
     def go_on(self, kill_after, stop_after):
-        graph, num_done = graph_of(self.config), 0
+        graph, num_done = make_graph(facts_of(self.config)), 0
         actions, frontier = self.loop.actions(graph), Frontier(graph, self.first_step, NUM_STEPS - 1)
         left = {}
         while not frontier.done:
@@ -288,7 +309,7 @@ class ToyRun:
         return self
 
     def finish_open_steps(self, frontier, left):
-        needed = self.waited_for = frontier.finish_open_steps(LASTING, KEEPER, BOOKS)
+        needed = self.waited_for = frontier.finish_open_steps(LASTING, KEEPER, OUTPUT_ONLY)
         for abandoned in [run for run in left if run.stage.name in ("generate", "score", "evaluate")]:
             if abandoned not in needed:
                 del left[abandoned]
@@ -327,7 +348,7 @@ class ToyRun:
             self.event_loop.run(found)
         if run.stage.name == "update_policy":
             # Where groups train whole, a step in which none has ended trains nothing.
-            self.ranks.policy += not trains_whole_groups(self.config) or run.step in self.ranks.steps_of_policy()
+            self.ranks.policy += not facts_of(self.config).whole_groups or run.step in self.ranks.steps_of_policy()
         if run.stage.name == "update_critic":
             self.ranks.critic += 1
 
@@ -430,9 +451,9 @@ def test_in_flight_a_window_mixes_two_versions_and_none_is_older_than_one_update
 def assert_never_too_old(run, sampled_by):
     """By at most one update in the step that a token's window belongs to; of groups that train whole, each window."""
     for step, _, tokens, _ in run.ranks.trained["policy"]:
-        for t in tokens if not trains_whole_groups(run.config) else ():
+        for t in tokens if not facts_of(run.config).whole_groups else ():
             assert min(step, 0) <= step - sampled_by[t] <= 1
-    assert all(row["rollout/staleness_max"] <= 1 for row in run.recorder.rows.values() if not trains_whole_groups(run.config))
+    assert all(row["rollout/staleness_max"] <= 1 for row in run.recorder.rows.values() if not facts_of(run.config).whole_groups)
 
 
 def test_in_flight_publishes_do_meet_windows():

@@ -1,4 +1,4 @@
-"""What a registry finds, and which options it refuses, on plug-ins made here (algorithms, rewards and environments use it)."""
+"""Registry lookups and rejected options, on plug-ins defined here (algorithms, rewards and environments use it)."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ SELF = f"{__name__}:"
 
 
 def shout(text: str, *, times: int = 1, mark: Literal["!", "?"] = "!", ending: str | None = None) -> str:
-    """Says it louder."""
+    """Return the text in upper case with marks."""
     return text.upper() + mark * times + (ending or "")
 
 
@@ -30,20 +30,20 @@ def make_registry() -> Registry[Plugin]:
     return registry
 
 
-def test_a_name_and_its_import_path_are_one_plug_in() -> None:
+def test_name_and_import_path_give_the_same_plugin() -> None:
     registry = make_registry()
     assert registry.find("shout") is registry.find(SELF + "shout")
     assert registry.find(SELF + "anything") == Plugin(SELF + "anything", anything)
-    assert registry.summaries() == {"shout": "Says it louder."}
+    assert registry.summaries() == {"shout": "Return the text in upper case with marks."}
 
 
-def test_without_a_name_a_decorator_leaves_the_list_of_names_alone() -> None:
+def test_decorator_without_a_name_adds_no_name() -> None:
     registry = make_registry()
     registry.register()(anything)
     assert registry.names() == ["shout"] and registry.find(SELF + "anything").name == SELF + "anything"
 
 
-def test_the_names_are_in_the_same_order_whichever_module_was_imported_first() -> None:
+def test_names_have_the_same_order_for_any_import_order() -> None:
     def of_module(module: str) -> Any:
         def voice(text: str) -> str:
             return text
@@ -59,7 +59,7 @@ def test_the_names_are_in_the_same_order_whichever_module_was_imported_first() -
         assert registry.names() == ["a2", "a1", "b2", "b1"]
 
 
-def test_a_bound_plug_in_is_given_the_inputs_that_it_names() -> None:
+def test_bound_plugin_gets_the_inputs_that_it_declares() -> None:
     registry = make_registry()
     assert registry.bind("shout", {"times": 2})(text="hear", voice="unread") == "HEAR!!"
     assert registry.bind(SELF + "anything", {"free": 1})(text="unread") == {"free": 1}
@@ -72,7 +72,7 @@ def test_a_bound_plug_in_is_given_the_inputs_that_it_names() -> None:
         ({"times": 1.5}, "times must be an integer, got 1.5"),
         ({"mark": "."}, "mark must be one of '!', '\\?', got '.'"),
         ({"ending": 3}, "ending must be a string or null, got 3"),
-        ({"text": "a"}, "text is given by the caller, it is no option of voice.options"),
+        ({"text": "a"}, "text is set by the caller, it is not an option of voice.options"),
         ({"tims": 2}, "has no option 'tims'; its options: times, mark, ending; did you mean 'times'"),
     ],
 )
@@ -82,7 +82,7 @@ def test_options_are_checked_against_the_signature(options: dict[str, Any], mess
     make_registry().bind("shout", {"times": 2, "mark": "?", "ending": None})
 
 
-def test_a_class_is_checked_by_its_constructor() -> None:
+def test_class_options_are_checked_against_its_constructor() -> None:
     registry = make_registry()
     shouter = registry.find(SELF + "Shouter")
     registry.check_options(shouter, {"times": 1, "factor": 2})
@@ -101,12 +101,12 @@ def test_a_class_is_checked_by_its_constructor() -> None:
         (SELF + "SELF", "expected a plain function or a class, got"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is(name: str, message: str) -> None:
+def test_unknown_plugin_is_rejected_with_the_available_names(name: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         make_registry().find(name)
 
 
-def test_a_name_belongs_to_one_plug_in_and_a_room_may_raise_its_own_error() -> None:
+def test_name_belongs_to_one_plugin_and_the_error_class_is_configurable() -> None:
     registry = Registry("voice", Plugin, packages=[], options_key="voice.options", error=ConfigError)
     registry.register("one")(shout)
     registry.register("one")(shout)

@@ -15,8 +15,9 @@ from megatron_rl.data.batch import Images, PackedBatch
 from megatron_rl.data.images import ImageFile, ImageRef
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.training.cache_directory import CacheDirectory
 from megatron_rl.training.image_cache import ImagePatcher
-from megatron_rl.training.sequence_cache import CacheDirectory, CachesByStep
+from megatron_rl.training.sequence_cache import CachesByStep
 
 NUM_IMAGES = 24
 
@@ -65,7 +66,7 @@ def test_the_end_of_a_step_ends_its_cutting_and_no_other_steps() -> None:
     images = Images(files, torch.tensor([[1, 2, 2]] * 3), torch.arange(3))
     held, batch = CachesByStep(threads), PackedBatch(torch.arange(6), torch.tensor([0, 2, 4, 6]), images=images)
     (payload,) = CacheDirectory(1).payloads(batch, range(3), [[[0, 1, 2]]], [])
-    tensors = collectives._unflatten(collectives._flatten(collectives._joined(payload)))
+    tensors = collectives._unflatten(collectives._flatten(payload))
     shares = [held.of(place((1, 1, 1), 0, 0, 0), ParallelConfig(), step).take(tensors, {}) for step in (1, 2)]
     found: list[Any] = [share.microbatches[0].images for share in shares]
     begun.wait(10)
@@ -75,4 +76,4 @@ def test_the_end_of_a_step_ends_its_cutting_and_no_other_steps() -> None:
     assert running.result(10)[0, 0] == 7 and all(future.cancelled() for future in waiting)
     assert [found[1].patches(image)[0, 0].item() for image in range(3)] == [7, 7, 7]
     held.release(None)
-    assert held._held == {}
+    assert held._caches == {}

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.data.batch import Images, PackedBatch, Parts, cu_seqlens_of
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.data.images import ImageFile, ImageRef
-from megatron_rl.system.files.shared_file import NODE, FarView, Place, SharedArrays
+from megatron_rl.data.rows import Rows
+from megatron_rl.system.files.shared_file import NODE, ArrayRange, MappedFile, SharedArrays
 from megatron_rl.training.batching import plan_microbatches, plan_on_replicas, plan_statistics
 from megatron_rl.training.replica_assignment import (
     PlacementPreferences,
@@ -118,23 +119,23 @@ def test_exchanged_pairs_cost_the_same_and_both_come_to_their_routes() -> None:
 
 
 def test_what_pulls_is_read_from_where_routes_lie_and_which_images_are_shown() -> None:
-    own, far = SharedArrays(), FarView(2 * NODE + 7, 3)
+    own, far = SharedArrays(), MappedFile.remote(2 * NODE + 7, 3)
 
-    def rows(where: SharedArrays | FarView | None) -> np.ndarray:
-        if isinstance(where, FarView):
-            return np.frombuffer(where.at(Place(0, 4096, 64, 8)), np.uint8).reshape(2, 2, 2)
+    def rows(where: SharedArrays | MappedFile | None) -> np.ndarray:
+        if isinstance(where, MappedFile):
+            return where.at(ArrayRange(64, 8)).reshape(2, 2, 2)
         array = np.ones((2, 2, 2), np.uint8)
         return array if where is None else where.put(array)
 
     files = [ImageFile(ImageRef(name, name, (1, 2, 2)), np.zeros(3, np.uint8)) for name in "ab"]
     images = Images([files[0], files[1], files[0], files[0]], torch.ones((4, 3), dtype=torch.int64), torch.tensor([0, 0, 1, 3]))
-    routes = Parts([[rows(far)], [rows(own)], [], [rows(None)]])
+    routes = Rows.of([[rows(far)], [rows(own)], [], [rows(None)]])
     batch = PackedBatch(torch.zeros(8, dtype=torch.int64), cu_seqlens_of(torch.tensor([2, 2, 2, 2])), images=images)
     with_routes = PlacementPreferences.of(PackedBatch(batch.tokens, batch.cu_seqlens, parts={"routes": routes}), "abcd", lambda: [0, 2])
     assert (with_routes.nodes, with_routes.routes, with_routes.images) == ([0, 2], {"a": 2, "b": 0, "d": 0}, {})
     shown = PlacementPreferences.of(batch, "abcd", lambda: pytest.fail("no routes: no matter where they lie"))
     assert shown.images["b"] == shown.images["d"] != shown.images["a"] and "c" not in shown.images
-    on_one = Parts([[rows(own)], [rows(None)], [], [rows(own)]])
+    on_one = Rows.of([[rows(own)], [rows(None)], [], [rows(own)]])
     batch = PackedBatch(batch.tokens, batch.cu_seqlens, parts={"routes": on_one})
     assert PlacementPreferences.of(batch, "abcd", lambda: pytest.fail("all on one node: it makes no difference")) == PlacementPreferences()
 

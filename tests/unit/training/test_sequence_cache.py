@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.data.batch import Images, PackedBatch, Parts, cu_seqlens_of
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.data.images import ImageFile, ImageRef, digest_of
+from megatron_rl.data.rows import Rows
 from megatron_rl.parallel import collectives
 from megatron_rl.system.files.shared_file import SharedArrays
-from megatron_rl.training.sequence_cache import CacheDirectory, SequenceCache
+from megatron_rl.training.cache_directory import CacheDirectory
+from megatron_rl.training.sequence_cache import SequenceCache
 
 NUM_REPLICAS = 3
 
@@ -61,13 +63,13 @@ def random_plan(rng: random.Random, rows: list[int]) -> list[list[list[int]]]:
 
 
 class Ranks:
-    """A ledger and what two ranks of each replica, the first and the last stage, do with its payloads."""
+    """A directory and the caches of two ranks of each replica: the first and the last stage."""
 
     def __init__(self) -> None:
-        self.ledger = CacheDirectory(NUM_REPLICAS)
+        self.directory = CacheDirectory(NUM_REPLICAS)
         self.cut: list[list[str]] = [[] for _ in range(NUM_REPLICAS)]
         """By replica, the digests of what its first stage was told to cut."""
-        self.held = [(SequenceCache(partial(self.begin, replica)), SequenceCache()) for replica in range(NUM_REPLICAS)]
+        self.caches = [(SequenceCache(partial(self.begin, replica)), SequenceCache()) for replica in range(NUM_REPLICAS)]
         self.received: list[list[dict]] = [[] for _ in range(NUM_REPLICAS)]
 
     def begin(self, replica: int, number: int, file: ImageFile) -> Future:
@@ -78,14 +80,14 @@ class Ranks:
 
     def call(self, batch: PackedBatch, keys, plan, answer=None):
         """By replica, the micro-batches on its last stage, with the first's images. ``answer``: a column that the last stage keeps."""
-        fields = {name: self.ledger.column(values) for name, values in batch.fields.items()}
-        kept = self.ledger.column() if answer is not None else None
-        payloads = self.ledger.payloads(batch, keys, plan, list(fields.values()))
+        fields = {name: self.directory.column(values) for name, values in batch.fields.items()}
+        kept = self.directory.column() if answer is not None else None
+        payloads = self.directory.payloads(batch, keys, plan, list(fields.values()))
         found = []
         for replica, payload in enumerate(payloads):
             self.received[replica].append(payload)
             payload = arrived(payload)
-            first, last = (held.take(payload, fields) for held in self.held[replica])
+            first, last = (cache.take(payload, fields) for cache in self.caches[replica])
             if kept is not None:
                 last.keep(kept, [answer[batch.rows(indices)] for indices in plan[replica]])
                 first.keep(kept, [])
@@ -93,12 +95,12 @@ class Ranks:
             own = [microbatch.joined() for microbatch in last.microbatches]
             found.append([replace(one, images=of.images) for one, of in zip(own, first.microbatches, strict=True)])
         if kept is not None:
-            self.ledger.answered(kept, keys, plan, answer)
+            self.directory.answered(kept, keys, plan, answer)
         return found
 
 
 def arrived(payload: collectives.Payload) -> dict:
-    return collectives._unflatten(collectives._flatten(collectives._joined(payload)))
+    return collectives._unflatten(collectives._flatten(payload))
 
 
 def assert_same(found: PackedBatch, expected: PackedBatch) -> None:
@@ -150,7 +152,7 @@ def test_microbatches_are_those_of_the_whole_batch_and_nothing_is_sent_twice(see
                 assert_same(microbatch, replace(batch.select(indices), ids=()))
     for payloads, digests in zip(ranks.received, ranks.cut, strict=True):
         assert len(digests) == len(set(digests)), "an image is cut once"
-        num_bytes = sum(len(piece) for of in payloads if "images" in of for piece in of["image_files"].arrays)
+        num_bytes = sum(of["image_files"].num_bytes for of in payloads if "images" in of)
         assert num_bytes == sum(len(files[digest].data) for digest in digests), "and sent once"
         new = [number for payload in payloads if "new" in payload for number in payload["new"].tolist()]
         assert len(new) == len(set(new))
@@ -174,11 +176,10 @@ def test_an_update_on_held_sequences_sends_its_new_numbers_alone() -> None:
     def sent(call: int) -> int:
         """Bytes that grow with the tokens."""
         return sum(
-            part.nbytes
+            values.num_bytes
             for payloads in ranks.received
             for name, values in payloads[call].items()
             if name == "tokens" or name.startswith("column/")
-            for part in values.parts()
         )
 
     assert [sent(call) for call in range(3)] == [(4 + 1) * num_tokens, 0, (1 + 4) * num_tokens]
@@ -203,23 +204,21 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
         torch.empty(total, dtype=torch.int64, device="meta"),
         cu_seqlens_of(torch.tensor(lengths)),
         {"mask": torch.from_numpy(mask), "advantages": torch.from_numpy(np.float32(rng.random(total) * mask))},
-        parts={"tokens": Parts(tokens), "routes": Parts(routes)},
+        parts={"tokens": Rows.of(tokens), "routes": Rows.of(routes)},
         spans=torch.tensor(spans),
     )
-    for own, travels in ((None, collectives._joined), (shared, collectives._mapped)):
-        ledger = CacheDirectory(2, own)
-        fields = {name: ledger.column(values) for name, values in batch.columns().items()}
-        for payload, microbatches in zip(ledger.payloads(batch, keys, plan, list(fields.values())), plan, strict=True):
-            flat = collectives._flatten(travels(payload))
-            share = SequenceCache().take(collectives._unflatten(flat), fields)
-            for microbatch, indices in zip(share.microbatches, microbatches, strict=True):
+    for own in (None, shared):
+        directory = CacheDirectory(2, own)
+        fields = {name: directory.column(values) for name, values in batch.columns().items()}
+        for payload, microbatches in zip(directory.payloads(batch, keys, plan, list(fields.values())), plan, strict=True):
+            of_rank = SequenceCache().take(arrived(payload), fields)
+            for microbatch, indices in zip(of_rank.microbatches, microbatches, strict=True):
                 assert_same(microbatch.joined(), batch.select(indices).joined())
                 assert torch.equal(microbatch.spans, batch.spans[indices])
-    # The last way names 48 bytes for each part.
-    pieces = {name: value for name, value in travels(payload).items() if name == "tokens" or name.startswith("column/")}
-    assert len(pieces) == 4 and all(isinstance(value, collectives._Mapped) for value in pieces.values())
-    assert pieces["column/0"].addresses[:, -1].tolist() == [0, 5]  # the window's alone
-    again = ledger.payloads(batch, keys, plan, list(fields.values()))
+    rows = {name: value for name, value in payload.items() if name == "tokens" or name.startswith("column/")}
+    assert len(rows) == 4 and all(value.all_nodes == {0} for value in rows.values()), "addresses alone"
+    assert rows["column/0"].lengths.tolist() == [0, 5], "of the window alone"
+    again = directory.payloads(batch, keys, plan, list(fields.values()))
     assert not any("new" in payload or "column/0" in payload for payload in again)
 
 
@@ -240,22 +239,22 @@ def test_a_sequence_that_moves_takes_its_columns_along_whatever_its_next_batch_s
 def test_what_ranks_read_in_place_stays_until_the_ledger_goes() -> None:
     """Nobody else refers to a batch any more: a slow rank still finds its tokens and columns; then their memory is free."""
     shared, rows = SharedArrays(), np.arange(1, 2**19, dtype=np.int32)
-    ledger = CacheDirectory(1, shared)
+    directory = CacheDirectory(1, shared)
     batch = PackedBatch(
         torch.empty(len(rows), dtype=torch.int64, device="meta"),
         cu_seqlens_of(torch.tensor([len(rows)])),
         {"advantages": torch.from_numpy(rows.astype(np.float32))},
-        parts={"tokens": Parts([[shared.put(rows)]])},
+        parts={"tokens": Rows.of([[shared.put(rows)]])},
     )
-    fields = {name: ledger.column(values) for name, values in batch.columns().items()}
-    (payload,) = ledger.payloads(batch, [0], [[[0]]], list(fields.values()))
-    flat = collectives._flatten(collectives._mapped(payload))
+    fields = {name: directory.column(values) for name, values in batch.columns().items()}
+    (payload,) = directory.payloads(batch, [0], [[[0]]], list(fields.values()))
+    flat = collectives._flatten(payload)
     del batch, payload
     found = collectives._unflatten(flat)
-    in_place = found["tokens"][0], found[f"column/{fields['advantages']}"][0]
-    assert all(np.array_equal(array, rows) for array in in_place)
-    del ledger
-    assert not any(array.any() for array in in_place)
+    in_place = found["tokens"], found[f"column/{fields['advantages']}"]
+    assert all(np.array_equal(read.packed(), rows) for read in in_place)
+    del directory
+    assert not any(read.packed().any() for read in in_place)
 
 
 def test_what_the_ranks_alone_have_is_never_sent() -> None:
@@ -263,15 +262,15 @@ def test_what_the_ranks_alone_have_is_never_sent() -> None:
     rng, ranks = random.Random(2), Ranks()
     batch = make_batch(rng, list(range(6)), with_images=False)
     keys, plan = list(range(6)), [[[0, 1]], [[2, 3]], [[4, 5]]]
-    ledger, routes = ranks.ledger, batch.fields["routes"]
-    column = ledger.column()
-    payloads = ledger.payloads(batch.only("mask"), keys, plan, [])
+    directory, routes = ranks.directory, batch.fields["routes"]
+    column = directory.column()
+    payloads = directory.payloads(batch.only("mask"), keys, plan, [])
     for replica, payload in enumerate(payloads):
-        share = ranks.held[replica][1].take(arrived(payload), {})
-        share.keep(column, [routes[batch.rows(indices)] for indices in plan[replica]])
-    ledger.answered(column, keys, plan)
-    payloads = ledger.payloads(batch.only("mask"), keys, plan, [])
+        of_rank = ranks.caches[replica][1].take(arrived(payload), {})
+        of_rank.keep(column, [routes[batch.rows(indices)] for indices in plan[replica]])
+    directory.answered(column, keys, plan)
+    payloads = directory.payloads(batch.only("mask"), keys, plan, [])
     for replica, payload in enumerate(payloads):
         assert not any(name.startswith("column/") for name in payload)
-        (microbatch,) = ranks.held[replica][1].take(arrived(payload), {"routes": column}).microbatches
+        (microbatch,) = ranks.caches[replica][1].take(arrived(payload), {"routes": column}).microbatches
         assert torch.equal(microbatch.joined().fields["routes"], routes[batch.rows(plan[replica][0])])

@@ -1,1 +1,1 @@
-"""Which server a request goes to, and when; and the client that sends it there."""
+"""Load balancing over servers, and the client that sends the requests."""

@@ -1,21 +1,22 @@
-"""Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
+"""Asyncio client of SGLang's HTTP API: token ids in, token ids and log-probs out.
 
-``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each, and no more than
-its KV cache holds: ``load_balancing.py``), then for the answer, until the server has made no progress for ``request_timeout_s``; a
-failed attempt, or a bad answer, is repeated at most ``max_retries`` times, on another live server if there is one. A server
-that asks for patience (429, 503) gets as much of it as a request may take. Short requests that arrive within ``_TICK_S``
-travel in one HTTP request of up to ``max_batch_size`` samples, which saves a third of the CPU time at small models. A sample
-comes back, and gives its place free, with the slowest of its batch: so one of more than ``_MOST_BATCHED_TOKENS``, or asked
-for ``alone``, travels alone.
+``generate`` waits until a server has capacity (at most ``max_inflight_requests`` are in progress at each server, and no
+more tokens than its KV cache can store: ``load_balancing.py``), then for the reply, until the server has made no progress
+for ``request_timeout_s``. A failed attempt or an invalid reply is retried at most ``max_retries`` times, on another running
+server if there is one. A busy server (429, 503) is retried for at most a request's timeout.
 
-A server is *lost* when its machine does not answer, when its engine shows no sign of life for ``hang_timeout_s``
-(``liveness.py``), or when ``_MAX_BAD_ANSWERS`` answers on end were bad. It gets no request until ``restore`` names it,
-because a restarted server holds old weights until somebody sends it new ones. With no server left, ``generate`` raises
-``ServerLost``.
+Short requests that arrive within ``_TICK_S`` share one HTTP request of up to ``max_batch_size`` samples, which saves a
+third of the CPU time for small models. A batched sample returns, and frees its slot, with the slowest sample of its
+batch. Samples of more than ``_MOST_BATCHED_TOKENS``, or sent with ``alone``, are therefore not batched.
 
-Invariants: every attempt has a request id of its own, and none is the beginning of another (SGLang aborts all that begin
-with the id given); what an aborted request had generated is returned, not dropped; what comes back has been checked
-(``wire.parse_generation``). One client belongs to one event loop; its calls may be made, and their answers read, in
+A server is *lost* when its machine does not answer, when it shows no sign of progress for ``hang_timeout_s``
+(``liveness.py``), or after ``_MAX_BAD_ANSWERS`` consecutive invalid replies. A lost server gets no request until
+``restore`` is called, because a restarted server has old weights until a publish. If no server is left, ``generate``
+raises ``ServerLost``.
+
+Invariants: every attempt has its own request id, and no id is a prefix of another (SGLang aborts all ids that start
+with the given one). The tokens of an aborted request are returned, not dropped. Every reply has been validated
+(``wire.parse_generation``). A client belongs to one event loop; its calls may be made, and their replies parsed, in
 other processes (``caller``).
 """
 
@@ -59,31 +60,31 @@ from megatron_rl.system.http.json_http import ApiKey, HttpError, HttpSession, No
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 60.0
-"""For a sign of life after a failure, where hang_timeout_s is 0."""
+"""Timeout of a liveness probe after a failure, if hang_timeout_s is 0."""
 _MAX_BAD_ANSWERS = 3
-"""So many on end, and the server is lost: each may be an accident, all of them are not."""
+"""Consecutive invalid replies after which a server is lost; fewer may be accidents."""
 _MAX_PAUSE_S = 30.0
-"""Longest wait before a busy server is asked again."""
+"""Longest wait before a busy server is retried."""
 _TICK_S = 0.002
 _MOST_BATCHED_TOKENS = 128
 _AGAIN, _ALONE = "#again", "#alone"
-"""End the id of a request that is sent once more within one attempt."""
+"""Suffixes for the id of a request that is resent within one attempt."""
 _MAX_AGAIN = 10
-"""Workers that one request may lose: it may be what ends them."""
+"""Maximum number of workers lost by one request, because the request itself may crash them."""
 _ABORT_TIMEOUT_S = 60.0
 _ABORT_REPEAT_S = 0.5
-"""An abort that overtook its request is sent again after this."""
+"""Interval after which an abort that overtook its request is resent."""
 _MAX_ABORTS_AT_ONCE = 64
-"""Abort calls in progress at one server; each is a small HTTP request."""
+"""Maximum number of concurrent abort calls per server; each is a small HTTP request."""
 
 
 class SglangClient:
-    """Sends to all ``urls``. An async context manager; ``close`` ends what is in progress."""
+    """Sends requests to all ``urls``. An async context manager; ``close`` cancels requests in progress."""
 
     max_batch_size = 32
-    """Samples of one HTTP request."""
+    """Maximum number of samples per HTTP request."""
     first_pause_s = 0.5
-    """Before the first repetition at the same server; each further one waits twice as long."""
+    """Seconds before the first retry at the same server; each later pause is twice as long."""
 
     def __init__(
         self,
@@ -97,9 +98,8 @@ class SglangClient:
         api_key: str = "",
         on_server_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``hang_timeout_s`` 0: no engine counts as hung. ``on_server_lost(url, reason)`` is called once each time a
-        server is lost.
-        """
+        """``hang_timeout_s`` 0 disables hang detection. ``on_server_lost(url, reason)`` is called once per loss of a
+        server."""
         if not urls:
             raise ValueError("the client needs the URL of at least one server")
         self.vocab_size = vocab_size
@@ -114,9 +114,9 @@ class SglangClient:
         self._new_tokens = OutputLengthEstimate()
         self._http = HttpSession()
         self.is_publishing = False
-        """The servers pause for new weights: that they are silent says nothing."""
+        """True while the servers pause for new weights: silence is then no sign of a hang."""
         self.caller: BatchCaller = InProcessCaller(self._http)
-        """Makes the calls, and is closed with the client: here, or ``WorkerPool``, in other processes."""
+        """Makes the HTTP calls and is closed with the client: in this process, or ``WorkerPool`` in other processes."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,29 +141,29 @@ class SglangClient:
         return [server.url for server in self._servers.values() if server.is_candidate]
 
     async def look(self) -> None:
-        """Which servers are gone; without requests in progress nobody would notice."""
+        """Check which servers are gone, which idle clients would not notice."""
         live = [server for server in self._servers.values() if server.is_candidate]
         await asyncio.gather(*[self._diagnose(server, "it does not answer") for server in live])
 
     def restore(self, url: str) -> None:
-        """A lost server is back and has the current weights: send it requests again."""
+        """Send requests again to a lost server that is back and has the current weights."""
         server = self._servers[url.rstrip("/")]
         server.live, server.leaving, server.capacity = True, False, None
         server.num_bad = server.num_good = 0
 
     def drop(self, url: str) -> None:
-        """Send a server that was given up no more requests."""
+        """Send no more requests to a removed server."""
         self._servers[url].live = False
 
     def join(self, url: str) -> None:
-        """One more server, which gets requests once ``restore`` names it; also one that has left."""
+        """Add a server, or one that has left, which gets requests once ``restore`` is called for it."""
         self._servers.setdefault(url, ServerQueue(url)).live = False
 
     async def leave(self, url: str, timeout_s: float = _ABORT_TIMEOUT_S) -> None:
-        """Send a server no more requests; returns once it has none.
+        """Send a server no more requests; returns once none is in progress.
 
-        Those in progress come back as ``abort`` with the tokens they have; what waits there, and what does not come back in
-        time, is sent to other servers.
+        Requests in progress return as ``abort`` with their tokens; waiting requests, and requests that do not return in
+        time, are sent to other servers.
         """
         (server := self._servers[url]).leaving = True
         server.fail(server.drain(), "it leaves")
@@ -176,7 +176,7 @@ class SglangClient:
         server.fail(server.sent.values(), "it has left")
 
     def has_served(self, url: str) -> bool:
-        """The server has given a good answer since it was last restored, or since the beginning."""
+        """True if the server has sent a valid reply since it was started or last restored."""
         return self._servers[url].num_good > 0
 
     async def generate(
@@ -184,11 +184,11 @@ class SglangClient:
     ) -> Generation:
         """Generate one sample.
 
-        Requests with the same ``sticky_key`` (else: of one ``response_name`` or ``group_name``) go to the same server while
-        it lives and holds not much more than the others, so that a group shares its prefix cache; others go to the least
-        loaded server. ``alone``: it is not batched, for a caller that wants each sample as soon as it is complete. Raises
-        RequestRejected, PromptMismatch, BadAnswer, KeyRefused,
-        ServerLost or WorkerGivenUp.
+        Requests with the same ``sticky_key`` (default: the same ``response_name`` or ``group_name``) go to the same
+        server while it runs and is not loaded much more than the others, so that a group shares its prefix cache; other
+        requests go to the least loaded server. ``alone``: do not batch the request, for a caller that needs each sample
+        as soon as it is complete. Raises RequestRejected, PromptMismatch, InvalidReply, ApiKeyRejected, ServerLost or
+        WorkerFailed.
         """
         validate(request, self.vocab_size)
         started_at = time.monotonic()
@@ -213,7 +213,7 @@ class SglangClient:
                 failure = error
             failed_urls.append(pending.url)
             logger.info("attempt %d of request %s failed: %s", len(failed_urls), request.rid, failure)
-            # Being asked to wait is no failure, for as long as a whole request may take.
+            # A busy reply is not a failure until a whole request's timeout has passed.
             waited_s = time.monotonic() - started_at
             num_busy += isinstance(failure, ServerBusy) and waited_s < self._timeout_s([request])
         if isinstance(failure, InvalidReply) and self.live_urls:
@@ -225,16 +225,16 @@ class SglangClient:
         return answer_timeout_s(self.request_timeout_s, max(request.max_new_tokens for request in requests))
 
     def _pause_s(self, failure: Exception, num_attempts: int) -> float:
-        """Before the same server is asked again."""
+        """Seconds to wait before a retry at the same server."""
         asked_s = failure.retry_after_s if isinstance(failure, ServerBusy) else None
         return min(_MAX_PAUSE_S, max(asked_s or 0.0, self.first_pause_s * 2.0 ** min(num_attempts - 1, 10)))
 
     async def abort(self, rids: Collection[str]) -> None:
-        """End the requests ``rids`` now; other ids are passed over.
+        """End the requests ``rids`` now; unknown ids are ignored.
 
-        Each comes back as ``abort`` with the tokens it has (none if it was never sent). A request that reaches the
-        server at the same moment may escape: call again for what has not come back. A server that does not take the
-        call is left alone; its requests end by their own time limit.
+        Each request returns as ``abort`` with its tokens (none if it was never sent). A request that reaches the server
+        at the same moment may escape: call again for requests that have not returned. If an abort call fails, the
+        request ends by its own timeout.
         """
         limit = asyncio.Semaphore(_MAX_ABORTS_AT_ONCE)
 
@@ -257,7 +257,7 @@ class SglangClient:
     def _pending(
         self, request: GenerationRequest, failed_urls: Sequence[str], *, alone: bool, sticky_key: Hashable | None
     ) -> PendingRequest:
-        # The server may still hold the request of an attempt whose connection broke, and refuses an id twice.
+        # The server may still run the request of a broken connection, and rejects a duplicate id.
         rid = sent_rid(f"{request.rid}#{len(failed_urls)}" if failed_urls else request.rid)
         return PendingRequest(
             request,
@@ -276,7 +276,7 @@ class SglangClient:
             asyncio.get_running_loop().call_later(_TICK_S, self._flush, server)
 
     def _flush(self, server: ServerQueue) -> None:
-        """Send what waits for the server, in batches, as far as places and its KV cache are free."""
+        """Send the server's waiting requests in batches, as far as its request limit and KV cache allow."""
         server.flush_scheduled = False
         if not server.live:
             return
@@ -298,7 +298,7 @@ class SglangClient:
             self._watch(server)
 
     async def _ask_capacity(self, server: ServerQueue) -> None:
-        """Before the first request: how many tokens its KV cache holds."""
+        """Query the capacity of the server's KV cache, in tokens, before the first request."""
         try:
             server.capacity, server.says_load = await liveness.kv_tokens(self._http, server.url, api_key=self._api_key)
         finally:
@@ -306,16 +306,16 @@ class SglangClient:
         self._flush(server)
 
     async def _send(self, server: ServerQueue, batch: list[PendingRequest]) -> None:
-        """One HTTP request for the batch; every sample of it gets its answer or its error."""
+        """Send one HTTP request for the batch; every sample of it gets a result or an error."""
         server.sent.update({pending.rid: pending for pending in batch})
-        outcomes: list[Generation | Exception] = [RetryableRequestError("it was given up")] * len(batch)
+        outcomes: list[Generation | Exception] = [RetryableRequestError("the attempt was cancelled")] * len(batch)
         try:
             outcomes = await self._outcomes(server, batch)
         except asyncio.CancelledError:
             for pending in batch:
                 pending.answer.cancel()
             raise
-        except Exception as error:  # whatever went wrong, nobody may wait forever
+        except Exception as error:  # any failure must reach the callers, or they would wait forever
             outcomes = [error] * len(batch)
         finally:
             server.ended(batch)
@@ -345,7 +345,7 @@ class SglangClient:
             return [self._bad(server, str(error))] * len(batch)
         server.sign_of_life_at = time.monotonic()
         if reply.status == 400 and len(batch) > 1:
-            # One sample is at fault, and SGLang refuses them all: find out which.
+            # SGLang rejects the whole batch for one invalid sample: resend them one by one to find it.
             return await self._send_again(server, [[pending] for pending in batch], _ALONE)
         if reply.status != 200:
             return [await self._refused(server, reply, batch[0].request.rid)] * len(batch)
@@ -368,7 +368,7 @@ class SglangClient:
     async def _send_again(
         self, server: ServerQueue, batches: list[list[PendingRequest]], mark: str
     ) -> list[Generation | Exception]:
-        """The outcomes of all of them, under new ids: SGLang may have begun with some of the old ones."""
+        """Resend the batches under new ids, because SGLang may have started some of the old ids. Returns all results."""
         batches = [[replace(p, rid=sent_rid(p.rid[:-1] + mark)) for p in batch] for batch in batches]
         sent = {pending.rid: pending for batch in batches for pending in batch}
         server.sent.update(sent)
@@ -398,16 +398,16 @@ class SglangClient:
         return sample
 
     def _bad(self, server: ServerQueue, reason: str, kind: type[InvalidReply] = InvalidReply) -> InvalidReply:
-        """The error of an answer that cannot be used; too many on end, and the server is lost."""
-        error = kind(f"the SGLang server at {server.url} gave a bad answer: {reason}")
+        """Error for an invalid reply; too many consecutive ones mark the server as lost."""
+        error = kind(f"the SGLang server at {server.url} sent an invalid reply: {reason}")
         server.num_bad += kind.server_at_fault
         if server.num_bad >= _MAX_BAD_ANSWERS:
-            self._mark_lost(server, f"{server.num_bad} bad answers on end, the last one: {reason}")
+            self._mark_lost(server, f"{server.num_bad} consecutive invalid replies, the last one: {reason}")
         return error
 
     async def _diagnose(self, server: ServerQueue, reason: str) -> RetryableRequestError:
-        """After a failure: is the server gone? Marks it as lost then."""
-        # A time-out alone says little: the request may have queued behind long ones.
+        """Check after a failure whether the server is gone, and mark it as lost if so."""
+        # A timeout alone is not enough: the request may have queued after long ones.
         if server.live and not await self._probe(server):
             self._mark_lost(server, reason)
         return RetryableRequestError(f"{server.url}: {reason}")
@@ -418,10 +418,10 @@ class SglangClient:
 
     def _watch(self, server: ServerQueue) -> None:
         if self.hang_timeout_s and (server.watch is None or server.watch.done()):
-            server.watch = asyncio.get_running_loop().create_task(self._probe_until_alive(server))
+            server.watch = asyncio.get_running_loop().create_task(self._probe_until_idle(server))
 
-    async def _probe_until_alive(self, server: ServerQueue) -> None:
-        """While requests are in progress: once none has come back for half of ``hang_timeout_s``, ask for a token."""
+    async def _probe_until_idle(self, server: ServerQueue) -> None:
+        """While requests are in progress, probe the server once none has returned for half of ``hang_timeout_s``."""
         while server.live and server.num_inflight:
             if self.is_publishing:
                 server.sign_of_life_at = time.monotonic()
@@ -431,7 +431,7 @@ class SglangClient:
             elif await self._probe(server):
                 server.sign_of_life_at = time.monotonic()
             elif time.monotonic() - server.sign_of_life_at >= self.hang_timeout_s:
-                self._mark_lost(server, f"its engine hangs: no answer and no token for {self.hang_timeout_s:g} s")
+                self._mark_lost(server, f"the server hangs: no reply and no token for {self.hang_timeout_s:g} s")
             else:
                 await asyncio.sleep(min(1.0, self.hang_timeout_s / 10))
 
@@ -440,7 +440,7 @@ class SglangClient:
             return
         logger.warning("SGLang server %s is lost: %s", server.url, reason)
         server.live = False
-        # What it has, and what was not sent yet, goes to the next server at its next attempt.
+        # Its requests, sent or waiting, go to another server at their next attempt.
         server.fail([*server.drain(), *server.sent.values()], reason)
         for task in server.tasks:
             if task is not asyncio.current_task():

@@ -1,10 +1,11 @@
-"""What waits at each server and what it holds, in tokens; which server a request goes to, and when. Sends nothing.
+"""Balances requests over servers by tokens: queue lengths, expected output and prefix affinity. Pure; the client does
+the sending.
 
-A request counts with the tokens that it may come to hold: its context and what it is expected to generate (``OutputLengthEstimate``).
-Laws: requests of one group go to one server, and a response returns to the server that had it, unless that server holds
-much more than the least loaded one; a server is sent no more than its KV cache holds (``ServerQueue.next_batch``), so that it
-need not take a cache back from a running request and compute it again; a server that has room takes what waits for a full
-one (``steal_group``).
+A request counts with the tokens that it may occupy: its context plus its expected output (``OutputLengthEstimate``). Invariants:
+requests of one group go to one server, and a response returns to its previous server, unless that server is loaded much
+more than the least loaded one. A server is sent no more tokens than its KV cache can store
+(``ServerQueue.next_batch``), so that it need not evict and recompute a running request. A server with free capacity
+takes requests that wait for a full one (``steal_group``).
 """
 
 import asyncio
@@ -17,22 +18,23 @@ from typing import Any
 from megatron_rl.rollout.requests import Generation, GenerationRequest, RetryableRequestError
 
 _TOGETHER, _RETURNS = 16, 2
-"""A request goes where its prefix is, although that server holds so many times its tokens more than the least loaded one: where
-the prefix was computed with the same weights (16: the usual group stays whole), and where only the response was there before."""
+"""A request follows its cached prefix while that server's excess load is below this multiple of the request's tokens:
+16 if the prefix was computed with the same weights (so a usual group stays whole), 2 if only earlier parts of the
+response were generated there."""
 _MUCH_MORE = 1.1
-"""And in any case where that server holds at most this many times what the least loaded one holds."""
+"""In any case a request follows its prefix to a server with at most this multiple of the least load."""
 _FILLED = 0.95
-"""Of a KV cache: expectations are means."""
+"""Usable fraction of a KV cache, because expectations are means."""
 _NUM_HOMES = 1 << 17
 _NUM_SAMPLES = 4096
 
 
 class _GeneratedShare:
-    """How much of what requests may generate they do generate, over the newest ones."""
+    """Ratio of generated tokens to the allowed maximum, over the most recent requests."""
 
     def __init__(self) -> None:
         self._samples: dict[str, list[int]] = {}
-        """By request: what it may generate, and what it counts as."""
+        """Maps request id to [allowed tokens, counted tokens]."""
         self._most = self._counted = 0
 
     def share(self) -> float:
@@ -58,15 +60,15 @@ class _GeneratedShare:
 
 
 class OutputLengthEstimate:
-    """How many tokens a request is expected to generate: the mean of the newest ones that might generate about as many.
+    """Expected number of new tokens of a request: the mean over recent requests with a similar limit.
 
-    A request in progress counts as all that it may generate: short ones answer first, and would promise too little. So at
-    first every request does.
+    A request in progress counts with its full limit, because short responses end first and would bias the mean.
+    Initially every request therefore counts with its limit.
     """
 
     def __init__(self) -> None:
         self._by_size: defaultdict[int, _GeneratedShare] = defaultdict(_GeneratedShare)
-        """By powers of two: whole responses end otherwise than windows."""
+        """Keyed by the limit's bit length: whole responses end differently from windows."""
 
     def expected(self, most: int) -> int:
         return math.ceil(self._of(most).share() * most)
@@ -75,7 +77,7 @@ class OutputLengthEstimate:
         self._of(most).sent(rid, most)
 
     def ended(self, rid: str, most: int, outcome: Generation | Exception) -> None:
-        """One that failed or was cut short says nothing."""
+        """Record the result of a request; failed and aborted requests are ignored."""
         if isinstance(outcome, Exception) or outcome.finish_reason == "abort":
             self._of(most).forget(rid)
         else:
@@ -87,53 +89,54 @@ class OutputLengthEstimate:
 
 @dataclass
 class PendingRequest:
-    """A request that waits for its answer from one server."""
+    """A request that waits for its reply from one server."""
 
     request: GenerationRequest
     rid: str
     answer: asyncio.Future[Generation]
     alone: bool = False
     tokens: int = 0
-    """That it is expected to hold at its end."""
+    """Tokens that the request is expected to occupy at its end."""
     url: str = ""
-    """Of the server that it waits for, or was sent to."""
+    """URL of the server that the request waits for or was sent to."""
     names: Mapping[Hashable, int] = field(default_factory=dict)
-    """Of what it shares a prefix with, first what it shares most with: by how many times its tokens its server may hold more."""
+    """Maps names of shared prefixes, longest first, to the excess load, in multiples of ``tokens``, at which the
+    request still follows the prefix."""
     group: Hashable = None
-    """Requests of one group change their server together."""
+    """Requests of one group move to another server together."""
     refused: frozenset[str] = frozenset()
-    """Servers at which it has failed."""
+    """URLs of servers at which the request has failed."""
 
 
 @dataclass
 class ServerQueue:
-    """One server, as its client sees it."""
+    """A server's state as seen by its client."""
 
     url: str
     live: bool = True
     leaving: bool = False
-    """It is to get no further request."""
+    """True if the server must get no more requests."""
     capacity: int | None = None
-    """Tokens that its KV cache holds. 0: it does not say; None: it was not asked yet."""
+    """Capacity of the KV cache in tokens. 0: not reported; None: not queried yet."""
     says_load: bool = False
-    """It says what it does, so that progress can be told from silence."""
+    """True if the server reports its load, so that progress can be distinguished from silence."""
     num_inflight: int = 0
     held: int = 0
-    """Tokens of the requests in progress, as expected at their end."""
+    """Expected final tokens of the requests in progress."""
     queued: int = 0
-    """The same of those that wait."""
+    """Expected final tokens of the waiting requests."""
     waiting: deque[PendingRequest] = field(default_factory=deque)
     sent: dict[str, PendingRequest] = field(default_factory=dict)
-    """Requests in progress, by the id they were sent with."""
+    """Requests in progress, keyed by the id they were sent with."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Its HTTP requests in progress."""
+    """HTTP requests in progress."""
     watch: asyncio.Task[None] | None = None
     sign_of_life_at: float = 0.0
-    """When it last answered, or was idle."""
+    """Time (monotonic) of the last reply, or of the end of the last idle period."""
     num_bad: int = 0
-    """Bad answers on end."""
+    """Number of consecutive invalid replies."""
     num_good: int = 0
-    """Answers since it was last restored."""
+    """Number of valid replies since the server was last restored."""
     flush_scheduled: bool = False
 
     @property
@@ -155,11 +158,11 @@ class ServerQueue:
         return pending
 
     def drain(self) -> list[PendingRequest]:
-        """All that wait."""
+        """Remove and return all waiting requests."""
         return [self.pop() for _ in range(len(self.waiting))]
 
     def fail(self, requests: Iterable[PendingRequest], reason: str) -> None:
-        """These go to another server at their next attempt."""
+        """Fail ``requests``, so that they go to another server at their next attempt."""
         for pending in requests:
             if not pending.answer.done():
                 pending.answer.set_exception(RetryableRequestError(f"{self.url}: {reason}"))
@@ -170,18 +173,19 @@ class ServerQueue:
         task.add_done_callback(self.tasks.discard)
 
     def has_room(self, pending: PendingRequest) -> bool:
-        """Its KV cache holds the request besides those in progress; a request that is alone there always goes."""
+        """True if the KV cache can store the request next to those in progress; a request that would run alone always
+        fits."""
         return not self.capacity or not self.held or self.held + pending.tokens <= _FILLED * self.capacity
 
     def next_batch(self, max_batch_size: int, max_inflight: int) -> list[PendingRequest]:
-        """What is to be sent next, in one HTTP request, and counts as in progress from here on; may be nothing."""
+        """Take the next waiting requests for one HTTP request and count them as in progress; may be empty."""
         batch: list[PendingRequest] = []
         while self.waiting and len(batch) < max_batch_size and self.num_inflight < max_inflight:
             pending = self.waiting[0]
             if pending.answer.done():  # its caller may have been cancelled
                 self.pop()
                 continue
-            # A sample comes back with the slowest of its batch: one that is wanted alone neither joins nor leads one.
+            # A sample returns with the slowest of its batch, so a sample sent alone neither joins nor starts a batch.
             if (batch and (pending.alone or batch[0].alone)) or not self.has_room(pending):
                 break
             batch.append(self.pop())
@@ -190,20 +194,20 @@ class ServerQueue:
         return batch
 
     def ended(self, batch: Iterable[PendingRequest]) -> None:
-        """These are no longer in progress."""
+        """Count the batch as no longer in progress."""
         for pending in batch:
             self.num_inflight -= 1
             self.held -= pending.tokens
 
 
 class PrefixAffinity:
-    """Which server has the beginning of which response or group; the newest ones."""
+    """Remembers which server has the prefix of which response or group, for the most recent ones."""
 
     def __init__(self) -> None:
         self._urls: OrderedDict[Hashable, str] = OrderedDict()
 
     def of(self, pending: PendingRequest) -> tuple[str, int]:
-        """Of the first of its names that has one, and how many times its tokens it is worth; else empty."""
+        """(URL, excess load) for the first known name of the request; ("", 0) if no name is known."""
         return next(((self._urls[name], worth) for name, worth in pending.names.items() if name in self._urls), ("", 0))
 
     def note(self, pending: PendingRequest) -> None:
@@ -215,15 +219,15 @@ class PrefixAffinity:
 
 
 def candidates(servers: Iterable[ServerQueue], failed_urls: Sequence[str]) -> list[ServerQueue]:
-    """Those to try next: that have not failed if there are any, else all but the last one; none if all are lost."""
+    """Servers to try next: those that have not failed; otherwise all except the last tried; empty if all are lost."""
     live = [server for server in servers if server.is_candidate]
     fresh = [server for server in live if server.url not in failed_urls]
-    # Where only the one that failed is left it is asked again: it lives, and may have been busy.
+    # If only the failed server is left, retry it: it is running and may have been busy.
     return fresh or [server for server in live if server.url not in failed_urls[-1:]] or live
 
 
 def affinity_keys(request: GenerationRequest, sticky_key: Hashable | None) -> dict[Hashable, int]:
-    """``PendingRequest.names``."""
+    """Build ``PendingRequest.names`` for a request."""
     if sticky_key is not None:
         return {sticky_key: _TOGETHER}
     # New weights empty the prefix caches.
@@ -234,11 +238,11 @@ def affinity_keys(request: GenerationRequest, sticky_key: Hashable | None) -> di
 
 
 def choose(servers: Sequence[ServerQueue], pending: PendingRequest, homes: PrefixAffinity) -> ServerQueue:
-    """The one that has most of the request's prefix, unless it holds much more than the least loaded one."""
+    """Choose the server with most of the request's prefix, unless it is loaded much more than the least loaded server."""
     largest = max(server.capacity or 0 for server in servers)
 
     def load(server: ServerQueue) -> float:
-        # Twice the KV cache takes twice the tokens; servers that do not say count as equal.
+        # Load is relative to KV cache size; servers that do not report their size count as equal.
         return server.load * largest / server.capacity if server.capacity else server.load
 
     home, worth = homes.of(pending)
@@ -248,11 +252,12 @@ def choose(servers: Sequence[ServerQueue], pending: PendingRequest, homes: Prefi
 
 
 def steal_group(server: ServerQueue, others: Iterable[ServerQueue], homes: PrefixAffinity) -> bool:
-    """Move the newest requests that wait at a full server, all of one group, to ``server``; False where it has no room."""
+    """Move the newest waiting requests of a full server, all of one group, to ``server``. Returns False if it has no
+    capacity."""
     full = [
         other
         for other in others
-        # One that is about to send keeps what it has.
+        # A server that is about to send keeps its requests.
         if other is not server and other.live and other.waiting and not other.flush_scheduled
         if server.url not in other.waiting[-1].refused and server.has_room(other.waiting[-1])
     ]

@@ -1,4 +1,4 @@
-"""A server that somebody else started: watched, never stopped."""
+"""Attached server, started by others: monitored, never stopped."""
 
 import logging
 import threading
@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.liveness import generates_token
-from megatron_rl.rollout.sglang.process.server import Progress, ServerError, is_healthy
+from megatron_rl.rollout.sglang.process.server import Progress, is_healthy
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply, as_object
 from megatron_rl.system.http.json_http import HttpError, HttpThread, bearer, get_once
 from megatron_rl.system.http.url_files import named_urls, urls_of_workers
@@ -20,7 +21,8 @@ _GO_ON_TIMEOUT_S = 30.0
 
 
 class AttachedServer:
-    """As SglangServer, but ``restart`` waits until others have started the server again, and ``stop`` does nothing."""
+    """Same interface as SglangServer, but ``restart`` waits until others have restarted the server, and ``stop`` does
+    nothing."""
 
     is_ours = False
 
@@ -37,35 +39,35 @@ class AttachedServer:
         behind = workers_behind(self.url, api_key)
         if behind is not None:
             raise ServerError(
-                f"{self.url} is a router (sglang-router, SGLang Model Gateway), no server. A run asks a router for the servers behind "
-                f"it where it is the only one of rollout.urls; beside others list them: {','.join(behind) or 'it has none'}"
+                f"{self.url} is a router (sglang-router, SGLang Model Gateway), not a server. A run uses the servers behind a router "
+                f"if it is the only entry of rollout.urls; next to other entries list them: {','.join(behind) or 'it has none'}"
             )
         self._identity = self._read_identity()
 
     def is_same(self, other: object) -> bool:
-        """One process under two addresses (a name, 127.0.0.1, an address of another network)."""
+        """True if ``other`` is the same process under another address (a name, 127.0.0.1, another network)."""
         if not isinstance(other, AttachedServer) or all(part is None for part in self._identity):
             return False
         return self._identity == other._identity
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """The server answers, its scheduler too; notices when it is not the process that answered before."""
+        """True if the server and its scheduler answer. Counts a new incarnation if another process answers."""
         try:
             if not is_healthy(self.url, timeout_s):
                 return False
             identity = self._read_identity(timeout_s)
         except ServerError:
             return False
-        # Another process under the same URL: it has neither the process group nor the weights of the one before.
+        # Another process under the same URL has neither the process group nor the weights of the previous one.
         if identity != self._identity:
             self._identity = identity
             self.incarnation += 1
         return True
 
     def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until whoever runs the server has started it again and it gives a token.
+        """Wait until the server's owner has restarted it and it generates a token.
 
-        Raises ServerError after ``timeout_s``, or once it is abandoned.
+        Raises ServerError after ``timeout_s``, or once the run ends.
         """
         deadline = time.monotonic() + self.timeout_s
         self._progress(f"waiting up to {self.timeout_s:.0f} s for server {self.url}, which this run did not start")
@@ -73,29 +75,29 @@ class AttachedServer:
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"server {self.url} did not come back within {self.timeout_s:.0f} s; this run attached to it and "
-                    "cannot start it. Start it again, or take it out of rollout.urls."
+                    "cannot start it. Restart it, or remove it from rollout.urls."
                 )
             if self._abandoned.wait(_POLL_S):
-                raise ServerError(f"server {self.url} is not waited for any more: the run ends")
+                raise ServerError(f"stopped waiting for server {self.url}: the run ends")
             while_waiting()
         self.num_restarts += 1
 
     def abandon(self) -> None:
-        """The run ends: wait no longer."""
+        """Stop waiting, because the run ends."""
         self._abandoned.set()
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Nothing: it is not ours."""
+        """Does nothing: others own the server."""
 
     def go_on(self) -> None:
-        """Generate again, if a run that was killed in the middle of a publish has left it paused. Raises ServerError."""
+        """Resume generation if a run killed during a publish has left the server paused. Raises ServerError."""
         headers = bearer(self._api_key)
         try:
             with HttpThread() as http:
                 url = self.url + "/continue_generation"
                 answer = http.submit(http.session.post(url, {}, timeout_s=_GO_ON_TIMEOUT_S, headers=headers)).result()
         except HttpError as error:
-            raise ServerError(f"server {self.url} did not answer /continue_generation ({error}); look into its log") from error
+            raise ServerError(f"server {self.url} did not answer /continue_generation ({error}); see its log") from error
         if answer.status != 200:
             raise ServerError(
                 f"server {self.url} answered /continue_generation with {answer.status}: {answer.text[:200]}; a run that was killed "
@@ -103,12 +105,12 @@ class AttachedServer:
             )
 
     def model_info(self) -> dict[str, Any]:
-        """What the server says about its model. Raises ServerError if no SGLang server answers there."""
+        """Model information of the server. Raises ServerError if no SGLang server answers."""
         return _ask(self.url, "/model_info", self._api_key)
 
     def server_info(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The options that the server runs with, by SGLang's names. Raises ServerError as ``model_info``."""
-        # The scheduler has a part in this answer: one that is stuck does not give it.
+        """Options of the running server, by SGLang's names. Raises ServerError as ``model_info``."""
+        # The scheduler contributes to this reply, so a hung scheduler is noticed.
         return _ask(self.url, "/server_info", self._api_key, timeout_s)
 
     def _read_identity(self, timeout_s: float = 10.0) -> tuple[Any, ...]:
@@ -121,7 +123,7 @@ _IDENTITY_FIELDS = ("startup_time", "random_seed", "launch_command")
 
 
 def workers_behind(url: str, api_key: str, timeout_s: float = 10.0) -> list[str] | None:
-    """URLs of the servers behind an sglang-router (SGLang Model Gateway); None where there is none."""
+    """URLs of the servers behind an sglang-router (SGLang Model Gateway); None if ``url`` is not a router."""
     try:
         answer = get_once(url + "/workers", timeout_s=timeout_s, headers=bearer(api_key))
         content = answer.json() if answer.status == 200 else None
@@ -131,9 +133,10 @@ def workers_behind(url: str, api_key: str, timeout_s: float = 10.0) -> list[str]
 
 
 def discovery_source(urls: Sequence[str], urls_file: str, api_key: str) -> str:
-    """What is asked for a run's servers, and asked again (``named_urls``): ``urls_file``, or a router that is the only one of ``urls``.
+    """Source that lists a run's servers and is polled (``named_urls``): ``urls_file``, or a router that is the only
+    entry of ``urls``.
 
-    Empty: ``urls`` are the servers.
+    Empty if ``urls`` are the servers themselves.
     """
     if urls_file:
         return urls_file
@@ -142,7 +145,7 @@ def discovery_source(urls: Sequence[str], urls_file: str, api_key: str) -> str:
 
 
 def attached_urls(urls: Sequence[str], urls_file: str, api_key: str) -> list[str]:
-    """Of the servers, as far as they are named by now. Raises UserError and OSError as ``named_urls``."""
+    """URLs of the servers listed so far. Raises UserError and OSError as ``named_urls``."""
     named_by = discovery_source(urls, urls_file, api_key)
     return named_urls(named_by, api_key) if named_by else list(urls)
 

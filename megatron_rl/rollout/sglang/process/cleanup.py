@@ -1,8 +1,8 @@
-"""What an SGLang server would leave behind when it is killed, and what keeps its API key out of sight.
+"""Clean-up after a killed SGLang server, and protection of its API key.
 
-A server has a private folder for its temporary files (the sockets of its processes among them); whoever stops the server
-removes it. Its loads, which it writes into shared memory, lose their name as soon as all its processes have them open:
-then nothing is left, however it ends.
+A server has a private folder for its temporary files (including the sockets of its processes), which is removed when
+the server is stopped. The shared memory in which it reports its load is unlinked as soon as all its processes have
+opened it, so nothing remains however the server ends.
 """
 
 import os
@@ -20,7 +20,8 @@ _MAX_SOCKET_FOLDER = 80
 
 
 def write_secret(options: ServerOptions, folder: Path) -> str:
-    """A file with the API key that only this user can read, for ``server_command``; empty where there is no key."""
+    """Write the API key into a file that only this user can read, for ``server_command``. Returns its path, or ""
+    without a key."""
     if not options.api_key:
         return ""
     path = folder / "config.yaml"
@@ -30,7 +31,8 @@ def write_secret(options: ServerOptions, folder: Path) -> str:
 
 
 def temporary_files_in(folder: Path) -> dict[str, str]:
-    """Environment of a server whose temporary files go there. Compiled code stays where other servers find it."""
+    """Environment variables that put a server's temporary files into ``folder``. Compiled code stays in the shared
+    cache."""
     if len(str(folder)) > _MAX_SOCKET_FOLDER:
         return {}
     cache = folder.parent / f"torchinductor_{os.getuid()}"
@@ -38,11 +40,11 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
 
 
 def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) -> None:
-    """Unlink the loads of a server that is ready; its processes keep what they have open."""
+    """Unlink the load files of a ready server; its processes keep their open mappings."""
     if any("dp" in name and "size" in name for name in options.server_args):
-        return  # one more process opens them, and nobody knows when
+        return  # another process opens them at an unknown time
     try:
-        # SGLang's HTTP process opens them when it is asked for them first.
+        # SGLang's HTTP process opens the files on the first request for them.
         if get_once(f"{url}/v1/loads", timeout_s=10.0, headers=bearer(options.api_key)).status != 200:
             return
     except HttpError:
@@ -58,7 +60,7 @@ def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) 
 
 
 def remove_shared_memory(pids: Sequence[int]) -> None:
-    """Of processes that are gone: what the workers of one server exchanged."""
+    """Remove the shared memory that the exited workers of one server used."""
     for pid in pids:
         for path in Path("/dev/shm").glob(f"sgl_shm_*_{pid}_*"):
             path.unlink(missing_ok=True)

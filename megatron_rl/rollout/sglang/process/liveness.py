@@ -1,8 +1,9 @@
-"""Does a server's engine still work? ``/health`` of one that hangs goes on saying so: only a token proves it.
+"""Liveness probes of a server. ``/health`` of a hung server may still succeed, so only a generated token proves
+progress.
 
-``is_generating`` asks for one token. An engine with a long queue is not hung: where the token does not come in time, a
-scheduler that answers and has requests in progress counts too. ``/health_generate`` is SGLang's question to its
-scheduler, which answers between two steps of the engine, also of a full one.
+``is_generating`` requests one token. A server with a long queue is not hung: if the token does not arrive in time, a
+scheduler that answers and has requests in progress counts too. ``/health_generate`` queries the scheduler, which
+answers between two forward steps, also under full load.
 """
 
 import asyncio
@@ -18,34 +19,34 @@ from megatron_rl.system.http.json_http import HttpError, HttpReply, HttpSession,
 Result = TypeVar("Result")
 
 PROBE_RID = "probe-"
-"""Starts the ids of requests that ask for a sign of life."""
+"""Prefix of the ids of probe requests."""
 _HTTP_TIMEOUT_S = 20.0
-"""Even ``/health`` does not answer for so long: the process itself is stopped or gone."""
+"""Timeout after which a silent ``/health`` means that the process itself is stopped or gone."""
 _ASK_TIMEOUT_S = 5.0
 _PAUSE_S = 1.0
 
 _TOKEN, _SOMETHING_ELSE, _NOTHING = "token", "something else", "nothing"
-"""What came back from the question for a token. A server that refuses it may work; one that is silent does not."""
+"""Results of the token probe. A server that refuses the probe may be healthy; a silent one is not."""
 
 
 async def is_generating(http: HttpSession, url: str, *, api_key: str, timeout_s: float) -> bool:
-    """The engine gives a token within ``timeout_s``, or then works on others."""
+    """True if the server generates a token within ``timeout_s``, or then still works on other requests."""
     headers = bearer(api_key)
     token = asyncio.create_task(_ask_for_token(http, url, headers, timeout_s))
     health = asyncio.create_task(_status(http, url + "/health", headers, min(timeout_s, _HTTP_TIMEOUT_S)))
     scheduler = asyncio.create_task(_scheduler_answers(http, url, headers, timeout_s))
     try:
-        # Whatever is known first: a token, or that nothing is there to give one.
+        # Return early on the first certain result: a token, or a failed health check.
         await asyncio.wait((token, health), return_when=asyncio.FIRST_COMPLETED)
         if token.done() and token.result() == _TOKEN:
             return True
         if await health != 200:
             return token.done() and token.result() == _TOKEN
-        said = await token
-        if said == _TOKEN or not await scheduler:
-            return said == _TOKEN
-        # Requests are counted after the question for a token has ended: it counts itself.
-        return said == _SOMETHING_ELSE or await _has_requests(http, url, headers)
+        result = await token
+        if result == _TOKEN or not await scheduler:
+            return result == _TOKEN
+        # Count requests only after the token probe has ended, because it would count itself.
+        return result == _SOMETHING_ELSE or await _has_requests(http, url, headers)
     finally:
         for task in (token, health, scheduler):
             task.cancel()
@@ -53,7 +54,7 @@ async def is_generating(http: HttpSession, url: str, *, api_key: str, timeout_s:
 
 
 def generates_token(url: str, *, api_key: str, timeout_s: float) -> bool:
-    """From a thread without an event loop: the engine gives a token within ``timeout_s``."""
+    """Blocking token probe for a thread without an event loop: True if a token arrives within ``timeout_s``."""
     with HttpThread() as http:
         return http.submit(_ask_for_token(http.session, url, bearer(api_key), timeout_s)).result() == _TOKEN
 
@@ -71,7 +72,7 @@ async def _ask_for_token(http: HttpSession, url: str, headers: dict[str, str], t
 
 
 async def _scheduler_answers(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> bool:
-    """It answers within ``timeout_s``; True as well where the server has no such question."""
+    """True if the scheduler answers within ``timeout_s``, or if the server has no such endpoint."""
     try:
         async with asyncio.timeout(timeout_s):
             while (status := await _status(http, url + "/health_generate", headers, timeout_s)) not in (200, 404, 405):
@@ -82,17 +83,17 @@ async def _scheduler_answers(http: HttpSession, url: str, headers: dict[str, str
 
 
 async def kv_tokens(http: HttpSession, url: str, *, api_key: str) -> tuple[int, bool]:
-    """How many tokens the server's KV cache holds, over its data-parallel parts, and whether it says what it does.
+    """(KV cache capacity in tokens over all data-parallel ranks, True if the server reports its load).
 
-    0 where it does not say how many.
+    The capacity is 0 if the server does not report it.
     """
     headers = bearer(api_key)
     loads = await _loads(http, url, headers, _ASK_TIMEOUT_S) or []
-    # Before its first step a scheduler has said nothing of itself; the server has.
+    # A scheduler reports nothing before its first step, but the server knows its options.
     info = _json((await _got(http, url + "/server_info", headers, _ASK_TIMEOUT_S)).content)
-    said = [load.get("max_total_num_tokens") for load in loads]
+    reported = [load.get("max_total_num_tokens") for load in loads]
     started_with = info.get("max_total_num_tokens") if isinstance(info, dict) else 0
-    return sum(map(_count, said)) or _count(started_with), any(size is not None for size in said)
+    return sum(map(_count, reported)) or _count(started_with), any(size is not None for size in reported)
 
 
 def _count(value: object) -> int:
@@ -100,34 +101,35 @@ def _count(value: object) -> int:
 
 
 async def progress_between(http: HttpSession, url: str, *, api_key: str) -> Any:
-    """What differs between two looks while requests grow; None where nothing runs or waits."""
+    """Snapshot of the server's load, which changes while requests progress; None if nothing runs or waits."""
     loads = await _loads(http, url, bearer(api_key), _HTTP_TIMEOUT_S)
     if loads is None:
-        return object()  # one look that failed says nothing; whether the server lives, others ask
+        return object()  # a failed poll counts as progress; shows_life decides whether the server runs
     busy = any(load.get("num_running_reqs") or load.get("num_waiting_reqs") for load in loads)
-    # The scheduler's clock goes on where generation stands still.
+    # Drop the scheduler's clock, which advances even if generation hangs.
     return [{name: value for name, value in load.items() if name != "timestamp"} for load in loads] if busy else None
 
 
 async def wait_while_progressing(
     answer: Awaitable[Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
 ) -> Result:
-    """``answer``, waited for as long as ``progress()``, asked every ``limit_s``, gives something else than ``before``.
+    """Await ``answer`` as long as ``progress()``, polled every ``limit_s``, differs from its previous value (first
+    ``before``).
 
-    Raises NoAnswer once it gives the same again, or None.
+    Raises NoAnswer once the value is unchanged or None.
     """
     loop = asyncio.get_running_loop()
-    looks: list[asyncio.Task[None]] = []
+    polls: list[asyncio.Task[None]] = []
 
-    async def look(before: Any) -> None:
-        with contextlib.suppress(Exception):  # who cannot be asked makes none
+    async def poll(before: Any) -> None:
+        with contextlib.suppress(Exception):  # a server that cannot be polled makes no progress
             while (now := await progress()) is not None and now != before:
                 before = now
                 await asyncio.sleep(limit_s)
         limit.reschedule(loop.time())
 
-    # A task only where there is something to look at: most answers come before.
-    first_look = loop.call_later(limit_s, lambda: looks.append(loop.create_task(look(before))))
+    # Create a task only after limit_s, because most replies arrive earlier.
+    first_poll = loop.call_later(limit_s, lambda: polls.append(loop.create_task(poll(before))))
     limit = asyncio.timeout(None)
     try:
         async with limit:
@@ -137,8 +139,8 @@ async def wait_while_progressing(
             raise
         raise NoHttpReply(f"no answer within {limit_s:.0f} s, and no progress meanwhile", timed_out=True) from error
     finally:
-        first_look.cancel()
-        for task in looks:
+        first_poll.cancel()
+        for task in polls:
             task.cancel()
 
 
@@ -148,14 +150,14 @@ async def _has_requests(http: HttpSession, url: str, headers: dict[str, str]) ->
 
 
 async def _loads(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> list[dict[str, Any]] | None:
-    """What the server says of its work, a part each; None where it says nothing."""
+    """Load per data-parallel rank as reported by the server; None if it reports nothing."""
     content = _json((await _got(http, url + "/v1/loads?include=core", headers, timeout_s)).content)
     loads = content.get("loads") if isinstance(content, dict) else None
     return [load for load in loads if isinstance(load, dict)] if isinstance(loads, list) else None
 
 
 async def _got(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> HttpReply:
-    """Status 0 where no answer comes."""
+    """GET ``url``. Returns an Answer with status 0 if no reply arrives."""
     try:
         return await http.get(url, timeout_s=timeout_s, headers=headers)
     except HttpError as error:
@@ -163,12 +165,12 @@ async def _got(http: HttpSession, url: str, headers: dict[str, str], timeout_s: 
 
 
 async def _status(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> int:
-    """Of the answer; 0 where none comes."""
+    """HTTP status of the reply; 0 if none arrives."""
     return (await _got(http, url, headers, timeout_s)).status
 
 
 def _json(content: bytes) -> Any:
-    """None where it is not JSON."""
+    """Parsed JSON, or None if ``content`` is not JSON."""
     try:
         return orjson.loads(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an SGLang server is started with: its command line and its environment. Pure."""
+"""Command line and environment of an SGLang server. Pure."""
 
 import json
 import sys
@@ -12,48 +12,51 @@ from megatron_rl.system.gpu.gpu_environment import own_cuda_home, without_expand
 from megatron_rl.system.processes.torchrun import LAUNCHER_VARIABLES
 
 SAID_LABELS = "extra_metric_labels"
-"""The field of /server_info, and the option, that carries ``ServerOptions.nccl``: SGLang tells its options and no environment."""
+"""Field of /server_info, and option, that carries ``ServerOptions.nccl``: SGLang reports its options but not its
+environment."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     model_path: str
-    """A Hugging Face model folder."""
+    """Path of a Hugging Face model folder."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0 means any free port."""
+    """Port of the server; 0 means any free port."""
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     deterministic: bool = False
-    """Requests carry seeds; without it SGLang ignores them."""
+    """Requests carry seeds, which SGLang ignores otherwise."""
     load_weights: bool = True
-    """False starts with random weights, for a trainer that sends its own before the first request."""
+    """Load the model folder's weights. False starts with random weights, for a trainer that sends its own before the
+    first request."""
     tokenizer: bool = False
-    """True lets the server speak text (stop strings, chat); training sends and receives token ids only."""
+    """Load a tokenizer for text (stop strings, chat); training sends and receives token ids only."""
     device: str = "cpu"
-    """cpu or cuda."""
+    """"cpu" or "cuda"."""
     first_gpu: int = 0
-    """Of the machine's GPUs, the one that the first tensor-parallel rank takes."""
+    """Index of the first tensor-parallel rank's GPU on this node."""
     can_sleep: bool = False
-    """On a GPU: SGLang's memory saver, which lets the server give its memory back between generations."""
+    """Use SGLang's memory saver on a GPU, so that the server can release its memory between generations."""
     returns_routes: bool = False
-    """Answers say which experts each token went to."""
+    """Replies report the experts of each token."""
     api_key: str = field(default="", repr=False)
-    """That every request must carry; empty: none."""
+    """Key that every request must carry, or an empty string."""
     nccl: Mapping[str, str] = field(default_factory=dict)
-    """NCCL's variables that both ends of a group must share; the server gets them, and says so (``SAID_LABELS``)."""
+    """NCCL variables that both ends of a process group must share; the server gets and reports them (``SAID_LABELS``)."""
     num_threads: int = 1
-    """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
+    """CPU threads per tensor-parallel rank, if the model runs on the CPU."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    """More SGLang options, as flag name without dashes: value (True for a bare flag, a list for several values)."""
+    """Additional SGLang options: flag name without dashes -> value (True for a bare flag, a list for several values)."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables, e.g. CUDA_VISIBLE_DEVICES."""
+    """Additional environment variables, e.g. CUDA_VISIBLE_DEVICES."""
 
 
 def server_command(options: ServerOptions, port: int, config_file: str = "") -> list[str]:
-    """The command line of a server; ``server_args`` come last and win over what is set here.
+    """Command line of a server; ``server_args`` come last and override the options set here.
 
-    ``config_file``: of ``secret_config``, for what a command line would show to everybody on the machine.
+    ``config_file``: path of a file with ``secret_config``, because a command line is visible to all users of the
+    machine.
     """
     flags: dict[str, Any] = {
         "model-path": options.model_path,
@@ -67,22 +70,22 @@ def server_command(options: ServerOptions, port: int, config_file: str = "") -> 
         "skip-tokenizer-init": not options.tokenizer,
         "skip-server-warmup": True,
         SERVER_FLAG: options.returns_routes,
-        # As the trainer: logits in float32. SGLang rounds them to ``dtype`` otherwise, by up to 0.06 at a logit of 16.
+        # Logits in float32, like the trainer. SGLang otherwise rounds them to ``dtype``, by up to 0.06 at a logit of 16.
         "enable-fp32-lm-head": options.dtype != "float32",
     }
     if not options.load_weights:
         flags["load-format"] = "dummy"
     if not _given_flags(options).get("enable-priority-scheduling"):
-        # Of a group whose prompt is in no cache yet one request goes first; in their order, they would compute it side by side.
+        # lpm runs one request of a group first if its prompt is not cached; in arrival order all would compute the same prefix.
         flags["schedule-policy"] = "lpm"
     if options.device == "cpu":
-        # An idle scheduler polls without a pause otherwise, and takes a whole core from the trainer.
+        # Otherwise an idle scheduler polls without a pause and takes a whole core from the trainer.
         flags["sleep-on-idle"] = True
     else:
         flags["base-gpu-id"] = options.first_gpu
         flags["enable-memory-saver"] = options.can_sleep
         if options.dtype == "float32":
-            # SGLang's choices, fa3 on Hopper, have no kernels for it.
+            # SGLang's default backends (fa3 on Hopper) have no float32 kernels.
             flags["attention-backend"] = "triton"
     if options.nccl:
         flags[SAID_LABELS.replace("_", "-")] = json.dumps(dict(options.nccl))
@@ -101,7 +104,8 @@ def server_command(options: ServerOptions, port: int, config_file: str = "") -> 
 
 
 def secret_config(options: ServerOptions) -> str:
-    """The server's configuration file (YAML) with the API key; a file that server_args name is taken over."""
+    """Content of the server's configuration file (YAML): the API key, followed by the file given in server_args, if
+    any."""
     given = _given_flags(options).get("config")
     return f"api-key: {json.dumps(options.api_key)}\n" + (Path(given).read_text() if given else "")
 
@@ -111,9 +115,9 @@ def _given_flags(options: ServerOptions) -> dict[str, Any]:
 
 
 def server_environment(options: ServerOptions, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
-    """The environment of a server: ``base`` without the launcher's own variables, plus what SGLang needs.
+    """Environment of a server: ``base`` without the launcher's variables, plus the variables that SGLang needs.
 
-    ``cores`` are the CPUs this process may use; tensor-parallel ranks on a CPU take ``num_threads`` of them each.
+    ``cores``: CPU cores that this process may use; tensor-parallel ranks on a CPU take ``num_threads`` cores each.
     """
     # torchrun's variables would make the server's own process group look for the trainer's rendezvous.
     inherited = {name: value for name, value in base.items() if name not in LAUNCHER_VARIABLES}
@@ -127,7 +131,7 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Longer than the client keeps an idle connection, so that it never sends into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
-        # What the vision encoder made of an image would be kept over weight updates, and nothing empties that cache.
+        # Cached outputs of the vision encoder would survive weight updates, and SGLang never clears that cache.
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         "PYTHONUNBUFFERED": "1",
     }
@@ -139,7 +143,7 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
 
 
 def _core_binding(options: ServerOptions, cores: Sequence[int]) -> str:
-    """Cores of each tensor-parallel rank in SGLang's notation: ``0,1|2,3``; ranks share where there are too few."""
+    """Cores of each tensor-parallel rank in SGLang's notation: ``0,1|2,3``. Ranks share cores if there are too few."""
     per_rank = []
     for rank in range(options.tensor_parallel_size):
         first = rank * options.num_threads

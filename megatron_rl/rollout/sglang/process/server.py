@@ -1,15 +1,14 @@
 """SGLang server processes: start, watch, restart, stop.
 
-``SglangServer`` owns one server and everything it forks. It is synchronous and meant for the thread that drives the
-run; ``server_pool.py`` holds the servers of a run and ``client.py`` talks to them.
+``SglangServer`` owns one server and all its child processes. It is synchronous and meant for the thread that drives the
+run; ``server_pool.py`` groups the servers of a run and ``client.py`` sends their requests.
 
-Invariants: a started server lives in a process group of its own, and after ``stop`` no process of that group is left.
-If the process that started it dies, even by SIGKILL, the kernel kills the server and SGLang's workers follow it. A
-server keeps its URL over restarts; its ``incarnation`` counts them, so whoever set up state inside the server (the
-weight-sync group, current weights) sees that it is gone. Every wait has a deadline and says who waited for whom.
+Invariants: a started server has its own process group, and after ``stop`` no process of that group is left. If the
+process that started it dies, even by SIGKILL, the kernel kills the server and SGLang's workers follow it. A server
+keeps its URL over restarts; its ``incarnation`` counts them, so callers with state inside the server (the weight-sync
+group, current weights) notice that this state is gone. Every wait has a deadline, and its error names both sides.
 """
 
-import contextlib
 import logging
 import os
 import shutil
@@ -20,11 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from megatron_rl.errors import UserError
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.cleanup import (
     remove_shared_memory,
     temporary_files_in,
@@ -34,8 +34,8 @@ from megatron_rl.rollout.sglang.process.cleanup import (
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
 from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, start_failure
 from megatron_rl.system.files.atomic_files import new_temporary_folder
-from megatron_rl.system.gpu.gpu_environment import check_required_gpus
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
+from megatron_rl.system.processes.child_process import start_on_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +43,16 @@ _POLL_S = 0.1
 _WAITING_S = 5.0
 _PROGRESS_S = 15.0
 _STOP_GRACE_S = 15.0
-"""How long a server may take to stop on its own (SGLang looks for SIGTERM every 5 s) before it is killed."""
+"""Grace period before a stopped server is killed (SGLang polls for SIGTERM every 5 s)."""
 _MAX_PORT_ATTEMPTS = 3
 
 Progress = Callable[[str], None]
 
 
-class ServerError(UserError, RuntimeError):
-    """A server did not start, did not come up in time, or cannot be restarted; the message names the remedy."""
-
-
 # Runs before the server in its process: ask the kernel to kill it when its parent dies, then become the server.
 # It cannot be a function called between fork and exec: the trainer has threads, and Python is not safe there.
-# SGLang's workers meet in a file that has no name and goes with the process. Its own way is a TCPStore, which listens on
-# all addresses and asks nobody who he is.
+# SGLang's workers rendezvous in an unnamed file that disappears with the process. SGLang's default is a TCPStore, which
+# listens on all addresses without authentication.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -71,7 +67,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class SglangServer:
-    """One server process. ``start`` returns once it answers; the log goes to ``log_path``."""
+    """One managed server process. ``start`` returns once it answers; the log is written to ``log_path``."""
 
     is_ours = True
 
@@ -92,12 +88,12 @@ class SglangServer:
         self.progress: Progress = logger.info
         self._process: subprocess.Popen[bytes] | None = None
         self.num_restarts = 0
-        """That count against ``max_restarts``; a run that goes on sets it."""
+        """Restarts counted against ``max_restarts``; a resumed run sets the number."""
         self._abandoned = threading.Event()
         self._started_at = 0.0
         self._log_start = 0
         self._folder: Path | None = None
-        """Of the process's temporary files."""
+        """Folder of the process's temporary files."""
 
     @property
     def url(self) -> str:
@@ -120,11 +116,11 @@ class SglangServer:
             raise
 
     def spawn(self) -> None:
-        """Start the process only; ``wait_ready`` must follow."""
+        """Start only the process; ``wait_ready`` must follow."""
         if self.alive():
             raise ServerError(f"server {self.url} already runs as process {self.pid}: stop() it or use restart()")
         if self._abandoned.is_set():
-            raise ServerError(f"server {self.url} is not started again: the run ends")
+            raise ServerError(f"server {self.url} is not restarted: the run ends")
         _check_model_folder(self.options.model_path)
         if self.port == 0:
             self.port = free_port(self.options.host)
@@ -133,14 +129,18 @@ class SglangServer:
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._started_at = time.monotonic()
         self._folder = new_temporary_folder("sglang")
-        self._process = self._spawn_watched(server_command(self.options, self.port, write_secret(self.options, self._folder)))
+        command = server_command(self.options, self.port, write_secret(self.options, self._folder))
+        try:
+            self._process = start_on_own_thread(partial(self._popen, command), f"sglang-{self.port}")
+        except OSError as error:
+            raise ServerError(f"cannot start {command[0]}: {error}") from error
         self.incarnation += 1
 
     def wait_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait until the started server answers, at most ``start_timeout_s`` after its start.
 
-        ``while_waiting`` is called every few seconds on this thread: whoever waits for the caller may want to know.
-        A server on a port chosen here that lost a race for it is started again on another one.
+        ``while_waiting`` is called every few seconds on this thread, for example to keep other processes from timing
+        out. If another process took the automatically chosen port first, the server is restarted on another port.
         """
         for attempt in range(1, _MAX_PORT_ATTEMPTS + 1):
             exit_code = self._wait_healthy(while_waiting)
@@ -149,7 +149,7 @@ class SglangServer:
                     unlink_shared_memory(group_members(self.pid), self.url, self.options)
                 return
             log = self.log_end()
-            # SGLang goes on for a while without its port, and what it says then hides the reason.
+            # SGLang runs on for a while without its port, and its later log lines hide the reason.
             lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
             self.stop()
             if not (self.options.port == 0 and lost_port and attempt < _MAX_PORT_ATTEMPTS):
@@ -158,26 +158,26 @@ class SglangServer:
             self.spawn()
 
     def alive(self) -> bool:
-        """The process runs (it may be busy or still starting)."""
+        """True if the process runs (it may be busy or still starting)."""
         return self._process is not None and self._process.poll() is None
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """The process runs and answers within ``timeout_s``, its scheduler too."""
+        """True if the process runs and both the server and its scheduler answer within ``timeout_s``."""
         return self.alive() and is_healthy(self.url, timeout_s) and _scheduler_answers(self, timeout_s)
 
     def abandon(self) -> None:
-        """The run ends: no restart from now on, and one in progress ends with ServerError."""
+        """Allow no restart from now on, because the run ends; a restart in progress raises ServerError."""
         self._abandoned.set()
 
     def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Stop what is left of the server and start it again under the same URL, with a new incarnation.
+        """Kill the rest of the server and start it again under the same URL, with a new incarnation.
 
-        It comes up with the weights of its model folder: send it current ones before it serves. Raises ServerError
-        once ``max_restarts`` are used up.
+        The server starts with the weights of its model folder: send it the current weights before it serves. Raises
+        ServerError once ``max_restarts`` are used up.
         """
         if self.num_restarts >= self.max_restarts:
             raise ServerError(
-                f"server {self.url} died again after {self.max_restarts} restarts; its log is {self.log_path}. "
+                f"server {self.url} failed again after {self.max_restarts} restarts; its log is {self.log_path}. "
                 "Fix the cause named there, or raise rollout.max_restarts."
             )
         self.num_restarts += 1
@@ -187,7 +187,7 @@ class SglangServer:
         self.start(while_waiting)
 
     def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
-        """Ask the server to stop, kill what is left after ``grace_s``. Nothing of its process group survives."""
+        """Send SIGTERM and kill the process group after ``grace_s``. No process of the group survives."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -205,7 +205,7 @@ class SglangServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def log_end(self, count: int = 25) -> str:
-        """Of this process's log, fit to be shown."""
+        """Last lines of this process's log, with the API key masked."""
         lines = last_lines(self.log_path, self._log_start, count)
         return lines.replace(self.options.api_key, "***") if self.options.api_key else lines
 
@@ -216,38 +216,10 @@ class SglangServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _spawn_watched(self, command: list[str]) -> subprocess.Popen[bytes]:
-        """Start ``command`` from a thread that lives as long as the server.
-
-        The kernel's signal on the parent's death is tied to the *thread* that forked: started from a short-lived
-        thread, the server would die with that thread.
-        """
-        started: list[subprocess.Popen[bytes] | OSError] = []
-        ready = threading.Event()
-
-        def watch() -> None:
-            try:
-                process = self._popen(command)
-            except OSError as error:
-                started.append(error)
-                ready.set()
-                return
-            started.append(process)
-            ready.set()
-            # Not process.wait(): it holds a lock under which poll() calls a dead server alive.
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-
-        threading.Thread(target=watch, name=f"sglang-{self.port}", daemon=True).start()
-        ready.wait()
-        if isinstance(started[0], OSError):
-            raise ServerError(f"cannot start {command[0]}: {started[0]}") from started[0]
-        return started[0]
-
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         assert self._folder is not None, "spawn() makes it"
         environment = server_environment(self.options, os.environ, sorted(os.sched_getaffinity(0)))
-        # SGLang writes its options into the log, the key among them.
+        # SGLang logs its options, including the API key.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             return subprocess.Popen(
                 [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
@@ -255,11 +227,11 @@ class SglangServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment | temporary_files_in(self._folder),
-                start_new_session=True,  # a group of its own, and Ctrl-C in the terminal reaches the trainer only
+                start_new_session=True,  # own process group, so that Ctrl-C in the terminal stops only the trainer
             )
 
     def _wait_healthy(self, while_waiting: Callable[[], None]) -> int | None:
-        """None once the server answers, its exit code if it ends before. Raises ServerError at the deadline."""
+        """Return None once the server answers, or its exit code if it exits first. Raises ServerError at the deadline."""
         process = self._process
         assert process is not None, "spawn() comes first"
         next_progress = self._started_at + _PROGRESS_S
@@ -288,7 +260,7 @@ class SglangServer:
                 newest = self.log_end(count=1)
                 self.progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
             if self._abandoned.wait(_POLL_S):
-                raise ServerError(f"server {self.url} is not waited for any more: the run ends")
+                raise ServerError(f"stopped waiting for server {self.url}: the run ends")
 
 
 def _check_model_folder(model_path: str) -> None:
@@ -299,23 +271,8 @@ def _check_model_folder(model_path: str) -> None:
         )
 
 
-def detect_device() -> str:
-    """cuda where torch finds a GPU, else cpu; UserError where a GPU is required and none is found."""
-    import torch
-
-    found = torch.cuda.is_available()
-    check_required_gpus(int(found))
-    return "cuda" if found else "cpu"
-
-
-def count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def is_healthy(url: str, timeout_s: float) -> bool:
-    """A server answers there that it is up."""
+    """True if a server at ``url`` answers that it is up."""
     try:
         return get_once(f"{url}/health", timeout_s=timeout_s).status == 200
     except HttpError:
@@ -323,7 +280,7 @@ def is_healthy(url: str, timeout_s: float) -> bool:
 
 
 def _scheduler_answers(server: SglangServer, timeout_s: float) -> bool:
-    """It has a part in this answer: one that is stuck does not give it."""
+    """True if the scheduler, which contributes to this reply, is not hung."""
     try:
         answer = get_once(f"{server.url}/server_info", timeout_s=timeout_s, headers=bearer(server.options.api_key))
     except HttpError:
@@ -333,7 +290,7 @@ def _scheduler_answers(server: SglangServer, timeout_s: float) -> bool:
 
 def port_is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the server does: ports of connections that were just closed count as free.
+        # Like the server: ports of recently closed connections count as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -343,17 +300,17 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def _wait_port_free(host: str, port: int, timeout_s: float = 10.0) -> None:
-    """Give the kernel a moment to release the port of a killed server."""
+    """Wait until the kernel has released the port of a killed server."""
     deadline = time.monotonic() + timeout_s
     while not port_is_free(host, port) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises ServerError if a server could not listen there."""
+    """Check that a server can listen on the port. Raises ServerError if not."""
     if not port_is_free(host, port):
         raise ServerError(
-            f"port {port} on {host} is in use (or {host} is no address of this machine). Find its owner with "
+            f"port {port} on {host} is in use (or {host} is not an address of this machine). Find its owner with "
             f"`ss -ltnp | grep {port}`, choose another rollout.port, or set it to 0 for any free port."
         )
 
@@ -378,7 +335,7 @@ def _kill_group(group: int, timeout_s: float = 10.0) -> None:
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a process group; those that only wait for their parent to collect them do not count."""
+    """Process ids of a process group, zombies excluded."""
     members = []
     for process in psutil.process_iter():
         try:

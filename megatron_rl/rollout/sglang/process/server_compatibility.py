@@ -1,4 +1,5 @@
-"""Whether a server that somebody else started is one that this run can use. Pure: compares its /server_info with our options."""
+"""Compatibility of an attached server with this run. Pure: compares its /server_info with the options of a managed
+server."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,10 +22,11 @@ _SINGLE = {
 def disagreements(
     info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool, model_type: object = None
 ) -> Iterator[str]:
-    """What would make weight sync wait forever or fail, a sleep free nothing, or drafts random; a field that ``info`` lacks is
-    believed.
+    """Yield the reasons why weight sync would hang or fail, a sleep would free nothing, or drafts would be random. A
+    field missing in ``info`` is assumed to match.
 
-    ``ours``: what this run would start. ``broadcasts``: weights come over a process group of trainer and servers.
+    ``ours``: options that this run would start a server with. ``broadcasts``: weights travel over a process group of
+    trainer and servers.
     """
     if problem := quantization_problem(info.get("quantization"), info.get("load_format"), model_type):
         yield f"it has {problem}"
@@ -38,10 +40,11 @@ def disagreements(
     algorithm = info.get("speculative_algorithm")
     random = info.get("load_format") == "dummy" and not info.get("speculative_draft_load_format")
     if algorithm and algorithm != "NGRAM" and random and not ours.load_weights:
-        yield f"its speculative_algorithm {algorithm} guesses at random: {RANDOM_DRAFT}. Start it with --speculative-draft-load-format auto"
+        yield f"its speculative_algorithm {algorithm} drafts at random: {RANDOM_DRAFT}. Start it with --speculative-draft-load-format auto"
     device = info.get("device", ours.device)
     if broadcasts and device != ours.device:
         yield f"it runs on {device} and the trainer on {ours.device}: no process group has both; set rollout.weight_sync=disk"
+    # The remaining checks concern GPUs only.
     if ours.device == "cpu":
         return
     if ours.can_sleep and info.get("enable_memory_saver") is False:
@@ -50,23 +53,24 @@ def disagreements(
         theirs = nccl_of(info)
         differing = [name for name, value in ours.nccl.items() if theirs.get(name, value) != value]
         if differing:
-            said = ", ".join(f"{name} is {theirs[name]} there and {ours.nccl[name]} here" for name in differing)
-            yield f"NCCL would fail or hang: {said}; export the same values before both are started"
+            differences = ", ".join(f"{name} is {theirs[name]} there and {ours.nccl[name]} here" for name in differing)
+            yield f"NCCL would fail or hang: {differences}; export the same values before both are started"
 
 
 def model_differences(served: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    """What two configurations (``read_model_json``) say differently of a model's size; empty if nothing.
+    """Differences in size between two model configurations (``read_model_json``), or an empty string.
 
-    Layers that the trainer does not have would go on as they were loaded, and no one would complain.
+    A layer that the trainer does not have would silently keep the weights that the server loaded.
     """
-    found = [name for name in _SIZES if name in served and name in trained and served[name] != trained[name]]
-    return ", ".join(f"{name} {served[name]} (policy.path: {trained[name]})" for name in found)
+    differing = [name for name in _SIZES if name in served and name in trained and served[name] != trained[name]]
+    return ", ".join(f"{name} {served[name]} (policy.path: {trained[name]})" for name in differing)
 
 
 def nccl_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """NCCL's variables of a server: as it says them, or as SGLang sets them for its options; what is not said is left out."""
-    said = info.get(SAID_LABELS)
-    known = {name: str(said[name]) for name in NCCL_DEFAULTS if name in said} if isinstance(said, Mapping) else {}
+    """NCCL variables of a server: as reported, or as SGLang sets them for its options. Unreported variables are
+    omitted."""
+    reported = info.get(SAID_LABELS)
+    known = {name: str(reported[name]) for name in NCCL_DEFAULTS if name in reported} if isinstance(reported, Mapping) else {}
     if info.get("enable_symm_mem"):
         known |= dict.fromkeys(NCCL_DEFAULTS, "1")
     if info.get("enable_nccl_nvls"):

@@ -1,4 +1,4 @@
-"""Why a server did not start: its log's last lines and the likely remedy."""
+"""Explains a failed server start: the last lines of its log and the likely remedy."""
 
 import re
 from pathlib import Path
@@ -37,11 +37,11 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
         "a package is missing: install requirements/cpu.txt or requirements/gpu.txt",
     ),
 )
-"""(what the log says, remedy), the most specific first."""
+"""(regular expression for the log, remedy), most specific first."""
 
 
 def last_lines(path: Path, start: int, count: int = 25, max_bytes: int = 65536) -> str:
-    """The last ``count`` non-empty lines that were written to ``path`` after byte ``start``."""
+    """Last ``count`` non-empty lines written to ``path`` after byte ``start``."""
     if not path.exists():
         return ""
     with path.open("rb") as log:
@@ -64,6 +64,6 @@ def remedy(log: str) -> str:
 
 
 def start_failure(url: str, exit_code: int, log_path: Path, log: str) -> str:
-    """The message of an error: who ended how, what to try, and the end of the log."""
+    """Error message: how the server ended, what to try, and the end of its log."""
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
     return f"server {url} {how} while starting. Likely remedy: {remedy(log)}. Its log {log_path} ends:\n{log}"

@@ -1,1 +1,1 @@
-"""SGLang's HTTP API: what a request says, what an answer may say."""
+"""SGLang's HTTP API: request bodies and validated replies."""

@@ -1,7 +1,7 @@
-"""One call of SGLang's ``/generate`` for a batch of samples: its body, the POST, and what came of each sample.
+"""One ``/generate`` call of SGLang for a batch of samples: request body, POST and the result of each sample.
 
-Runs where the HTTP session is: on the client's event loop (``InProcessCaller``), or in a rollout worker (``rollout/workers``).
-What a call and a reply hold can travel between processes.
+Runs next to the HTTP session: on the client's event loop (``InProcessCaller``), or in a rollout worker (``rollout/workers``).
+Calls and replies are picklable.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _SHOWN_CHARACTERS = 500
 
 
 class InProcessCaller:
-    """Calls from this event loop."""
+    """Makes calls from this event loop."""
 
     def __init__(self, http: HttpSession) -> None:
         self._http = http
@@ -35,11 +35,11 @@ class InProcessCaller:
         return await exchange(self._http, batch)
 
     async def close(self) -> None:
-        """The session is another's to close."""
+        """Does nothing: the session's owner closes it."""
 
 
 async def exchange(http: HttpSession, batch: BatchCall) -> BatchReply:
-    """As ``BatchCaller.call``."""
+    """Send a batch; same contract as ``BatchCaller.call``."""
     answer = await http.request(
         "POST",
         batch.url + "/generate",
@@ -50,12 +50,14 @@ async def exchange(http: HttpSession, batch: BatchCall) -> BatchReply:
     )
     if answer.status != 200:
         return BatchReply(answer.status, text=answer.text[:_SHOWN_CHARACTERS], retry_after_s=answer.retry_after_s)
+    # Routes take thousands of bytes per token: to cut the lists out of such an answer copies it, and costs more than it saves.
+    read = orjson.loads if any(request.routes is not None for request in batch.requests) else read_json
     try:
-        samples = as_list(read_json(answer.content), "the answer")
+        samples = as_list(read(answer.content), "the reply")
         if len(samples) != len(batch.requests):
-            raise InvalidReply(f"{len(samples)} answers came to {len(batch.requests)} requests")
+            raise InvalidReply(f"{len(batch.requests)} requests got {len(samples)} replies")
     except (ValueError, InvalidReply) as error:
-        raise InvalidReply(f"{error}; it begins with {abbreviate(answer.text[:200])}") from error
+        raise InvalidReply(f"{error}; it starts with {abbreviate(answer.text[:200])}") from error
     each = zip(batch.requests, batch.rids, samples, strict=True)
     return BatchReply(200, [_sample(request, rid, sample, batch.vocab_size) for request, rid, sample in each])
 
@@ -63,8 +65,8 @@ async def exchange(http: HttpSession, batch: BatchCall) -> BatchReply:
 def _sample(request: GenerationRequest, rid: str, sample: Any, vocab_size: int) -> Generation | Exception:
     try:
         generation = parse_generation(request, sample, vocab_size)
-        if (found := sample["meta_info"].get("id", rid)) != rid:
-            raise expected_error("meta_info.id", repr(rid), found)
+        if (got := sample["meta_info"].get("id", rid)) != rid:
+            raise expected_error("meta_info.id", repr(rid), got)
     except (InvalidReply, RequestRejected, PromptMismatch, RetryableRequestError) as error:
         return error
     return generation

@@ -1,12 +1,13 @@
-"""The long lists of an answer, token ids and ``[log-prob, id, null]``, read into arrays without a Python object per token.
+"""Reads the long lists of a reply, token ids and ``[log-prob, id, null]``, into arrays without a Python object per token.
 
-``read_json`` gives what orjson would, with ``NumberList`` and ``PairList`` in the place of those lists. Nothing is decided here:
-an answer in which they are not written as SGLang 0.5.23 writes them goes to orjson whole, and ``response_validation.py`` says what
-is wrong with it. So does a short one, and all of them until the loops are compiled: that takes a second or two on a
-thread of its own, once in a process, and is not cached on disk (see ``algorithms/cpu_scan.py``).
+``read_json`` returns what orjson would, but with ``NumberList`` and ``PairList`` instead of those lists. It checks nothing: if the
+lists are not formatted as SGLang 0.5.23 formats them, orjson reads the whole reply, and ``response_validation.py`` reports what is wrong
+with it. orjson also reads short replies, and all replies until the loops are compiled. Compiling takes a second or two on a
+separate thread, once per process, and is not cached on disk (see ``algorithms/cpu_scan.py``).
 
-Log-probs are the float32 nearest to the float64 that the text names, as numpy makes them of Python's numbers: where a quick
-product of digits and a power of ten leaves a doubt, the answer goes to orjson.
+A log-prob is the float32 nearest to the float64 in the text, as numpy would convert it. If the quick product of digits and a
+power of ten leaves a doubt, orjson reads the reply. The reader saves a rollout worker about half of its CPU time for replies
+without routes, and costs time for replies with routes, so ``batch_call.py`` sends these to orjson (docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +20,10 @@ import numpy as np
 import orjson
 
 SHORTEST = 1 << 15
-"""Bytes of an answer that is worth it: about a thousand tokens."""
+"""Bytes of the shortest reply that is worth it: about a thousand tokens."""
 _IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
 _SURE = 2.0**-50
-"""More than the relative error of the quick product."""
+"""Upper bound for the relative error of the fast product."""
 
 
 class NumberList(NamedTuple):
@@ -34,27 +35,27 @@ class PairList(NamedTuple):
     ids: np.ndarray
     """[n] int32, none negative"""
     logprobs: np.ndarray
-    """[n] float32"""
+    """[n] float32 log-probs"""
 
 
 def read_json(content: bytes) -> Any:
-    """Raises ValueError where it is no JSON."""
-    if len(content) >= SHORTEST and (loops := _in_background()).done():
-        found = with_arrays(content, *loops.result())
-        if found is not None:
-            return found
+    """Parse a reply. Raises ValueError if it is not JSON."""
+    if len(content) >= SHORTEST and (loops := loops_in_background()).done():
+        samples = with_arrays(content, *loops.result())
+        if samples is not None:
+            return samples
     return orjson.loads(content)
 
 
 def with_arrays(content: bytes, read_ids: Callable[..., int], read_pairs: Callable[..., int]) -> Any:
-    """None where the long lists are not written as expected."""
+    """Parse ``content`` with the compiled loops. Returns None if the long lists are not formatted as expected."""
     text = np.frombuffer(content, np.uint8)
-    # No part of a JSON string: its quotes have a backslash before them.
+    # Inside a JSON string these keys cannot occur, because quotes are escaped there.
     ids, pairs = list(_spans(content, _IDS, b"]")), list(_spans(content, _PAIRS, b"]]"))
     cuts = sorted([*ids, *pairs])
     if any(one[1] > two[0] for one, two in pairwise(cuts)):
         return None
-    borders = [0, *(place for cut in cuts for place in cut), len(content)]
+    borders = [0, *(border for cut in cuts for border in cut), len(content)]
     try:
         samples = orjson.loads(b"".join(content[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)))
     except ValueError:
@@ -76,7 +77,7 @@ def with_arrays(content: bytes, read_ids: Callable[..., int], read_pairs: Callab
 
 
 def _spans(content: bytes, opening: bytes, closing: bytes) -> Iterator[tuple[int, int]]:
-    """Start and end of what stands between each ``opening`` and the ``closing`` behind it."""
+    """(start, end) of the text between each ``opening`` and the next ``closing``."""
     place = content.find(opening)
     while place >= 0:
         start = place + len(opening)
@@ -88,22 +89,23 @@ def _spans(content: bytes, opening: bytes, closing: bytes) -> Iterator[tuple[int
 
 
 def _room(span: tuple[int, int], shortest: int) -> np.ndarray:
-    """For all entries that may stand in ``span``, of ``shortest`` bytes with their comma."""
+    """Array with room for all entries in ``span``, each at least ``shortest`` bytes long with its comma."""
     return np.empty((span[1] - span[0]) // shortest + 1, np.int32)
 
 
 @cache
-def _in_background() -> "Future[tuple[Callable[..., int], Callable[..., int]]]":
+def loops_in_background() -> "Future[tuple[Callable[..., int], Callable[..., int]]]":
+    """The result of ``compiled_loops``, which starts to compile on a separate thread with the first call."""
     return ThreadPoolExecutor(1, thread_name_prefix="compile").submit(compiled_loops)
 
 
 @cache
 def compiled_loops() -> tuple[Callable[..., int], Callable[..., int]]:
-    """(read ids, read pairs): ``(text, start, end, results...)`` -> entries read, or -1."""
-    import numba  # takes a third of a second, which short runs need not
+    """(read ids, read pairs): compiled ``(text, start, end, results...)`` -> number of entries read, or -1."""
+    import numba  # lazy: the import takes a third of a second, and short runs do not need it
 
     jit = numba.njit(nogil=True)
-    # A compiled function calls those that it is given.
+    # Compiled functions call other compiled functions only if these are passed as arguments.
     whole_number, mantissa, exponent, any_number = jit(_whole_number), jit(_mantissa), jit(_exponent), jit(_number)
     number = jit(lambda text, place, end: any_number(text, place, end, mantissa, exponent))
     ids_loop, pairs_loop, is_next = jit(_read_ids), jit(_read_pairs), jit(_is_next)
@@ -163,7 +165,7 @@ def _is_next(text: np.ndarray, place: int, end: int, word: bytes) -> bool:
 
 
 def _whole_number(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
-    """(value, the place behind it); -1 for a place where it is none, or not below 2^31."""
+    """(value, position after it); position -1 without a whole number below 2^31."""
     value, first = 0, place
     while place < end and 48 <= text[place] <= 57 and place - first < 11:
         value = value * 10 + (text[place] - 48)
@@ -174,7 +176,7 @@ def _whole_number(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
 
 
 def _number(text: np.ndarray, place: int, end: int, mantissa: Any, exponent: Any) -> tuple[np.float32, int]:
-    """(the number at ``place``, the place behind it); -1 for a place where it is none, or which float32 it is is in doubt."""
+    """(number at ``place``, position after it); position -1 if there is none or its float32 rounding is in doubt."""
     negative = place < end and text[place] == 45
     digits, scale, place = mantissa(text, place + negative, end)
     if place >= 0 and place < end and (text[place] == 101 or text[place] == 69):
@@ -190,7 +192,8 @@ def _number(text: np.ndarray, place: int, end: int, mantissa: Any, exponent: Any
 
 
 def _mantissa(text: np.ndarray, place: int, end: int) -> tuple[int, int, int]:
-    """(digits as a whole number, how many of them stand behind the point, the place behind them); -1 for more than 18."""
+    """(digits as a whole number, number of digits after the point, position after them); position -1 for more than 18
+    digits."""
     digits, scale, num_digits, behind_point, first = 0, 0, 0, False, place
     while place < end and (48 <= text[place] <= 57 or (text[place] == 46 and not behind_point)):
         if text[place] == 46:
@@ -206,7 +209,7 @@ def _mantissa(text: np.ndarray, place: int, end: int) -> tuple[int, int, int]:
 
 
 def _exponent(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
-    """(value, the place behind it); -1 where there is none."""
+    """(value, position after it); position -1 without an exponent."""
     falls = place < end and text[place] == 45
     if place < end and (text[place] == 45 or text[place] == 43):
         place += 1

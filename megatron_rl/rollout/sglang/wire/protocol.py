@@ -1,9 +1,9 @@
-"""What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
+"""Bodies and replies of SGLang's ``/generate``, as pure functions.
 
-Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
-image token without its image (which hangs it); every id, count and sign of an answer has been checked
-(``response_validation.py``), and it belongs to a prompt of as many tokens as ours; a response whose last token is a stop token is
-finished by ``stop``.
+Invariants: no request has a token id outside the vocabulary (one such id crashes the server's scheduler) or an image
+token without its image (which hangs the server). Every id, count and sign of a reply has been checked
+(``response_validation.py``), and the server counts as many prompt tokens as the trainer. A response whose last token is a
+stop token has finish reason ``stop``.
 """
 
 import math
@@ -37,7 +37,7 @@ from megatron_rl.rollout.sglang.wire.response_validation import (
 from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, InvalidRoutes, decode_routes
 
 _BAN = -1.0e9
-"""Added to a banned token's logit: no temperature in use brings it back."""
+"""Added to a banned token's logit; too low for any practical temperature to sample the token."""
 _MAX_RENORMALISED_TOP_K = 4096
 """SGLang's limit for log-probs after top-k."""
 
@@ -49,12 +49,12 @@ BUSY_STATUSES = frozenset((429, 503))
 
 
 def sent_rid(rid: str) -> str:
-    """The id with an end mark: "r-1" would otherwise begin "r-10"."""
+    """Append an end mark to the id: without it "r-1" would be a prefix of "r-10"."""
     return f"{rid};"
 
 
 def validate(request: GenerationRequest, vocab_size: int) -> None:
-    """Raises RequestRejected if the request could harm the server or would be refused."""
+    """Check a request. Raises RequestRejected if the server would reject the request or crash on it."""
     problem = None
     if len(request.input_ids) == 0:
         problem = "input_ids is empty: expected at least one token"
@@ -62,7 +62,7 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         ids = np.asarray(request.input_ids)
         position = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         problem = (
-            f"input_ids[{position}] is {ids[position]}, outside the vocabulary of {vocab_size}: it would kill the server. "
+            f"input_ids[{position}] is {ids[position]}, outside the vocabulary of {vocab_size}: it would crash the server. "
             "Check that the tokenizer belongs to the model"
         )
     elif request.max_new_tokens < 1:
@@ -74,16 +74,16 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
     elif request.logprobs_after_top_k and not 1 <= request.top_k <= _MAX_RENORMALISED_TOP_K:
         problem = f"log-probs after top-k need 1 <= top_k <= {_MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
     elif request.images is not None and (count := _num_image_tokens(request)) != len(request.images.data):
-        problem = f"{count} image tokens for {len(request.images.data)} images: the server would wait for the others forever"
+        problem = f"{count} image tokens for {len(request.images.data)} images: the server would wait for the missing images forever"
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")
 
 
 def _greatest_id(ids: Sequence[int] | np.ndarray | TokenParts) -> int:
-    """Of ``ids``, some of which are there; a negative one counts as greater than all others."""
-    parts = ids.parts if isinstance(ids, TokenParts) else [np.asarray(ids)]
-    # Read as numbers without a sign: one look at each.
-    return max(int(part.view(f"u{part.itemsize}").max()) for part in parts if len(part))
+    """Greatest of ``ids`` (not empty); a negative id counts as greater than all others."""
+    arrays = ids.parts if isinstance(ids, TokenParts) else [np.asarray(ids)]
+    # View the ids as unsigned, so that one pass finds both negative and too large ids.
+    return max(int(array.view(f"u{array.itemsize}").max()) for array in arrays if len(array))
 
 
 def _num_image_tokens(request: GenerationRequest) -> int:
@@ -91,7 +91,7 @@ def _num_image_tokens(request: GenerationRequest) -> int:
 
 
 def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:
-    """The body of one ``/generate`` call for all ``requests``: JSON, but for ids that are arrays."""
+    """Body of one ``/generate`` call for all ``requests``: JSON, except for ids that are arrays."""
     body: dict[str, Any] = {
         "rid": list(rids),
         "input_ids": [_one_array(request.input_ids) for request in requests],
@@ -129,10 +129,10 @@ def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
 
 
 def max_answer_bytes(requests: Sequence[GenerationRequest]) -> int:
-    """No honest answer to ``generate_body(requests)`` is longer."""
+    """Upper bound for the size of a valid reply to ``generate_body(requests)``."""
     num_bytes = 1 << 20
     for request in requests:
-        # A token has its id, its log-prob and, where a tokenizer is loaded, its text; a hot one also all ids of the top-k.
+        # Per token: id, log-prob and, with a tokenizer, text; for a hot token also all top-k ids.
         num_bytes += request.max_new_tokens * (256 + (16 * request.top_k if request.logprobs_after_top_k else 0))
         if request.routes is not None:
             num_tokens = request.num_prompt_tokens + request.max_new_tokens
@@ -141,7 +141,7 @@ def max_answer_bytes(requests: Sequence[GenerationRequest]) -> int:
 
 
 def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = _MAX_ID) -> Generation:
-    """One sample of an answer. Raises RequestRejected, PromptMismatch, BadAnswer or AttemptFailed, and nothing else."""
+    """Parse one sample of a reply. Raises only RequestRejected, PromptMismatch, BadAnswer or AttemptFailed."""
     sample = as_object(answer, "the sample")
     meta = as_object(sample.get("meta_info"), "meta_info")
     finish = as_object(meta.get("finish_reason"), "finish_reason")
@@ -166,7 +166,7 @@ def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = 
 
 
 def _seconds(latency: object) -> float:
-    """Only ever shown and fitted: what makes no sense counts as not said."""
+    """Latency in seconds; 0 for invalid values, because it is only displayed and fitted."""
     return float(latency) if isinstance(latency, (int, float)) and 0 < latency < math.inf else 0.0
 
 
@@ -183,16 +183,16 @@ def _refusal(request: GenerationRequest, finish: dict[str, Any]) -> Exception:
 def _check_counts(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> None:
     if meta.get("completion_tokens", num_new) != num_new:
         raise expected_error("completion_tokens", f"{num_new}, the number of output_ids", meta["completion_tokens"])
-    # A request that was aborted while it queued does not say how long its prompt is.
-    found = meta.get("prompt_tokens", request.num_prompt_tokens)
-    if found == request.num_prompt_tokens and type(found) is int:
+    # The reply to a request that was aborted in the queue has no prompt length.
+    got = meta.get("prompt_tokens", request.num_prompt_tokens)
+    if got == request.num_prompt_tokens and type(got) is int:
         return
-    if request.images is None or type(found) is not int or found < 0:
-        raise expected_error("prompt_tokens", f"{request.num_prompt_tokens}", found)
+    if request.images is None or type(got) is not int or got < 0:
+        raise expected_error("prompt_tokens", f"{request.num_prompt_tokens}", got)
     raise PromptMismatch(
-        f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
-        "server. They must count the same image tokens: look whether the server's model folder has the "
-        "preprocessor_config.json and tokenizer of policy.path, and whether rollout.server_args change its image sizes"
+        f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {got} on the "
+        "server. Both must count the same image tokens: check that the server's model folder has the "
+        "preprocessor_config.json and tokenizer of policy.path, and that rollout.server_args do not change image sizes"
     )
 
 
@@ -200,7 +200,7 @@ def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: np.nd
     if request.logprobs_after_top_k and len(token_ids):
         name = "output_token_sampling_logprobs"
         return parse_logprobs(meta.get(name), name, token_ids)
-    # A request that was aborted while it queued has no log-probs and no cache statistics.
+    # The reply to a request that was aborted in the queue has no log-probs and no cache statistics.
     return as_token_logprobs(meta.get("output_token_logprobs", []), "output_token_logprobs", token_ids)
 
 
@@ -210,32 +210,32 @@ def _weight_version(request: GenerationRequest, meta: dict[str, Any], num_new: i
 
 
 def _versions(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> tuple[tuple[str, int, int], ...]:
-    """Of SGLang's spans [{version, start, end}]: they follow each other from the first token to the last."""
-    found = meta.get("weight_versions")
-    if num_new == 0 or (found is None and not request.needs_spans):
+    """Validated spans (version, start, end) of SGLang's [{version, start, end}]; they must cover all tokens in order."""
+    entries = meta.get("weight_versions")
+    if num_new == 0 or (entries is None and not request.needs_spans):
         return ()
-    if found is None:
+    if entries is None:
         raise InvalidReply(
-            "weight_versions: the server does not say which weights sampled which tokens; schedule.weight_update=in_flight "
+            "weight_versions: the server does not report which weights sampled which tokens; schedule.weight_update=in_flight "
             "needs SGLang 0.5.19 or later: install it, or set schedule.weight_update=between"
         )
     spans, last = [], 0
-    for entry in as_list(found, "weight_versions"):
+    for entry in as_list(entries, "weight_versions"):
         span = as_object(entry, "weight_versions")
         version = _expected_version(request, as_text(span.get("version"), "weight_versions.version"), num_new)
         start = parse_count(span.get("start"), "weight_versions.start", most=num_new)
         end = parse_count(span.get("end"), "weight_versions.end", most=num_new)
         if start != last or end <= start:
-            raise expected_error("weight_versions", f"a span of tokens from {last} on", entry)
+            raise expected_error("weight_versions", f"a span of tokens that starts at {last}", entry)
         spans.append((version, start, end))
         last = end
     if last != num_new:
-        raise expected_error("weight_versions", f"spans up to the last of {num_new} tokens", found)
+        raise expected_error("weight_versions", f"spans up to the last of {num_new} tokens", entries)
     return tuple(spans)
 
 
 def _expected_version(request: GenerationRequest, version: str, num_new: int) -> str:
-    """``version``, if it may have sampled the answer's tokens; raises StaleWeights."""
+    """Return ``version`` if it may have sampled the reply's tokens; raises StaleWeights otherwise."""
     expected = {request.weight_version, request.newest_version or request.weight_version}
     if num_new and expected.isdisjoint({"", version}):
         raise StaleWeights(
@@ -246,12 +246,11 @@ def _expected_version(request: GenerationRequest, version: str, num_new: int) ->
 
 
 def _stop_string(request: GenerationRequest, finish: dict[str, Any]) -> str:
-    """The text that ended the response, if one of the request's did."""
+    """Stop string of the request that ended the response, or an empty string."""
     matched = finish.get("matched")
     if type(matched) is str and matched in request.stop_strings:
         return matched
-    # Whole numbers are token ids: the model's own, or some of the request's. SGLang also ends with a text of its own
-    # where the sampler met NaN.
+    # Whole numbers are stop token ids. SGLang also ends a response with its own text if the sampler met NaN.
     if matched is not None and type(matched) not in (int, list):
         raise expected_error("finish_reason.matched", "a token id or one of the request's stop strings", matched)
     return ""
@@ -263,7 +262,7 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
     encoded = meta.get("routed_experts")
     if encoded is None:
         raise InvalidReply(
-            f"routed_experts: the server does not say which experts its tokens went to; start it with "
+            f"routed_experts: the server does not report the experts of its tokens; start it with "
             f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
         )
     try:
@@ -271,7 +270,7 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
             as_text(encoded, "routed_experts"), request.num_prompt_tokens + num_new - 1, request.routes
         )
     except InvalidRoutes as error:
-        raise InvalidReply(f"routed_experts: {error}; look whether the server runs the same model") from error
+        raise InvalidReply(f"routed_experts: {error}; check that the server runs the same model") from error
 
 
 def _finish_reason(request: GenerationRequest, reason: str, token_ids: np.ndarray) -> str:
@@ -281,5 +280,5 @@ def _finish_reason(request: GenerationRequest, reason: str, token_ids: np.ndarra
         return reason
     if not len(token_ids):
         raise expected_error("output_ids", f"at least one token, as it ended by {reason}", [])
-    # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
+    # SGLang checks the length first, so a stop token at the last position would be reported as unfinished.
     return "stop" if reason == "length" and token_ids[-1] in request.stop_token_ids else reason

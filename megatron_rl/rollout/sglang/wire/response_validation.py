@@ -1,7 +1,7 @@
-"""What a server says, held against what it may say. Pure.
+"""Validation of a server's replies. Pure.
 
-A gateway, another server on the same port or a broken device can answer anything with status 200. Nothing of it is
-trained on before its types, counts, ids and signs have been checked here; ``InvalidReply`` names the field and what came.
+A gateway, another server on the same port or a broken device can send anything with status 200. No reply is trained on
+before its types, counts, ids and signs have been checked here; ``InvalidReply`` names the field and the value received.
 The checks run in C over whole lists, or over arrays (``json_arrays.py``).
 """
 
@@ -14,42 +14,42 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.wire.json_arrays import NumberList, PairList
 
 _MAX_POSITIVE = 1.0e-3
-"""A log-prob above 0 by no more than this is rounding."""
+"""Log-probs above 0 by at most this much are rounding errors."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
 
 class InvalidReply(UserError, RuntimeError):
-    """The server answered something that must not be trained on."""
+    """The server's reply is invalid and must not be trained on."""
 
     server_at_fault = True
-    """Another server, or this one started again, may answer better."""
+    """True if a retry, here or on another server, may give a valid reply."""
 
 
 class NonFiniteLogprob(InvalidReply):
-    """A log-prob is not a finite number: the fault of the weights, which all servers have from the trainer."""
+    """A log-prob is not finite. The cause is the weights, which all servers have from the trainer."""
 
     server_at_fault = False
 
 
 class StaleWeights(InvalidReply):
-    """A server answered with another weight version than the published one."""
+    """A server sampled with a weight version other than the published one."""
 
 
 class ApiKeyRejected(UserError):
-    """A server answered 401 or 403."""
+    """A server replied 401 or 403."""
 
     def __init__(self, url: str, status: int, *, has_key: bool) -> None:
-        sent = "the API key of this run is not the server's" if has_key else "it asks for an API key, and this run has none"
+        sent = "this run's API key is not the server's" if has_key else "it requires an API key, and this run has none"
         super().__init__(
             f"the SGLang server at {url} answered {status}: {sent}. Set rollout.api_key_env to the name of an environment "
-            "variable that holds the key which the server was started with"
+            "variable with the key that the server was started with"
         )
 
 
 def abbreviate(value: Any) -> str:
-    """``value`` for a message, however large it is."""
+    """Shortened repr of ``value`` for a message."""
     return _short.repr(value)
 
 
@@ -70,7 +70,7 @@ def as_text(value: Any, field: str) -> str:
 
 
 def parse_count(value: Any, field: str, *, most: int) -> int:
-    """A whole number from 0 to ``most``; true and false are none."""
+    """A whole number from 0 to ``most``; booleans are rejected."""
     if type(value) is not int or not 0 <= value <= most:
         raise expected_error(field, f"a whole number from 0 to {most}", value)
     return value
@@ -86,7 +86,7 @@ def as_token_ids(value: Any, field: str, *, most: int, vocab_size: int) -> np.nd
     """[n] int32: at most ``most`` ids, each below ``vocab_size``."""
     ids = value.ids if isinstance(value, NumberList) else as_list(value, field)
     if len(ids) > most:
-        raise expected_error(field, f"at most the {most} tokens that were asked for", f"{len(ids)} tokens")
+        raise expected_error(field, f"at most the {most} requested tokens", f"{len(ids)} tokens")
     if isinstance(ids, list) and not set(map(type, ids)) <= {int}:
         raise expected_error(field, "whole numbers", next(token for token in ids if type(token) is not int))
     if len(ids) and _outside(ids, vocab_size):
@@ -107,11 +107,11 @@ def parse_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
     kinds = set(map(type, logprobs))
     if not kinds <= {float, int, type(None)}:
         raise expected_error(field, "numbers", next(x for x in logprobs if type(x) not in (float, int, type(None))))
-    with np.errstate(over="ignore"):  # what is as good as infinite
+    with np.errstate(over="ignore"):  # an overflow to infinity is reported below
         array = np.array(logprobs, dtype=np.float64).astype(np.float32)
     if not np.isfinite(array).all():
         raise NonFiniteLogprob(
-            f"{field}: the server returned a log-prob that is not finite. Its weights hold NaN or infinity: look at the "
+            f"{field}: the server returned a log-prob that is not finite. Its weights contain NaN or infinity: check the "
             "loss and gradient norm of the last steps"
         )
     return _not_above_0(array, field)
@@ -129,7 +129,8 @@ def _check_numbers(field: str, num_tokens: int, num_logprobs: int) -> None:
 
 
 def as_token_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
-    """As ``parse_logprobs``, of SGLang's entries [log-prob, token id, text]: each must be of its own token."""
+    """Same as ``parse_logprobs``, but from SGLang's entries [log-prob, token id, text]; each entry must belong to its
+    token."""
     if isinstance(value, PairList):
         _check_numbers(field, len(token_ids), len(value.ids))
         _check_same_tokens(field, token_ids, value.ids)
@@ -153,4 +154,4 @@ def _check_same_tokens(field: str, token_ids: np.ndarray, theirs: list[Any] | np
     if theirs == expected:
         return
     other, ours = next((a, b) for a, b in zip(theirs, expected, strict=True) if a != b)
-    raise expected_error(field, f"the log-prob of token {ours}", f"that of token {abbreviate(other)}")
+    raise expected_error(field, f"the log-prob of token {ours}", f"the log-prob of token {abbreviate(other)}")

@@ -1,11 +1,11 @@
-"""Which experts SGLang sent each token to (R3, arXiv 2510.11370): decoding its answers. Pure.
+"""Decodes the experts that SGLang routed each token to (R3, arXiv 2510.11370). Pure.
 
-A server started with ``--enable-return-routed-experts`` says for every token of a request but the last where it went:
-also for the prefix, which it computed (or had cached) under the weights that sampled the answer. The record of a
-trajectory's newest request is therefore the record of all its tokens, and replaces the one before.
+A server started with ``--enable-return-routed-experts`` reports the experts of every token of a request except the
+last, including the prefix, which the same weights computed (or had cached). The routes of a trajectory's newest request
+are therefore the routes of all its tokens, and replace the previous record.
 
-So servers are asked for all tokens, not for the new ones alone (``routed_experts_start_len``): after a publish the prefix is
-computed again by the new weights, and the routes of an earlier request are no longer those behind its keys and values.
+Servers are asked for the routes of all tokens, not only of the new ones (``routed_experts_start_len``): after a publish
+the new weights recompute the prefix, so routes of an earlier request no longer match its keys and values.
 """
 
 import binascii
@@ -22,57 +22,59 @@ from megatron_rl.rollout.requests import RouteShape
 
 SERVER_FLAG = "enable-return-routed-experts"
 _ROWS_AT_ONCE = 1 << 15
-"""As many columns of them stay in a core's cache."""
+"""Rows per block: the columns of one block fit into a core's cache."""
 
 
 class InvalidRoutes(ValueError):
-    """Not what a server with this model would say."""
+    """The routes do not match the model's shape."""
 
 
 def returns_routes(config: Config) -> bool:
-    """The run's servers say which experts tokens went to."""
+    """True if the run's servers report the experts of each token."""
     return config.policy.moe.routing_replay is RoutingReplay.R3
 
 
 def route_shape(model_path: str | Path) -> RouteShape:
-    """Of the model in a Hugging Face folder; ModelError where it has no experts."""
+    """Route shape of the model in a Hugging Face folder. Raises ModelError if the model has no experts."""
     model = as_config(read_model_json(model_path))
     experts = num_experts(model)
     if not experts:
         raise ModelError(
             "policy.moe.routing_replay needs a mixture-of-experts model, but "
-            f"{Path(model_path) / 'config.json'} names no experts; set it to none"
+            f"{Path(model_path) / 'config.json'} has no experts; set it to none"
         )
     return RouteShape(model.num_hidden_layers, model.num_experts_per_tok, experts)
 
 
 def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """SGLang's base64 of int32 ids [num_tokens, layers, k] -> routes of the same shape: id + 1, 0 no record.
+    """SGLang's base64 of int32 ids [num_tokens, layers, k] -> routes of the same shape: expert id + 1, or 0 for no
+    record.
 
-    A dense layer's entries and those of a token that the server did not see routed are all 0 in SGLang's answer: where
-    one expert is named twice there is no record. Raises BadRoutes for another size or an unknown expert.
+    SGLang returns 0 for all entries of dense layers and of tokens without a record, so an expert listed twice means no
+    record. Raises BadRoutes for a wrong size or an unknown expert.
     """
     try:
         ids = np.frombuffer(pybase64.b64decode(encoded, validate=True), dtype=np.int32)
     except (binascii.Error, ValueError) as error:
         raise InvalidRoutes(f"routed experts are not base64 of int32: {error}") from error
-    wanted = (num_tokens, shape.num_layers, shape.top_k)
+    full_shape = (num_tokens, shape.num_layers, shape.top_k)
     if ids.size != num_tokens * shape.num_layers * shape.top_k:
         raise InvalidRoutes(
-            f"expected routed experts of {wanted[0]} tokens x {wanted[1]} layers x {wanted[2]}, got {ids.size} numbers"
+            f"expected routed experts of {full_shape[0]} tokens x {full_shape[1]} layers x {full_shape[2]}, got {ids.size} values"
         )
     if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
         raise InvalidRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
+    # One byte per entry if possible: routes are most of the data that trajectories carry.
     dtype = np.uint8 if shape.num_experts <= np.iinfo(np.uint8).max else np.int16
-    routes = np.add(ids.reshape(wanted), 1, dtype=dtype, casting="unsafe")
+    routes = np.add(ids.reshape(full_shape), 1, dtype=dtype, casting="unsafe")
     _drop_incomplete(routes.reshape(-1, shape.top_k))
     return routes
 
 
 def _drop_incomplete(rows: np.ndarray) -> None:
-    """In ``rows`` [n, k], those that are not k different experts become 0.
+    """Zero the rows of ``rows`` [n, k] that do not contain k different experts.
 
-    Every two columns are compared: sorting n short rows takes ten times as long.
+    Compares every pair of columns, because sorting n short rows takes ten times as long.
     """
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         block = rows[start : start + _ROWS_AT_ONCE]

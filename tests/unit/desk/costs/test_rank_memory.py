@@ -8,13 +8,13 @@ from transformers import AutoConfig
 
 from megatron_rl.config.layout import expert_tensor_size, parse_layout
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs.activations import layer_tensors
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank
 from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.families.parameters import entries
 from megatron_rl.families.transforms import Replicated, VocabParallel, padded_vocab_size
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()

@@ -7,7 +7,6 @@ from transformers import AutoConfig
 
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.publish_time import PublishCosts, publish_seconds
 from megatron_rl.desk.costs.serving_time import (
@@ -22,6 +21,7 @@ from megatron_rl.desk.costs.serving_time import (
 from megatron_rl.desk.costs.training_time import Efficiency, TrainingBatchWork, bubble, training_seconds
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.flops import flops_cost
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import COMMON, SHAPES
 
 declare_torchvision_ops()

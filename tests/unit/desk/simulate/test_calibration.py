@@ -51,7 +51,7 @@ def test_a_synchronous_run_gives_its_costs_back(runs):
 def test_a_stage_that_no_mixture_of_costs_explains_keeps_its_mean():
     """What is left of a generate stage may be below zero but for one step that was disturbed."""
     tokens, seconds = np.full(10, 100.0), np.array([-1.0] * 9 + [12.0])
-    found = _fitted({"token_s": tokens}, seconds)
+    found = _fitted(seconds, token_s=tokens)
     assert np.mean(found.token_s * tokens) == pytest.approx(seconds.mean())
 
 

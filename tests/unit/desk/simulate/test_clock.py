@@ -6,55 +6,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import Mode
+from megatron_rl.config.schedule_facts import Facts, Overlap
 from megatron_rl.desk.simulate.clock import StageLoad, run_clock
-from megatron_rl.step.table import step_graph
+from megatron_rl.schedule.table import make_graph
 
 NUM_STEPS = 4
 SECONDS = {"generate": 4.0, "old_logprobs": 1.0, "values": 1.0, "update_policy": 2.0, "update_critic": 3.0}
 
 
-def run(mode, seconds=SECONDS, *, cores=0.0, wanted=0.0, **options):
-    graph = step_graph(mode, **options)
+def run(overlap, seconds=SECONDS, *, cores=0.0, wanted=0.0, **options):
+    graph = make_graph(Facts(overlap, **options))
     return run_clock(graph, lambda one: StageLoad(seconds.get(one.stage.name, 0.0), wanted), NUM_STEPS, cores=cores)
 
 
 def test_a_synchronous_step_is_the_sum_of_its_stages():
-    assert run(Mode.sync)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
+    assert run(Overlap.nothing)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
 
 
 def test_the_critic_hides_behind_the_next_window():
-    assert run(Mode.tppo)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
+    assert run(Overlap.critic)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
 
 
 def test_a_window_that_is_generated_ahead_hides_behind_the_training_of_the_step_before():
-    assert run(Mode.async_)[-1].end_s == pytest.approx(4.0 + NUM_STEPS * 7.0)
+    assert run(Overlap.training)[-1].end_s == pytest.approx(4.0 + NUM_STEPS * 7.0)
 
 
 def test_servers_stand_still_while_weights_are_published_into_a_window():
     """A window of 9 s meets the publish of 2 s of the step before; the first one meets none."""
     seconds = SECONDS | {"generate": 9.0, "publish": 2.0}
-    spans = {(span.name, span.step): span for span in run(Mode.async_, seconds, in_flight=True)}
+    spans = {(span.name, span.step): span for span in run(Overlap.publish, seconds)}
     lengths = [spans["generate", step].end_s - spans["generate", step].start_s for step in range(1, NUM_STEPS + 1)]
     assert lengths == [pytest.approx(9.0)] + [pytest.approx(11.0)] * (NUM_STEPS - 1)
     assert all(spans["publish", step].end_s < spans["generate", step + 1].end_s for step in range(1, NUM_STEPS))
 
 
 def test_on_shared_devices_nothing_overlaps():
-    assert run(Mode.tppo, colocated=True)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
+    assert run(Overlap.critic, colocated=True)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
 
 
 def test_on_full_cores_what_overlaps_takes_as_long_as_one_after_the_other():
     """Each stage wants all cores, so that an overlap gains nothing."""
-    assert run(Mode.tppo, cores=2.0, wanted=2.0)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
+    assert run(Overlap.critic, cores=2.0, wanted=2.0)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
 
 
 def test_with_a_core_for_each_nothing_slows_down():
-    assert run(Mode.tppo, cores=2.0, wanted=1.0)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
+    assert run(Overlap.critic, cores=2.0, wanted=1.0)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
 
 
 def test_on_full_cores_everything_is_slower_although_there_is_one_for_each():
-    graph = step_graph(Mode.tppo)
+    graph = make_graph(Facts())
     spans = run_clock(
         graph, lambda one: StageLoad(SECONDS.get(one.stage.name, 0.0), 1.0), NUM_STEPS, cores=2.0, overlap_rate=0.8
     )
@@ -68,7 +68,7 @@ def test_on_full_cores_everything_is_slower_although_there_is_one_for_each():
 def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
     """Two servers of a core each, one of them idle after a second; the critic wants two cores of three."""
     servers = StageLoad(1.0, 2.0, StageLoad(3.0, 1.0))
-    graph = step_graph(Mode.tppo)
+    graph = make_graph(Facts())
     loads = {"generate": servers, "update_critic": StageLoad(3.0, 2.0)}
     spans = run_clock(graph, lambda one: loads.get(one.stage.name, StageLoad(0.0)), NUM_STEPS, cores=3.0)
     found = {(span.name, span.step): span for span in spans}
@@ -81,10 +81,9 @@ def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(data):
-    mode = data.draw(st.sampled_from(list(Mode)))
-    colocated = data.draw(st.booleans())
-    in_flight = not colocated and data.draw(st.booleans())
-    graph = step_graph(mode, colocated=colocated, reference=data.draw(st.booleans()), in_flight=in_flight)
+    overlap = data.draw(st.sampled_from(Overlap))
+    colocated = overlap < Overlap.training and data.draw(st.booleans())
+    graph = make_graph(Facts(overlap, colocated=colocated, reference=data.draw(st.booleans())))
     cores = data.draw(st.sampled_from([0.0, 1.0, 2.0]))
     loads = {
         (stage.name, step): StageLoad(

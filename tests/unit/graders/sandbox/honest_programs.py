@@ -1,4 +1,4 @@
-"""Programs and tests that hold: what tests may do with a program that runs in another process, and what they may not."""
+"""Programs and tests that must pass: supported and unsupported uses of a program that runs in another process."""
 
 HONEST = {
     "arguments change in place": (
@@ -99,7 +99,7 @@ HONEST = {
         "assert np.allclose(f(np.ones(2))[0], 2)",
     ),
 }  # fmt: skip
-"""(program, tests) by what they need."""
+"""Maps the required feature to (program, tests)."""
 
 NODES = """class Node:
     def __init__(self, value, next=None): self.value, self.next = value, next
@@ -130,7 +130,7 @@ OPERATED = {
     ),
     "lists of its own": ("class V(list): pass", "assert V([1]) == [1]"),
 }
-"""What right programs lose: their objects are called and asked for attributes, nothing else. They fail."""
+"""Correct programs that fail in the sandbox, because their objects support only calls and attribute access."""
 
 INSEPARABLE = {
     "classes": ("class V: pass", "assert isinstance(V(), V)"),
@@ -149,4 +149,4 @@ INSEPARABLE = {
     "nothing asked": ("def f(): return 1", "assert 1 == 1"),
     "their own fault": ("def f(): return 1", "x = [][1]\nassert f() == 1"),
 }  # fmt: skip
-"""Tests that cannot be run, whatever the program: unscored."""
+"""Tests that cannot run with any program; the response is unscored."""

@@ -1,4 +1,4 @@
-"""Programs that must not pass, survive, see or reach anything. Each defines ``f``; the tests want ``f(2) == 4``."""
+"""Programs that must not pass, survive or access anything. Each defines ``f``; the tests expect ``f(2) == 4``."""
 
 FORGE = """
 import json, os, struct
@@ -218,7 +218,7 @@ GUARDED = {
     "ever more files": "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()",
     "one big file": "with open('x', 'wb') as file:\n    for i in range(100): file.write(b'x' * (1 << 20))",
 }
-"""What must fail with an OSError or ValueError (or end the program) when a program tries it."""
+"""Accesses that must fail with an OSError or ValueError (or end the program)."""
 
 LIAR = """
 def yes(*a, **k): return True
@@ -255,7 +255,7 @@ class Liar(metaclass=Meta):
     __call__ = me
 def f(*a, **k): return Liar()
 """
-"""Every answer of its objects is the one that tests like to hear."""
+"""Program whose objects give the reply that tests expect."""
 _BASES = {
     base: f"""
 class X({base}):

@@ -1,8 +1,9 @@
-"""The sandbox: honest programs are judged rightly, hostile ones fail within their limits, and nothing is left of them."""
+"""The sandbox: correct programs pass, hostile ones fail within their limits, and no process or file of them is left."""
 
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from tests.unit.graders.sandbox.hostile_programs import CHEATS, FORGED, GUARDED,
 
 LIMITS = ProgramLimits(time_s=0.5, memory_mb=200, disk_mb=8, num_processes=12, wall_s=20.0)
 PATIENT = replace(LIMITS, time_s=15.0)
-"""For programs that end by themselves, on a busy machine."""
+"""Limits for programs that end without being killed, on a busy machine."""
 TESTS = "assert f(2) == 4\nassert f(0) == 0"
 SQUARE = "def f(x):\n    return x * x\n"
 MARK = "31557601"
@@ -53,8 +54,8 @@ def command(pid: str) -> bytes:
 
 
 def survivors(sandbox: Sandbox) -> list[int]:
-    """Processes that a program of ``sandbox`` started: forks of the supervisor, or others with the mark."""
-    below = {sandbox._supervisor.process.pid}
+    """Processes started by a program of ``sandbox``: forks of the supervisor, or processes with the mark."""
+    below = {sandbox.pid}
     parents = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -75,13 +76,13 @@ def run(
     entry_point: str = "f",
     prompt_code: str = "",
 ) -> CaseResult:
-    """Runs it, and checks that nothing is left of it."""
+    """Run a program and check that no process of it is left."""
     outcome = sandbox.run(Program(code, tests, prompt_code, entry_point), limits)
     assert survivors(sandbox) == []
     return outcome
 
 
-def test_an_honest_program_passes_and_a_wrong_one_says_where(sandbox: Sandbox) -> None:
+def test_correct_program_passes_and_a_wrong_one_reports_the_line(sandbox: Sandbox) -> None:
     assert run(sandbox, SQUARE) == CaseResult(2, 0, "")
     wrong = run(sandbox, "def f(x):\n    return x + x + (x == 0)\n")
     assert not wrong.passed and "assert f(0) == 0" in wrong.detail
@@ -89,14 +90,14 @@ def test_an_honest_program_passes_and_a_wrong_one_says_where(sandbox: Sandbox) -
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_cheating_is_no_way_to_pass(sandbox: Sandbox, name: str) -> None:
+def test_cheating_programs_do_not_pass(sandbox: Sandbox, name: str) -> None:
     outcome = run(sandbox, CHEATS[name])
     assert not outcome.passed and outcome.detail
     assert run(sandbox, SQUARE).passed
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_program_that_does_not_end_fails_at_the_limit(sandbox: Sandbox, name: str) -> None:
+def test_program_that_does_not_end_fails_at_the_limit(sandbox: Sandbox, name: str) -> None:
     outcome = run(sandbox, LOOPS[name], limits=LIMITS)
     assert not outcome.passed and "limit" in outcome.detail
 
@@ -115,7 +116,7 @@ def test_memory_is_limited(sandbox: Sandbox, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_what_is_outside_cannot_be_reached(sandbox: Sandbox, name: str, tmp_path: Path) -> None:
+def test_program_cannot_access_anything_outside_the_sandbox(sandbox: Sandbox, name: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -141,7 +142,7 @@ def test_the_environment_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
         ).passed
 
 
-def test_each_program_has_an_empty_folder_of_its_own(sandbox: Sandbox) -> None:
+def test_each_program_has_its_own_empty_folder(sandbox: Sandbox) -> None:
     look = "import os\nbefore = os.listdir('.')\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\n"
     look += "os.mkdir('a/d', 0)\nos.mkdir('d', 0)\ndef f(): return before"
     for _ in range(2):
@@ -151,35 +152,35 @@ def test_each_program_has_an_empty_folder_of_its_own(sandbox: Sandbox) -> None:
     assert run(sandbox, where, "assert f()").passed
 
 
-def test_the_first_fault_is_the_datas_when_tests_cannot_run(sandbox: Sandbox) -> None:
+def test_tests_that_cannot_run_are_reported_as_bad_tests(sandbox: Sandbox) -> None:
     for tests in ("assert f(", "", "# nothing", "x = 1", "def check(candidate):\n    assert candidate(1) == 1"):
         with pytest.raises(BadTestsError):
             run(sandbox, SQUARE, tests, entry_point="")
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_tests_see_the_program_as_if_beside_it(sandbox: Sandbox, name: str) -> None:
+def test_tests_use_the_program_as_in_one_interpreter(sandbox: Sandbox, name: str) -> None:
     code, tests = HONEST[name]
     outcome = run(sandbox, code, tests, entry_point="f" if "candidate" in tests else "")
     assert outcome.passed and outcome.detail == ""
 
 
 @pytest.mark.parametrize("name", OPERATED)
-def test_objects_of_a_program_are_called_and_asked_for_attributes_only(sandbox: Sandbox, name: str) -> None:
+def test_program_objects_support_only_calls_and_attributes(sandbox: Sandbox, name: str) -> None:
     code, tests = OPERATED[name]
     outcome = run(sandbox, code, tests, entry_point="")
     assert not outcome.passed and ("plain value" in outcome.detail or "TypeError" in outcome.detail), outcome
 
 
 @pytest.mark.parametrize("name", INSEPARABLE)
-def test_tests_that_cannot_run_are_unscored_whatever_the_program(sandbox: Sandbox, name: str) -> None:
+def test_tests_that_cannot_run_are_unscored_for_any_program(sandbox: Sandbox, name: str) -> None:
     code, tests = INSEPARABLE[name]
     for program in (code, "", "raise SystemExit", "def f(*a): return 1"):
         with pytest.raises(BadTestsError):
             run(sandbox, program, tests, entry_point="")
 
 
-def test_instances_of_the_prompts_classes_travel_as_their_attributes(sandbox: Sandbox) -> None:
+def test_instances_of_prompt_classes_are_sent_as_attributes(sandbox: Sandbox) -> None:
     code = "class Solution:\n    def turn(self, head):\n        last = None\n        while head:\n"
     code += "            head.next, last, head = last, head, head.next\n        return last"
     tests = (
@@ -192,7 +193,7 @@ def test_instances_of_the_prompts_classes_travel_as_their_attributes(sandbox: Sa
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_no_answer_of_a_program_is_asked_for_its_own_verdict(sandbox: Sandbox, name: str) -> None:
+def test_program_objects_cannot_decide_their_own_comparison(sandbox: Sandbox, name: str) -> None:
     code, tests = FORGED[name]
     outcome = run(sandbox, code, tests)
     assert not outcome.passed, outcome
@@ -225,7 +226,7 @@ def test_partial_credit_counts_asserts(sandbox: Sandbox) -> None:
     assert sandbox.run(early, PATIENT, partial=True).share == 0.25
 
 
-def test_helpers_of_the_prompt_are_not_the_programs(sandbox: Sandbox) -> None:
+def test_prompt_helpers_come_from_the_prompt_not_the_program(sandbox: Sandbox) -> None:
     prompt = 'import math\n\ndef near(a, b):\n    return abs(a - b) < 1e-6\n\ndef f(x):\n    """Root."""\n'
     tests = "def check(candidate):\n    assert near(candidate(4), 2)\n    assert near(candidate(9), 3)"
     assert run(sandbox, "    return math.sqrt(x)\n", tests, prompt_code=prompt).passed
@@ -248,18 +249,18 @@ def test_many_callers_share_a_sandbox(sandbox: Sandbox) -> None:
     assert outcomes == {number: bool(number % 2) for number in range(8)}
 
 
-def test_a_lost_helper_is_replaced() -> None:
+def test_lost_supervisor_is_replaced() -> None:
     with Sandbox() as fresh:
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
-        first = fresh._supervisor.process.pid
-        fresh._supervisor.process.kill()
-        fresh._supervisor.process.wait()
+        first = fresh.pid
+        os.kill(fresh.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, fresh.pid, os.WEXITED | os.WNOWAIT)
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
-        assert fresh._supervisor.process.pid != first
+        assert fresh.pid != first
 
 
-def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
-    threading.Timer(0.3, sandbox._supervisor.process.kill).start()
+def test_all_processes_end_with_a_killed_supervisor(sandbox: Sandbox) -> None:
+    threading.Timer(0.3, os.kill, (sandbox.pid, signal.SIGKILL)).start()
     endless = "import os, time\ntry: os.fork()\nexcept OSError: pass\nwhile True: pass"
     outcome = sandbox.run(Program(endless, TESTS), ProgramLimits(time_s=1.0, wall_s=20.0))
     assert not outcome.passed  # the second helper ran it to its limit
@@ -269,10 +270,10 @@ def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
         time.sleep(0.02)
 
 
-def test_everything_ends_with_a_killed_client() -> None:
+def test_all_processes_end_with_a_killed_client() -> None:
     script = (
         "from megatron_rl.graders.sandbox.sandbox import *\n"
-        "s = Sandbox(); s.start(); print(s._supervisor.process.pid, flush=True)\n"
+        "s = Sandbox(); s.start(); print(s.pid, flush=True)\n"
         "s.run(Program('import os, time\\nos.fork()\\ntime.sleep(1000)', 'assert f()'), ProgramLimits(time_s=100, wall_s=100))\n"
     )
     client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -291,7 +292,7 @@ def test_everything_ends_with_a_killed_client() -> None:
     pytest.fail(f"alive after their client: {left}")
 
 
-def test_folders_of_killed_helpers_are_removed() -> None:
+def test_folders_of_killed_supervisors_are_removed() -> None:
     memory = Path("/dev/shm")
     if shutil.disk_usage(memory).free < 512 << 20:
         pytest.skip("/dev/shm is too small to be the sandbox's folder")
@@ -310,19 +311,19 @@ def test_folders_of_killed_helpers_are_removed() -> None:
         except SandboxError as error:
             pytest.skip(f"this kernel cannot: {error}")
         assert not old.exists() and living.exists()
-        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox._supervisor.process.pid}_*"))
+        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox.pid}_*"))
         assert len(folders) == 1
     living.rmdir()
     assert not folders.pop().exists()
 
 
-def test_preloaded_modules_are_there() -> None:
+def test_preloaded_modules_are_available() -> None:
     with Sandbox(preload=["numpy"]) as sandbox:
         code = "import sys\nloaded = 'numpy' in sys.modules\ndef f(): return loaded"
         assert sandbox.run(Program(code, "assert f()"), PATIENT).passed
 
 
-def test_without_any_guard_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_refuses_to_run_without_any_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "LEVELS", ())
     with Sandbox() as closed, pytest.raises(SandboxError, match="allow_unsandboxed"):
         closed.run(Program(SQUARE, TESTS), PATIENT)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.checks.model_folder import problems as folder_problems
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf.conversion import convert
+from megatron_rl.models.conversion import convert
 from megatron_rl.models.hf.megatron_config import check_layout, megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError

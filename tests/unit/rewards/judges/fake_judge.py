@@ -1,4 +1,4 @@
-"""A judge without a model: answers SGLang's /generate, /tokenize and /model_info by a function of the text."""
+"""A judge without a model: replies to /generate, /tokenize and /model_info by a function of the text."""
 
 import math
 from collections.abc import Callable

@@ -52,7 +52,7 @@ def ask(name: str, handler: Callable, *items: tuple, **options: Any) -> tuple[li
 
 
 @given(st.lists(LOGPROBS, min_size=1, max_size=4), st.lists(LOGPROBS, min_size=1, max_size=4))
-def test_the_judgement_is_the_softmax_over_summed_forms(yes: list[float], no: list[float]):
+def test_judgment_is_the_softmax_over_summed_forms(yes: list[float], no: list[float]):
     found = judgement(yes, no)
     p_yes, p_no = sum(map(math.exp, yes)), sum(map(math.exp, no))
     assert found.probability == pytest.approx(p_yes / (p_yes + p_no), abs=1e-12)
@@ -61,8 +61,8 @@ def test_the_judgement_is_the_softmax_over_summed_forms(yes: list[float], no: li
 
 
 @given(LOGPROBS, LOGPROBS, st.floats(-50, 50))
-def test_the_judgement_does_not_depend_on_the_softmax_normaliser(yes: float, no: float, shift: float):
-    """Log-probs and logits give the same: they differ by a constant."""
+def test_judgment_does_not_depend_on_the_softmax_normalizer(yes: float, no: float, shift: float):
+    """Log-probs and logits differ by a constant, so both give the same probability."""
     assert judgement([yes + shift], [no + shift]).probability == pytest.approx(judgement([yes], [no]).probability)
 
 
@@ -71,7 +71,7 @@ def test_extreme_log_probs_do_not_overflow(yes: float, no: float, expected: floa
     assert judgement([yes], [no]).probability == expected
 
 
-def test_answers_without_usable_log_probs_are_errors():
+def test_judge_replies_without_valid_log_probs_are_errors():
     good = answer(0.25, [10, 20])
     assert read_judgement(good, [10], [20]).probability == pytest.approx(0.25)
     with pytest.raises(RewardCallError, match="no log-probs"):
@@ -93,7 +93,7 @@ def test_answers_without_usable_log_probs_are_errors():
 # --------------------------------------------------------------------------------------------------------------- genrm
 
 
-def test_genrm_scores_the_probability_of_the_right_judgement():
+def test_genrm_scores_the_probability_of_the_yes_judgment():
     items = [("good", "truth", {"prompt": "p"}), ("bad", "truth", {"prompt": "p"})]
     scores, service = ask("genrm", fake_judge(lambda text: 0.9 if "|good|" in text else 0.125), *items)
     assert [s.value for s in scores] == [pytest.approx(0.9), pytest.approx(0.125)]
@@ -124,7 +124,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize(("response", "solution"), THOUGHTS.items())
-def test_only_the_solution_is_judged_and_a_broken_thought_scores_0_unjudged(response: str, solution: str | None):
+def test_only_the_solution_is_judged_and_a_malformed_thought_scores_0(response: str, solution: str | None):
     assert solution_of(response, require_think=False, opened_by_prompt=False) == solution
     for name in ("genrm", "pairwise"):
         (found,), service = ask(name, fake_judge(lambda text: 0.75), (response, "ref", {"prompt": "p"}))
@@ -141,7 +141,7 @@ def test_a_thought_can_be_required_or_opened_by_the_prompt():
     assert solution_of("plain", require_think=False, opened_by_prompt=True) is None
 
 
-def test_a_response_cannot_spell_the_judge_s_control_tokens(tmp_path: Path):
+def test_response_cannot_contain_the_judges_control_tokens(tmp_path: Path):
     make_tokenizer(tmp_path)
     settings = JudgeOptions(url="http://x", tokenizer_path=str(tmp_path))
     assert "<eos>" in Tokenizer(tmp_path).special_texts
@@ -150,7 +150,7 @@ def test_a_response_cannot_spell_the_judge_s_control_tokens(tmp_path: Path):
     assert escape_control_tokens("a < b > c", settings) == "a < b > c"
 
 
-def test_a_missing_reference_is_unscored_and_found_before_the_start():
+def test_missing_reference_is_unscored_and_reported_before_the_start():
     (found,), _ = ask("genrm", fake_judge(lambda text: 0.5), ("r", "", {"prompt": "p"}))
     assert found.value is None and "no reference" in found.error
     prompts = [Prompt("1", (1,), source="f:1", answer="a"), Prompt("2", (1,), source="f:2")]
@@ -162,7 +162,7 @@ def test_a_missing_reference_is_unscored_and_found_before_the_start():
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
-def test_the_pairwise_score_is_antisymmetric_and_lies_in_0_1(forward: float, backward: float):
+def test_pairwise_score_is_antisymmetric_and_in_0_1(forward: float, backward: float):
     value, metrics = combine_orders(forward, backward)
     swapped, swapped_metrics = combine_orders(backward, forward)
     assert value + swapped == pytest.approx(1.0, abs=1e-12)
@@ -172,7 +172,7 @@ def test_the_pairwise_score_is_antisymmetric_and_lies_in_0_1(forward: float, bac
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
-def test_score_and_metrics_equal_those_of_the_tensors(forward: float, backward: float):
+def test_pairwise_score_and_metrics_equal_the_tensor_functions(forward: float, backward: float):
     from megatron_rl import algorithms
 
     value, metrics = combine_orders(forward, backward)
@@ -183,12 +183,12 @@ def test_score_and_metrics_equal_those_of_the_tensors(forward: float, backward: 
 
 
 @given(st.floats(0, 1))
-def test_a_response_is_on_a_par_with_itself(p: float):
+def test_response_compared_with_itself_scores_one_half(p: float):
     assert combine_orders(p, p)[0] == 0.5
 
 
 @given(st.floats(0.01, 0.99))
-def test_a_judge_without_bias_is_consistent_and_one_that_loves_the_first_is_not(p: float):
+def test_position_bias_lowers_swap_consistency(p: float):
     value, metrics = combine_orders(p, 1 - p)
     assert value == pytest.approx(p) and metrics["swap_consistency"] == 1.0
     assert metrics["position_gap"] == pytest.approx(0.0, abs=1e-12)
@@ -197,12 +197,12 @@ def test_a_judge_without_bias_is_consistent_and_one_that_loves_the_first_is_not(
 
 
 def biased(text: str) -> float:
-    """Prefers the longer one, and the first one."""
+    """A judge that prefers the longer response, and the first one."""
     _, first, second = text.split("|")
     return 1 / (1 + math.exp(-(len(first) - len(second)) / 4 - 0.7))
 
 
-def test_the_laws_hold_through_runner_and_wire():
+def test_pairwise_laws_hold_through_runner_and_http():
     texts = ["a", "bb", "a longer one", "cccc"]
     items = [(a, b, {"prompt": "p"}) for a in texts for b in texts]
     scores, _ = ask("pairwise", fake_judge(biased), *items)
@@ -215,7 +215,7 @@ def test_the_laws_hold_through_runner_and_wire():
     assert table["a longer one", "a"] > 0.5 > table["a", "a longer one"]
 
 
-def test_both_orders_travel_in_one_request_and_equal_texts_are_asked_once():
+def test_both_orders_share_a_request_and_equal_texts_are_sent_once():
     scores, service = ask("pairwise", fake_judge(biased), ("bb", "a", {"prompt": "p"}), ("a", "a", {"prompt": "p"}))
     asked = sorted(body["text"] for path, body in service.requests if path == "/generate")
     assert asked == [["p|a|a"], ["p|bb|a", "p|a|bb"]]
@@ -225,7 +225,7 @@ def test_both_orders_travel_in_one_request_and_equal_texts_are_asked_once():
     assert scores[0].metrics["judgement_mass"] == pytest.approx(MASS)
 
 
-def test_the_row_s_anchor_comes_before_the_answer_and_loses_its_thought():
+def test_row_anchor_takes_precedence_and_loses_its_thought():
     item = ("bb", "the answer", {"prompt": "p", "anchor": "<think>long</think>a"})
     _, service = ask("pairwise", fake_judge(biased), item)
     (body,) = [body for path, body in service.requests if path == "/generate"]
@@ -252,7 +252,7 @@ def test_a_prompt_has_exactly_one_anchor():
 
 
 @pytest.mark.parametrize("name", ["genrm", "pairwise"])
-def test_a_judge_that_fails_leaves_responses_unscored(name: str):
+def test_failing_judge_leaves_responses_unscored(name: str):
     working = fake_judge(lambda text: 0.5)
 
     def handler(path: str, body: Any) -> Any:
@@ -272,21 +272,21 @@ def test_a_judge_that_fails_leaves_responses_unscored(name: str):
     assert "Input length exceeds" in scores[0].error and "503" in scores[1].error and "expected" in scores[2].error
 
 
-def test_a_judge_that_does_not_answer_is_refused_before_the_first_response():
+def test_judge_that_does_not_answer_is_rejected_before_the_start():
     with local_service(fake_judge(lambda text: 0.5)) as service:
         url = service.url
     with pytest.raises(RewardError, match="cannot start.*is its server up"):
         start_runner("genrm", options={"url": url}, row_fields=("prompt",))
-    with local_service(lambda path, body: {"hello": 1}) as other, pytest.raises(RewardError, match="no SGLang server"):
+    with local_service(lambda path, body: {"hello": 1}) as other, pytest.raises(RewardError, match="is not an SGLang server"):
         start_runner("genrm", options={"url": other.url}, row_fields=("prompt",))
 
 
-def test_a_judgement_word_of_several_tokens_is_refused_by_name():
+def test_judgment_word_of_several_tokens_is_rejected_by_name():
     with local_service(fake_judge(lambda text: 0.5)) as service, pytest.raises(UserError, match="'MAYBE' is 5 tokens"):
         start_runner("genrm", options={"url": service.url, "yes_words": ["MAYBE"]}, row_fields=("prompt",))
 
 
-def test_several_servers_take_turns():
+def test_judge_servers_are_used_in_rotation():
     with local_service(fake_judge(lambda t: 0.5)) as one, local_service(fake_judge(lambda t: 0.5)) as two:
         options = {"url": [one.url, two.url], "template": POINT}
         with start_runner("genrm", options=options, row_fields=("prompt",)) as runner:
@@ -295,7 +295,7 @@ def test_several_servers_take_turns():
     assert asked == [5, 5]
 
 
-def test_the_questions_of_a_server_that_is_down_go_to_the_others():
+def test_requests_of_a_judge_server_that_is_down_go_to_the_others():
     with local_service(fake_judge(lambda t: 0.5)) as one, local_service(fake_judge(lambda t: 0.5)) as two:
         working = fake_judge(lambda t: 0.5)
         broken = lambda path, body: web.Response(status=503) if path == "/generate" else working(path, body)  # noqa: E731
@@ -325,12 +325,12 @@ def test_the_questions_of_a_server_that_is_down_go_to_the_others():
     ],
 )
 @pytest.mark.parametrize("name", ["genrm", "pairwise"])
-def test_wrong_options_are_refused(name: str, options: dict):
+def test_judge_rejects_invalid_options(name: str, options: dict):
     with pytest.raises(UserError):
         check_options(resolve(name), options, ("prompt",))
 
 
-def test_a_trained_judge_is_asked_as_it_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trained_judge_must_be_queried_as_it_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(judge_module, "_local_ids", lambda path, words: ((1,), (2,)))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     record = {"template": PAIRWISE_TEMPLATE, "yes_word": "YES", "no_word": "NO", "use_chat_template": False}
@@ -339,7 +339,7 @@ def test_a_trained_judge_is_asked_as_it_was_trained(tmp_path: Path, monkeypatch:
     check_options(resolve("pairwise"), options, ("prompt",))
     for other in ({"template": PAIR}, {"yes_words": ["Yes"]}, {"no_words": ["No"]}, {"chat": True}):
         (name,) = other
-        with pytest.raises(RewardError, match=f"was trained another way.*{name} is"):
+        with pytest.raises(RewardError, match=f"was trained with other settings.*{name} is"):
             check_options(resolve("pairwise"), {**options, **other}, ("prompt",))
     (tmp_path / "reward_training.json").write_text(json.dumps({"kind": "bradley_terry"}))
     check_options(resolve("pairwise"), {**options, "template": PAIR}, ("prompt",))

@@ -1,4 +1,4 @@
-"""Reward ``http`` against a local service: what it sends, what it accepts, and that failure is never a 0."""
+"""Reward ``http`` against a local service: requests, accepted replies, and failures, which are never a score of 0."""
 
 from typing import Any
 
@@ -32,13 +32,13 @@ def length_share(path: str, body: Any) -> Any:
     return {"score": len(body["response"]) / 10, "detail": body["answer"]}
 
 
-def test_the_service_gets_response_answer_and_row_and_its_score_comes_back():
+def test_http_reward_sends_response_answer_and_row_and_returns_the_score():
     scores, service = score(length_share, ("four", "a", {"row": {"prompt": "p", "level": 3}}), ("", "b"))
     assert scores == [Score(0.4, "a"), Score(0.0, "b")]
     assert ("/grade", {"prompt": "p", "level": 3, "response": "four", "answer": "a"}) in service.requests
 
 
-def test_only_the_named_fields_go_along():
+def test_http_reward_sends_only_the_listed_fields():
     row = {"prompt": "p", "level": 3, "secret": "s"}
     scores, service = score(length_share, ("r", "a", {"row": row}), ("r", "a", {"row": {}}), fields=["level"])
     assert service.requests == [("/grade", {"level": 3, "response": "r", "answer": "a"})]
@@ -64,12 +64,12 @@ def test_only_the_named_fields_go_along():
         (None, "expected"),
     ],
 )
-def test_a_garbled_verdict_is_unscored(verdict: Any, error: str):
+def test_invalid_service_reply_is_unscored(verdict: Any, error: str):
     found = read_verdict(verdict, 0.0, 1.0)
     assert found.value is None and error in found.error
 
 
-def test_a_verdict_may_be_any_number_in_the_range():
+def test_service_score_may_be_any_number_in_the_range():
     assert [read_verdict({"score": s}, -1, 1).value for s in (True, False, 1, -1, 0.25)] == [1.0, 0.0, 1.0, -1.0, 0.25]
 
 
@@ -84,7 +84,7 @@ def test_a_verdict_may_be_any_number_in_the_range():
         (lambda: web.Response(text="[" * 100_000), "expected JSON", 1),
     ],
 )
-def test_a_failing_service_leaves_items_unscored_and_is_asked_again_only_where_that_may_help(
+def test_failing_service_is_retried_only_for_transient_errors(
     response, error: str, num_requests: int
 ):
     (found,), service = score(lambda path, body: response(), ("r", "a"))
@@ -92,7 +92,7 @@ def test_a_failing_service_leaves_items_unscored_and_is_asked_again_only_where_t
     assert len(service.requests) == num_requests
 
 
-def test_a_service_that_recovers_costs_nothing():
+def test_service_that_recovers_loses_no_item():
     num_asked = 0
 
     def handler(path: str, body: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_service_that_recovers_costs_nothing():
     assert score(handler, ("r", "a"))[0] == [Score(1.0)]
 
 
-def test_a_slow_answer_times_out_and_the_others_do_not_wait():
+def test_slow_reply_times_out_without_delaying_other_items():
     def handler(path: str, body: Any) -> Any:
         return Sleep(30) if body["response"] == "slow" else {"score": 1.0}
 
@@ -112,7 +112,7 @@ def test_a_slow_answer_times_out_and_the_others_do_not_wait():
     assert scores[1:] == [Score(1.0)] * 20
 
 
-def test_a_service_that_is_not_there_leaves_items_unscored():
+def test_unreachable_service_leaves_items_unscored():
     with local_service(length_share) as service:
         url = service.url
     with start_runner("http", RunnerSettings(timeout_s=2.0), options={"url": url}) as runner:
@@ -120,7 +120,7 @@ def test_a_service_that_is_not_there_leaves_items_unscored():
     assert found.value is None and "no answer" in found.error
 
 
-def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+def test_endless_service_reply_is_rejected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron_rl.rewards.workers.session._MAX_ANSWER_BYTES", 1 << 16)
     (found,), _ = score(lambda path, body: web.Response(text="x" * (1 << 20)), ("r", "a"))
     assert found.value is None and "longer than" in found.error
@@ -137,7 +137,7 @@ def test_batches_hold_at_most_batch_size_items_and_keep_the_order():
     assert sum(sizes) == 50 and max(sizes) <= 8 and len(sizes) <= 10
 
 
-def test_a_bad_item_does_not_take_its_batch_with_it():
+def test_invalid_item_does_not_fail_its_batch():
     def handler(path: str, body: Any) -> Any:
         return web.Response(status=400) if any(b["response"] == "bad" for b in body) else length_share(path, body)
 
@@ -145,7 +145,7 @@ def test_a_bad_item_does_not_take_its_batch_with_it():
     assert [s.value for s in scores] == [0.3, None, 0.4]
 
 
-def test_a_batch_answer_of_the_wrong_length_scores_nothing():
+def test_batch_reply_of_the_wrong_length_leaves_items_unscored():
     scores, _ = score(lambda path, body: [{"score": 1.0}] * 3, ("a", ""), ("b", ""), batch_size=4)
     assert [s.value for s in scores] == [None, None]
 
@@ -160,10 +160,10 @@ def test_a_batch_answer_of_the_wrong_length_scores_nothing():
         {"url": "http://x", "fields": "level"},
     ],
 )
-def test_wrong_options_are_refused(options: dict):
+def test_http_reward_rejects_invalid_options(options: dict):
     with pytest.raises(RewardError):
         check_options(resolve("http"), options)
 
 
-def test_the_range_follows_the_options():
+def test_http_reward_range_follows_the_options():
     assert resolve("http").value_range({"url": "http://x", "low": -1, "high": 2}) == (-1.0, 2.0)

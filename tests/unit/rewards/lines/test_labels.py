@@ -1,4 +1,4 @@
-"""Laws of megatron_rl/rewards/lines/labels.py: which lines of a program are good."""
+"""Laws of megatron_rl/rewards/lines/labels.py: good and bad lines of a program."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_binary_search_equals_exhaustive_labelling_for_a_monotone_oracle(num_lin
     assert len(set(asked)) == len(asked) and all(1 <= m < num_lines for m in asked)
 
 
-def test_a_program_that_passes_has_no_bad_line_and_costs_no_question():
+def test_passing_program_has_no_bad_line_and_needs_no_query():
     def never(m):
         raise AssertionError("asked")
 
@@ -43,7 +43,7 @@ def test_a_program_that_passes_has_no_bad_line_and_costs_no_question():
 
 
 @given(st.integers(1, 60), st.randoms(use_true_random=False))
-def test_labels_fall_once_also_when_the_oracle_contradicts_itself(num_lines, random):
+def test_labels_drop_once_even_if_the_oracle_contradicts_itself(num_lines, random):
     found = first_bad_line(num_lines, lambda m: random.random() < 0.5, passes=False)
     assert 1 <= found <= num_lines
     lines = code_lines("x = 1\n" * num_lines)
@@ -51,7 +51,7 @@ def test_labels_fall_once_also_when_the_oracle_contradicts_itself(num_lines, ran
     assert labels == sorted(labels, reverse=True) and set(labels) <= {1, -1} and labels[-1] == -1
 
 
-def test_a_search_refuses_answers_and_results_at_the_wrong_time():
+def test_line_search_rejects_answers_and_results_out_of_order():
     search = LineSearch(2, passes=False)
     with pytest.raises(ValueError, match="not over"):
         assert search.first_bad
@@ -63,7 +63,7 @@ def test_a_search_refuses_answers_and_results_at_the_wrong_time():
         LineSearch(-1, passes=False)
 
 
-def test_neutral_lines_get_no_label_and_are_no_part_of_the_search():
+def test_neutral_lines_get_no_label_and_are_skipped_by_the_search():
     lines = code_lines("# add\ndef f():\n\n    # two\n    return 2\n")
     assert [line.text for line in scored_lines(lines)] == ["def f():", "    return 2"]
     assert line_labels(lines, first_bad=2) == [0, 1, 0, 0, -1]

@@ -42,7 +42,7 @@ scores_and_kinds = st.lists(st.tuples(st.floats(-1e6, 1e6), st.booleans()), max_
 
 
 @given(scores_and_kinds, st.floats(0, 10))
-def test_the_sum_is_bounded_by_the_weight_whatever_the_number_of_lines(lines, weight):
+def test_sum_of_line_rewards_is_bounded_by_the_weight(lines, weight):
     rewards = line_rewards([s for s, _ in lines], [n for _, n in lines], weight)
     assert abs(rewards.astype(np.float64).sum()) <= weight * (1 + 1e-5)
     assert all(reward == 0 for reward, (_, neutral) in zip(rewards, lines) if neutral)
@@ -65,7 +65,7 @@ def test_the_weight_is_divided_by_the_lines_that_count():
     )
 
 
-def test_bad_scores_are_refused():
+def test_line_rewards_reject_invalid_scores():
     with pytest.raises(ValueError, match="not finite"):
         line_rewards([float("nan")], [False], 1.0)
     assert line_rewards([float("nan")], [True], 1.0).tolist() == [0.0]
@@ -73,7 +73,7 @@ def test_bad_scores_are_refused():
         line_rewards([1.0], [], 1.0)
 
 
-def test_rewards_sit_on_the_ends_of_lines_that_count_and_nowhere_else():
+def test_rewards_are_only_on_the_ends_of_scored_lines():
     rewards = rewards_of(PROGRAM, Score(0.0))
     ends = [PROGRAM.index(line) + len(line) for line in ("x = 1", "y = 2")]
     assert np.flatnonzero(rewards).tolist() == ends
@@ -122,7 +122,7 @@ def test_only_types_whose_responses_are_programs_are_rewarded():
         assert rewards.any() == rewarded
 
 
-def test_too_few_values_are_refused():
+def test_dense_rewards_reject_too_few_values():
     with pytest.raises(ValueError, match="values"):
         rewards_of(PROGRAM, Score(0.0), np.ones(3))
     with pytest.raises(ValueError, match="1 trajectories"):
@@ -142,7 +142,7 @@ def test_values_after_tokens_undoes_the_alignment_before_tokens(lengths):
     assert np.concatenate(pieces).tolist() == after.tolist()
 
 
-def test_lines_that_share_a_token_each_bring_their_part():
+def test_lines_that_end_at_one_token_add_up_their_rewards():
     words = ["x\ny\n", "z"]
     t = trajectory("ab", Score(0.0))
     rewarder = ProcessRewarder(

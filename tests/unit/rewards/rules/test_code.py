@@ -1,4 +1,4 @@
-"""The code reward: which code is taken from a response, how tests are read, HumanEval, rows, an external sandbox."""
+"""The code reward: extraction of code, parsing of tests, HumanEval, rows, an external sandbox."""
 
 import contextlib
 import gzip
@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.commands.score import score_file
 from megatron_rl.data.code_lines import extract_code
 from megatron_rl.graders.sandbox.source import InvalidTests, compose, infer_entry_point, prelude, read_tests
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, write_text
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
 from megatron_rl.rewards.rules.code import CodeOptions, score
+from megatron_rl.rewards.score_file import score_file
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 
@@ -65,7 +65,7 @@ def test_a_prompt_without_its_last_newline_is_continued_too() -> None:
     assert run_composed(" x + 1", "def f(x):\n    return", "f")["f"](2) == 3
 
 
-def test_a_prompt_in_words_adds_nothing() -> None:
+def test_prompt_without_code_adds_nothing() -> None:
     assert run_composed("def f(x): return x", "Write a function f that returns x.", "f")["f"](2) == 2
     assert prelude("Write a function f.", "f") == [] and infer_entry_point("Write it.") == ""
     assert infer_entry_point(PROMPT) == infer_entry_point("def f(x):") == "f"
@@ -87,12 +87,12 @@ def test_a_prompt_in_words_adds_nothing() -> None:
         ("```\n```", ""),
     ],
 )
-def test_code_is_the_last_block_that_counts(response: str, expected: str) -> None:
+def test_code_is_the_last_matching_block(response: str, expected: str) -> None:
     assert extract_code(response, "f") == expected
 
 
 @given(st.text("`\npy thonf()=:<>/x ", max_size=80), st.text("f\n`:( ", max_size=30))
-def test_no_text_breaks_the_reading(response: str, prompt: str) -> None:
+def test_code_extraction_handles_any_text(response: str, prompt: str) -> None:
     code = extract_code(response, "f")
     assert isinstance(code, str) and len(code) <= len(response)
     prelude(prompt, "f")
@@ -100,7 +100,7 @@ def test_no_text_breaks_the_reading(response: str, prompt: str) -> None:
         read_tests(response, prompt_code=prompt)
 
 
-def test_tests_name_what_they_take_from_the_program() -> None:
+def test_names_of_tests_lists_the_names_used_from_the_program() -> None:
     tests = read_tests(
         "import math\ny = 2\nassert math.isclose(f(y), helper(y) + Q) and len('a')",
         prompt_code=PROMPT + "# with Q",
@@ -143,7 +143,7 @@ def refuse(value: object) -> list:
 
 
 def in_order(value: object) -> str:
-    """``repr`` with types and with sets in an order of their own."""
+    """``repr`` with types, and with sets in sorted order."""
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}[{', '.join(map(in_order, value))}]"
     if isinstance(value, (set, frozenset)):
@@ -154,7 +154,7 @@ def in_order(value: object) -> str:
 
 
 @given(plain)
-def test_plain_values_travel_unchanged(value: object) -> None:
+def test_plain_values_survive_encoding(value: object) -> None:
     (received,), _ = decode(json.loads(write_text(encode([value], refuse, {})[0])), refuse, {})
     assert received == value and in_order(received) == in_order(value)
 
@@ -172,7 +172,7 @@ json_values = st.recursive(
         json_values,
     ).map(list)
 )
-def test_nonsense_is_refused_with_a_value_error(data: object) -> None:
+def test_invalid_messages_raise_value_error(data: object) -> None:
     for message in (
         data,
         {"values": [data], "nodes": []},
@@ -183,7 +183,7 @@ def test_nonsense_is_refused_with_a_value_error(data: object) -> None:
             decode(message, lambda reference: None, {})
 
 
-def test_two_names_for_a_list_and_lists_that_hold_themselves_travel() -> None:
+def test_shared_and_cyclic_lists_survive_encoding() -> None:
     inner: list = [1]
     outer = [inner, inner]
     outer.append(outer)
@@ -237,7 +237,7 @@ def test_humaneval_solutions_pass_and_mutated_ones_fail(tmp_path: Path) -> None:
         {"tests": "assert f(N) == 4", "setup": "N = 2"},
     ],
 )
-def test_rows_of_many_data_sets_are_understood(row: dict) -> None:
+def test_code_reward_accepts_rows_of_many_data_sets(row: dict) -> None:
     reward = resolve("code")
     for response, value in (("def f(x): return x * x", 1.0), ("def f(x): return x + 3", 0.0)):
         result = score(response, str(row.get("answer", "")), **row_arguments(reward, {}, row))
@@ -248,7 +248,7 @@ def test_rows_of_many_data_sets_are_understood(row: dict) -> None:
     "fields",
     [{}, {"tests": ""}, {"tests": []}, {"tests": [1]}, {"tests": "assert ("}, {"tests": "a", "entry_point": 1}],
 )
-def test_what_cannot_be_tested_is_unscored(fields: dict) -> None:
+def test_untestable_rows_are_unscored(fields: dict) -> None:
     result = score("def f(x): return x", **fields)
     assert result.value is None and result.error
 
@@ -317,7 +317,7 @@ def test_cases_of_apps_and_livecodebench_are_graded(code: str, tests: object, va
         ("```python\ny = 2\n```", "assert f(2) == 4", 0.0),
     ],
 )
-def test_of_several_blocks_those_count_that_define_what_the_tests_take(response: str, tests: str, value: float) -> None:
+def test_blocks_that_define_the_tested_names_are_used(response: str, tests: str, value: float) -> None:
     assert score(response, tests=tests, options=PATIENT).value == value
 
 
@@ -340,12 +340,12 @@ def test_partial_credit_is_the_share_of_asserts() -> None:
         ({"process_limit": "many"}, "integer"),
     ],
 )
-def test_wrong_options_are_refused_before_the_run(options: dict, message: str) -> None:
+def test_invalid_code_options_are_rejected_before_the_run(options: dict, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         check_options(resolve("code"), options, ["tests"])
 
 
-def test_workers_grade_hostile_programs_and_leave_nothing() -> None:
+def test_workers_score_hostile_programs_and_leave_no_process() -> None:
     loop = "def f(x):\n    while True: pass"
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     square = "def f(x): return x * x"
@@ -360,7 +360,7 @@ def test_workers_grade_hostile_programs_and_leave_nothing() -> None:
 
 
 def helpers_below(pid: int) -> list[int]:
-    """Sandbox helpers among the descendants of a process, this process's own left out."""
+    """Sandbox supervisors among the descendants of a process, except this process's own."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -385,7 +385,7 @@ def helpers_below(pid: int) -> list[int]:
 
 
 class FakeSandbox(BaseHTTPRequestHandler):
-    """Runs nothing: passes code that has the word ``right``."""
+    """Fake sandbox: passes code that contains the word ``right`` and runs nothing."""
 
     requests: ClassVar[list[dict]] = []
     num_failures = 0
@@ -433,7 +433,7 @@ def test_an_external_sandbox_decides(url: str) -> None:
     assert (sent["code"], sent["tests"], sent["memory_limit_mb"]) == ("right\n", "assert a\nassert b", 100)
 
 
-def test_a_failing_external_sandbox_is_tried_again_and_never_fails_a_response(url: str) -> None:
+def test_failing_external_sandbox_is_retried_and_never_fails_a_response(url: str) -> None:
     FakeSandbox.num_failures = 2
     assert score("right", tests="assert a", options=CodeOptions(url=url)).value == 1.0
     FakeSandbox.num_failures = 100

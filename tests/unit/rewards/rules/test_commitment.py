@@ -1,4 +1,4 @@
-"""An answer counts where a response commits to it: not hedged, not denied, not in its thought, not one of many boxes."""
+"""An answer counts if the response commits to it: not hedged, not denied, not in its thought, not one of many boxes."""
 
 import pytest
 from hypothesis import given, settings
@@ -102,11 +102,11 @@ def test_a_plain_commitment_counts(commitment: str, numbers: list[int]) -> None:
     ],
 )
 @pytest.mark.parametrize("extract", ["auto", "boxed"])
-def test_what_is_in_the_thought_is_no_answer(response: str, extract) -> None:
+def test_text_in_the_thought_is_not_an_answer(response: str, extract) -> None:
     assert score(response, "7", extract=extract).value == 0.0
 
 
-def test_boxes_that_stand_together_are_one_answer() -> None:
+def test_adjacent_boxes_are_one_answer() -> None:
     for response in (
         "\\boxed{4} and \\boxed{6}",
         "$\\boxed{6}$, $\\boxed{4}$",
@@ -134,5 +134,5 @@ def test_boxes_that_stand_together_are_one_answer() -> None:
         ("The answer is a cat", ""),
     ],
 )
-def test_one_letter_is_a_pick_and_several_are_none(response: str, picked: str) -> None:
+def test_one_letter_is_a_pick_and_several_are_not(response: str, picked: str) -> None:
     assert [letter for letter in "ABC" if choice.score(response, letter).value == 1.0] == list(picked)

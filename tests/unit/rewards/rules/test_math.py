@@ -1,4 +1,4 @@
-"""The math reward: which answer is read from a response, and when it equals the ground truth."""
+"""The math reward: extraction of the final answer, and its comparison with the ground truth."""
 
 import json
 import time
@@ -49,13 +49,13 @@ def test_fractions_read_exactly(top: int, bottom: int) -> None:
 
 
 @given(integers, st.text("abcdefgh ,.:=\n(", max_size=300))
-def test_last_number_is_found_behind_any_words(number: int, words: str) -> None:
+def test_last_number_is_found_after_any_words(number: int, words: str) -> None:
     found = last_number(f"{words} 17 {words} {number}")
     assert found is not None and found[0].value == number
 
 
 @given(st.lists(st.integers(0, 999999), min_size=1, max_size=40))
-def test_separator_splits_chains_however_they_group(numbers: list[int]) -> None:
+def test_separator_splits_chains_in_any_grouping(numbers: list[int]) -> None:
     response = ",".join(map(str, numbers))
     assert score(response, str(numbers[-1]), extract="last_number", separator=",").value == 1.0
     assert score(response, str(numbers[-1]), separator=",").value == 1.0
@@ -63,7 +63,7 @@ def test_separator_splits_chains_however_they_group(numbers: list[int]) -> None:
 
 
 @given(st.one_of(st.text(), st.text("0123456789,.$%/-+eE^{}\\frac \x00\ud800", max_size=400)))
-def test_no_text_breaks_the_reading(text: str) -> None:
+def test_math_reward_parses_any_text(text: str) -> None:
     parse_number(text)
     last_number(text, ",")
     assert score(text, "12345678987654321").value == float("12345678987654321" in text)
@@ -91,7 +91,7 @@ def test_no_text_breaks_the_reading(text: str) -> None:
         ("", None),
     ],
 )
-def test_a_text_is_one_number_or_none(text: str, expected: Fraction | None) -> None:
+def test_text_is_one_number_or_none(text: str, expected: Fraction | None) -> None:
     assert value_of(text) == expected
 
 
@@ -109,7 +109,7 @@ def test_a_text_is_one_number_or_none(text: str, expected: Fraction | None) -> N
         ("12,345,6", 6),
     ],
 )
-def test_last_number_skips_what_is_no_number(text: str, expected: int) -> None:
+def test_last_number_skips_other_text(text: str, expected: int) -> None:
     found = last_number(text)
     assert found is not None and found[0].value == expected
 
@@ -162,12 +162,12 @@ def test_boxed_answer_keeps_nested_and_escaped_braces() -> None:
     assert boxed_answer("}} \\boxed{3} \\boxed{4") == "3"
 
 
-def test_the_detail_says_what_was_extracted() -> None:
+def test_math_detail_contains_the_extracted_answer() -> None:
     assert score("The answer is 41.", "42").detail == "answer is: 41"
     assert "1,234" in score("that makes 1,234 in all", "5").detail
 
 
-def test_an_empty_response_is_wrong_and_an_empty_truth_unscored() -> None:
+def test_empty_response_is_wrong_and_empty_ground_truth_unscored() -> None:
     assert score("", "42").value == 0.0
     assert score(" \n", "42").value == 0.0
     assert score("42", " ").value is None
@@ -230,7 +230,7 @@ def test_pathological_responses_take_linear_time(response: str, separator: str) 
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_every_gsm8k_solution_gets_its_own_answer_right_and_another_wrong(split: str) -> None:
+def test_every_gsm8k_solution_matches_only_its_own_answer(split: str) -> None:
     path = GSM8K / f"{split}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there")
@@ -255,5 +255,5 @@ def test_every_gsm8k_solution_gets_its_own_answer_right_and_another_wrong(split:
         ("she makes 18 dollars\n####", "#### 18", 0.0),
     ],
 )
-def test_a_ground_truth_may_be_a_whole_solution_and_an_empty_marker_is_no_answer(response, answer, value):
+def test_ground_truth_may_be_a_whole_solution(response, answer, value):
     assert score(response, answer).value == value

@@ -1,4 +1,4 @@
-"""Mathematics means what it says: equations, inequalities, intervals, lists, factorials, small values, large ones."""
+"""Comparison by meaning: equations, inequalities, intervals, lists, factorials, small and large values."""
 
 import time
 from fractions import Fraction
@@ -29,7 +29,7 @@ def grade(answer: str, candidate: str) -> float | None:
 
 @quick
 @given(nonzero, nonzero, small, nonzero)
-def test_an_equation_is_itself_scaled_or_turned_around_and_never_its_constant(
+def test_equation_equals_itself_scaled_or_swapped_but_not_its_constant(
     a: int, b: int, c: int, factor: int
 ) -> None:
     truth = f"{a}x + {b}y = {c}"
@@ -57,7 +57,7 @@ def test_an_inequality_keeps_its_direction_and_strictness(a: int, c: int, sign: 
 
 @quick
 @given(st.integers(-20, 20), st.integers(1, 9))
-def test_a_name_before_a_number_is_no_equation(top: int, bottom: int) -> None:
+def test_name_before_a_number_is_not_an_equation(top: int, bottom: int) -> None:
     number = f"{top}/{bottom}"
     for name in ("x_1", "f(3)", "\\text{Area}", "AB"):
         assert grade(number, f"{name} = {number}") == 1.0
@@ -83,7 +83,7 @@ def test_a_name_before_a_number_is_no_equation(top: int, bottom: int) -> None:
         ("f(2) < f(1)", "f(1) < f(2)", 0.0),
     ],
 )
-def test_relations_by_what_they_say(truth: str, candidate: str, value: float) -> None:
+def test_relations_compare_by_meaning(truth: str, candidate: str, value: float) -> None:
     assert grade(truth, candidate) == value
 
 
@@ -141,7 +141,7 @@ def test_a_long_list_in_another_order_is_quick() -> None:
         ("\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 2 & 1 \\end{pmatrix}", 0.0),
     ],
 )
-def test_groups_by_what_they_hold(truth: str, candidate: str, value: float) -> None:
+def test_groups_compare_by_their_items(truth: str, candidate: str, value: float) -> None:
     assert grade(truth, candidate) == value
 
 
@@ -160,7 +160,7 @@ def test_a_factorial_is_its_product(number: int) -> None:
 
 @quick
 @given(st.integers(2, 9), st.integers(30, 400))
-def test_small_values_differ_as_large_ones_do(base: int, exponent: int) -> None:
+def test_small_values_are_compared_as_exactly_as_large_ones(base: int, exponent: int) -> None:
     assert grade(f"\\frac{{1}}{{{base}^{{{exponent}}}}}", f"{base}^{{-{exponent}}}") == 1.0
     assert grade(f"\\frac{{1}}{{{base}^{{{exponent}}}}}", f"\\frac{{1}}{{{base}^{{{exponent + 1}}}}}") == 0.0
     assert grade(f"\\frac{{1}}{{{base}^{{{exponent}}}}}", "0") == 0.0
@@ -169,7 +169,7 @@ def test_small_values_differ_as_large_ones_do(base: int, exponent: int) -> None:
 
 @quick
 @given(st.integers(1, 500), st.sampled_from([3, 7, 9, 11, 13, 37]))
-def test_a_decimal_stands_for_what_it_cannot_write_from_six_places_on(top: int, bottom: int) -> None:
+def test_decimal_of_six_places_equals_a_value_without_finite_decimal(top: int, bottom: int) -> None:
     exact = Fraction(top, bottom)
     if exact.denominator == 1:
         return
@@ -219,7 +219,7 @@ def test_a_decimal_stands_for_what_it_cannot_write_from_six_places_on(top: int, 
         ("x_{1}=10^{\\frac{1+\\sqrt{3}}{6}},\\quadx_{2}=2", "10^{\\frac{\\sqrt{3}+1}{6}}, 2", 1.0),
     ],
 )
-def test_values_however_they_are_written(truth: str, candidate: str, value: float) -> None:
+def test_values_compare_equal_in_any_notation(truth: str, candidate: str, value: float) -> None:
     assert grade(truth, candidate) == value
 
 
@@ -243,7 +243,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("monster", TOO_LARGE, ids=lambda text: text[:20])
-def test_what_a_response_makes_too_large_is_wrong_and_not_unscored(monster: str, monkeypatch) -> None:
+def test_response_with_too_large_values_is_wrong_and_not_unscored(monster: str, monkeypatch) -> None:
     monkeypatch.setattr(math, "_CPU_LIMIT_S", 0.4)
     started_at = time.process_time()
     assert grade("5", monster) == 0.0
@@ -251,5 +251,5 @@ def test_what_a_response_makes_too_large_is_wrong_and_not_unscored(monster: str,
 
 
 @pytest.mark.parametrize("truth", ["???", "1/0", "\\frac{3}{0}", "((((", "10^{10^{10}}", "\\boxed{}", "$ $"])
-def test_a_truth_that_is_no_answer_is_unscored(truth: str) -> None:
+def test_ground_truth_that_is_not_an_answer_is_unscored(truth: str) -> None:
     assert score("\\boxed{5}", truth).value is None

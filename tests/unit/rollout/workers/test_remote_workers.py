@@ -24,9 +24,8 @@ from aiohttp import web
 from megatron_rl.parallel.array_server import read_arrays
 from megatron_rl.rollout.requests import BatchCall, Generation, RouteShape
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.workers.worker_messages import NodeLost, RemoteCall, RemoteWorkerInfo
+from megatron_rl.rollout.workers.remote_calls import NodeLost, Relay, RemoteCall, RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
-from megatron_rl.rollout.workers.worker_relay import Relay
 from megatron_rl.system.files.shared_file import NODE, address_of
 from megatron_rl.system.http.json_http import ApiKey, NoHttpReply
 from tests.unit.rollout.sglang.balance.test_client import VOCAB_SIZE, FakeServer, answer_of, request_of
@@ -124,7 +123,7 @@ def is_far(answer: Generation) -> bool:
 def fetched(node: Node, answer: Generation) -> np.ndarray:
     address = address_of(answer.routes)
     assert address is not None and answer.routes is not None
-    pieces = list(read_arrays(np.array([[address.pid, address.fd, *address.place]]), node.found.service))
+    pieces = list(read_arrays(np.array([address]), node.found.service))
     return np.concatenate(pieces).view(answer.routes.dtype).reshape(answer.routes.shape)
 
 
@@ -145,17 +144,22 @@ def test_answers_are_the_same_and_routes_stay_on_the_node(node: Node) -> None:
 
 
 def test_what_nobody_refers_to_is_free_on_the_node(node: Node) -> None:
+    async def ask(client: SglangClient) -> list[Generation]:
+        # Each has routes on pages of its own.
+        requests = [request_of(f"r{i}", (i, *[1] * 999), max_new_tokens=500, routes=SHAPE) for i in range(40)]
+        return await asyncio.gather(*map(client.generate, requests))
+
     async def scenario(client: SglangClient, warnings: list[str]) -> None:
         before = node.bytes_held()
-        kept = (await ask_many(client))[:2]
+        kept = (await ask(client))[:2]
         held = node.bytes_held() - before
         for _ in range(3):
             gc.collect()
-            await ask_many(client)
+            await ask(client)
         assert 0 < node.bytes_held() - before <= 1.5 * held  # four times that if nothing were free
         for index, answer in enumerate(kept):
             if is_far(answer):
-                np.testing.assert_array_equal(fetched(node, answer), routes_of(2, index) + 1)
+                np.testing.assert_array_equal(fetched(node, answer), routes_of(1000, index) + 1)
 
     run_with(node, scenario)
 
@@ -192,7 +196,7 @@ def test_a_killed_worker_of_a_node_loses_nothing(node: Node) -> None:
 
 def test_a_worker_of_a_node_that_stands_still_is_given_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that takes nothing more, while there is more to send than the connection holds."""
-    monkeypatch.setattr("megatron_rl.rollout.workers.worker_relay.SILENCE_S", 1.0)
+    monkeypatch.setattr("megatron_rl.rollout.workers.remote_calls.SILENCE_S", 1.0)
 
     async def scenario() -> None:
         relay = Relay(node.worker, 1)

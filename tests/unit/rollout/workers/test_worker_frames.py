@@ -9,37 +9,36 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout.workers.worker_frames import frame, read_frame
-from megatron_rl.system.files import shared_file
-from megatron_rl.system.files.shared_file import SharedFile, SharedView
+from megatron_rl.system.files.shared_file import MappedFile, SharedFile, new_file
 
-EXTENT_BYTES = 1 << 16
+LARGE_BYTES = 1 << 16
 
 
 class Pair:
     """Both sides of one shared file, in one process."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("test")
-        self.worker, self.dropped = SharedFile(self.fd), list[int]()
-        self.owner = SharedView(self.fd, self.dropped.append)
+        self.fd = new_file("test")
+        self.worker, self.dropped = SharedFile(self.fd), list[tuple[int, int]]()
+        self.owner = MappedFile(self.fd, lambda *dropped: self.dropped.append(dropped))
 
     def to_owner(self, message: Any) -> tuple[Any, int]:
         """What arrives, and the bytes that were sent for it."""
         return transfer(message, self.worker.put, self.owner)
 
     def to_worker(self, message: Any) -> tuple[Any, int]:
-        return transfer(message, self.owner.place_of, self.worker)
+        return transfer(message, self.owner.range_of, self.worker)
 
     def num_held(self) -> int:
         """Bytes of memory, after the worker has heard of what was dropped."""
         gc.collect()
         while self.dropped:
-            self.worker.drop(self.dropped.pop())
+            self.worker.free(*self.dropped.pop())
         return os.fstat(self.fd).st_blocks * 512
 
 
-def transfer(message: Any, place_of: Any, file: Any) -> tuple[Any, int]:
-    sent = b"".join(frame(message, place_of))
+def transfer(message: Any, range_of: Any, file: Any) -> tuple[Any, int]:
+    sent = b"".join(frame(message, range_of))
 
     async def read() -> Any:
         reader = asyncio.StreamReader()
@@ -51,9 +50,7 @@ def transfer(message: Any, place_of: Any, file: Any) -> tuple[Any, int]:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
-    monkeypatch.setattr(shared_file, "_EXTENT_BYTES", EXTENT_BYTES)
-    monkeypatch.setattr(shared_file, "_LARGE_BYTES", EXTENT_BYTES // 4)
+def pair() -> Pair:
     return Pair()
 
 
@@ -94,18 +91,16 @@ def test_memory_is_free_once_nothing_refers_to_it(pair: Pair) -> None:
     del large
     survivor = kept[3]
     del kept
-    assert pair.num_held() <= 2 * EXTENT_BYTES, "the extent of the survivor, and the one that is being filled"
+    assert pair.num_held() == 4096, "the page of the survivor"
     np.testing.assert_array_equal(survivor, np.full(1000, 3))
     back, _ = pair.to_worker(survivor)
     del survivor
     pair.to_owner(np.zeros(100))
-    assert back[0] == 3 and pair.num_held() > EXTENT_BYTES, "the worker still reads it"
-    del back
-    assert pair.num_held() <= EXTENT_BYTES
+    assert pair.num_held() == 0 and back[0] == 3, "the worker has a copy of what it still reads"
 
 
 def test_what_a_worker_has_sent_outlives_it(pair: Pair) -> None:
-    got = [pair.to_owner(np.arange(number))[0] for number in (10, EXTENT_BYTES)]
+    got = [pair.to_owner(np.arange(number))[0] for number in (10, LARGE_BYTES)]
     del pair.worker
     gc.collect()
     for array in got:
@@ -113,20 +108,12 @@ def test_what_a_worker_has_sent_outlives_it(pair: Pair) -> None:
 
 
 def test_an_array_at_the_address_of_memory_that_is_gone_is_not_taken_for_it(pair: Pair) -> None:
-    first = pair.to_owner(np.zeros(EXTENT_BYTES, np.uint8))[0]
-    place = pair.owner.place_of(memoryview(first))
-    assert place is not None
+    first = pair.to_owner(np.zeros(LARGE_BYTES, np.uint8))[0]
+    range_ = pair.owner.range_of(memoryview(first))
+    assert range_ is not None
     del first
     gc.collect()
-    assert pair.dropped == [place[0]]
+    assert pair.dropped == [range_]
     # Most likely the kernel gives the same addresses again.
-    others = [np.zeros(EXTENT_BYTES * 4, np.uint8) for _ in range(20)]
-    assert all(pair.owner.place_of(memoryview(other)) is None for other in others)
-
-
-def test_a_large_array_as_long_as_an_extent_of_small_ones_does_not_end_theirs(pair: Pair) -> None:
-    pair.to_owner(np.zeros(5, np.uint8))
-    pair.to_owner(np.zeros(EXTENT_BYTES, np.uint8))
-    pair.num_held()
-    got, _ = pair.to_owner(np.arange(5))
-    assert list(got) == [0, 1, 2, 3, 4]
+    others = [np.zeros(LARGE_BYTES * 4, np.uint8) for _ in range(20)]
+    assert all(pair.owner.range_of(memoryview(other)) is None for other in others)

@@ -218,7 +218,7 @@ def test_a_response_goes_on_without_being_sent_again(monkeypatch: pytest.MonkeyP
             answer = await client.generate(request)
             assert list(answer.token_ids) == [int(sum(np.asarray(request.input_ids))) % VOCAB_SIZE] * 5000
             parts = [*parts, answer.token_ids]
-        assert len(sent) == 3 and max(sent) < 2000
+        assert sum(sent) < 3 * 2000, "also with the messages about dropped log-probs"
 
     run_with(handler, scenario)
 

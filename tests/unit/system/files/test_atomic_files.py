@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, whatever happens while they are written."""
+"""Files appear complete or not at all, for any failure while they are written."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.system.files.atomic_files import atomic_text_file, replace_folder, write_atomic
 
 
-def test_a_file_that_fails_half_way_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     target = write_atomic(tmp_path / "deep" / "summary.json", "old")
     with pytest.raises(RuntimeError, match="half way"), atomic_text_file(target) as file:
         file.write("new")
@@ -19,7 +19,7 @@ def test_a_file_that_fails_half_way_leaves_the_old_one_and_nothing_else(tmp_path
     assert [path.name for path in target.parent.iterdir()] == ["summary.json"]
 
 
-def test_bytes_and_text_are_replaced_in_one_move_with_the_usual_permissions(tmp_path: Path) -> None:
+def test_bytes_and_text_are_replaced_atomically_with_usual_permissions(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
         path = write_atomic(tmp_path / "picture", b"\x89\xff")
@@ -29,7 +29,7 @@ def test_bytes_and_text_are_replaced_in_one_move_with_the_usual_permissions(tmp_
     assert write_atomic(path, "ä").read_text(encoding="utf-8") == "ä"
 
 
-def test_a_reader_sees_one_writer_s_content_or_the_other_s(tmp_path: Path) -> None:
+def test_reader_sees_the_content_of_exactly_one_writer(tmp_path: Path) -> None:
     path, contents = tmp_path / "report.html", ["a" * 100_000, "b" * 100_000]
     writers = [threading.Thread(target=lambda text=text: [write_atomic(path, text) for _ in range(20)]) for text in contents]
     for writer in writers:
@@ -39,7 +39,7 @@ def test_a_reader_sees_one_writer_s_content_or_the_other_s(tmp_path: Path) -> No
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_folder_replaces_the_one_of_its_name(tmp_path: Path) -> None:
+def test_atomic_folder_replaces_the_folder_of_its_name(tmp_path: Path) -> None:
     for name, text in (("step_3", "old"), ("step_3.partial", "new")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(text)

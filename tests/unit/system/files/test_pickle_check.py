@@ -1,4 +1,4 @@
-"""What may stand in a pickle that a library is going to load: megatron_rl/system/files/pickle_check.py."""
+"""Names that a pickle may import before a library loads it: megatron_rl/system/files/pickle_check.py."""
 
 import enum
 import operator
@@ -32,7 +32,7 @@ def check(tmp_path, thing, allowed=(NAME,), enums=(NAME,)):
     check_pickle(tmp_path / "it", allowed, enums)
 
 
-def test_members_of_an_enumeration_are_read_as_every_python_writes_them(tmp_path):
+def test_enum_members_are_read_in_every_python_versions_form(tmp_path):
     check(tmp_path, [Format.ROWS, Call(Format, 1)])
     by_name = [Call(getattr, Format, "ROWS"), Call(getattr, Format, "COLUMNS")]
     assert pickle.loads(pickle.dumps(by_name)) == [Format.ROWS, Format.COLUMNS]
@@ -52,18 +52,18 @@ def test_members_of_an_enumeration_are_read_as_every_python_writes_them(tmp_path
         Call(operator.methodcaller, "x"),
     ],
 )
-def test_other_attributes_and_functions_are_refused(tmp_path, thing):
+def test_other_attributes_and_functions_are_rejected(tmp_path, thing):
     with pytest.raises(UnsafePickle, match="which no checkpoint needs"):
         check(tmp_path, thing)
 
 
-def test_without_enumerations_no_attribute_is_looked_up(tmp_path):
+def test_no_attribute_is_looked_up_without_enumerations(tmp_path):
     with pytest.raises(UnsafePickle, match=r"builtins\.getattr"):
         check(tmp_path, Call(getattr, Format, "ROWS"), enums=())
 
 
-def test_a_member_is_not_called(tmp_path):
-    # pickle itself refuses to write such a thing, so it is put together: GLOBAL, GLOBAL, name, TUPLE2, REDUCE, EMPTY_TUPLE, REDUCE
+def test_enum_member_is_not_called(tmp_path):
+    # pickle itself cannot write this, so it is assembled: GLOBAL, GLOBAL, name, TUPLE2, REDUCE, EMPTY_TUPLE, REDUCE
     raw = b"cbuiltins\ngetattr\nc" + f"{__name__}\nFormat\n".encode() + b"VROWS\n\x86R)R."
     (tmp_path / "it").write_bytes(raw)
     with pytest.raises(UnsafePickle, match="is damaged: TypeError"):

@@ -1,4 +1,4 @@
-"""Laws of environment variables about GPUs: required ones, NCCL's on both sides, expandable segments."""
+"""Laws of environment variables for GPUs: required GPUs, NCCL on both sides, expandable segments."""
 
 import sysconfig
 
@@ -17,7 +17,7 @@ from megatron_rl.system.gpu.gpu_environment import (
 
 
 @pytest.mark.parametrize(("value", "num_gpus", "refused"), [("1", 0, True), ("1", 1, False), ("0", 0, False), (None, 0, False)])
-def test_a_required_gpu_that_is_not_there_is_an_error_with_its_remedies(value, num_gpus, refused):
+def test_missing_required_gpu_raises_with_remedies(value, num_gpus, refused):
     environ = {} if value is None else {"MEGATRON_RL_REQUIRE_GPU": value}
     if not refused:
         return check_required_gpus(num_gpus, environ)
@@ -25,7 +25,7 @@ def test_a_required_gpu_that_is_not_there_is_an_error_with_its_remedies(value, n
         check_required_gpus(num_gpus, environ)
 
 
-def test_what_the_user_exports_wins_over_the_defaults_and_is_what_servers_get():
+def test_exported_variables_override_defaults_and_reach_servers():
     environ = {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     set_gpu_defaults(environ)
     assert environ == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
@@ -43,14 +43,14 @@ def test_what_the_user_exports_wins_over_the_defaults_and_is_what_servers_get():
         ("max_split_size_mb:64", False, "max_split_size_mb:64"),
     ],
 )
-def test_a_server_that_sleeps_loses_expandable_segments_and_nothing_else(name, value, is_on, left):
+def test_sleeping_server_loses_only_expandable_segments(name, value, is_on, left):
     environ = {name: value, "PATH": "/bin"}
     assert bool(expandable_segments(environ)) is is_on
     kept = without_expandable_segments(environ)
     assert kept == {"PATH": "/bin"} | ({name: left} if left else {}) and environ[name] == value
 
 
-def test_the_toolkit_of_the_environment_is_named_where_it_has_a_compiler(monkeypatch, tmp_path):
+def test_cuda_home_is_the_environments_toolkit_if_it_has_nvcc(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "nvidia" / "cu13" / "bin").mkdir(parents=True)
     assert own_cuda_home() == {}

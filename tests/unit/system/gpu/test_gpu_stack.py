@@ -1,4 +1,4 @@
-"""What the GPU stack needs: a fact has a remedy exactly where something is missing. Commands are faked on PATH."""
+"""Requirements of the GPU stack: a fact has a remedy exactly if something is missing. Commands are faked on PATH."""
 
 import importlib.metadata
 import importlib.util
@@ -36,7 +36,7 @@ def package(name: str) -> Requirement:
 
 
 @pytest.mark.parametrize(("version", "is_enough"), [("580.65.06", True), ("595.10", True), ("570.172.08", False), ("99.1", False)])
-def test_the_driver_is_that_of_cuda_13(commands, version, is_enough):
+def test_driver_must_support_cuda_13(commands, version, is_enough):
     put(commands, "nvidia-smi", f"{version}\n{version}")
     fact = machine("NVIDIA driver")
     assert fact.found == version
@@ -45,7 +45,7 @@ def test_the_driver_is_that_of_cuda_13(commands, version, is_enough):
 
 
 @pytest.mark.parametrize(("output", "status"), [("NVIDIA-SMI has failed", 9), ("No devices were found", 0)])
-def test_without_a_driver_that_answers_the_install_goes_on(commands, output, status):
+def test_install_continues_without_a_driver(commands, output, status):
     put(commands, "nvidia-smi", output, status)
     fact = machine("NVIDIA driver")
     assert (fact.found, fact.is_needed) == ("none answers", False)
@@ -61,26 +61,26 @@ def test_glibc_is_compared_as_numbers(monkeypatch, libc, is_enough):
 
 
 @pytest.mark.parametrize(("version", "is_enough"), [("12.2.0", True), ("11", True), ("9.4.0", False), ("clang", False)])
-def test_the_compiler_is_new_enough(commands, version, is_enough):
+def test_compiler_must_be_new_enough(commands, version, is_enough):
     put(commands, "gcc", version)
     put(commands, "g++", version)
     assert bool(machine("C++ compiler").remedy) != is_enough
 
 
-def test_gcc_and_gpp_must_both_be_there(commands):
+def test_gcc_and_gpp_must_both_be_installed(commands):
     assert machine("C++ compiler").found == "none"
     put(commands, "g++", "12.2.0")
     assert machine("C++ compiler").found == "none"
 
 
-def test_headers_of_python_are_looked_for(monkeypatch, tmp_path):
+def test_python_headers_are_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert machine("headers of Python").found == "none"
     (tmp_path / "Python.h").touch()
     assert machine("headers of Python").remedy == ""
 
 
-def test_free_disk_is_that_of_the_nearest_existing_folder(monkeypatch, tmp_path):
+def test_free_disk_is_measured_at_the_nearest_existing_folder(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(shutil, "disk_usage", lambda place: (asked.append(place), type("Usage", (), {"free": 5 << 30}))[1])
     (disk,) = [fact for fact in machine_facts(tmp_path / "not" / "yet", 5120) if fact.name == "free disk"]
@@ -98,7 +98,7 @@ def test_free_disk_is_that_of_the_nearest_existing_folder(monkeypatch, tmp_path)
         ((None, None, None), False, False),  # plain PyTorch layers
     ],
 )
-def test_transformer_engine_is_whole_or_not_there(monkeypatch, versions, is_good, is_needed):
+def test_transformer_engine_is_complete_or_missing(monkeypatch, versions, is_good, is_needed):
     found = dict(zip(("transformer_engine", "transformer_engine_cu13", "transformer_engine_torch"), versions, strict=True))
 
     def version(name: str) -> str:
@@ -113,7 +113,7 @@ def test_transformer_engine_is_whole_or_not_there(monkeypatch, versions, is_good
 
 
 @pytest.mark.parametrize(("inside", "is_good"), [("normalization", True), ("lib", False), (None, True)])
-def test_an_apex_that_is_not_nvidias_is_told(monkeypatch, tmp_path, inside, is_good):
+def test_apex_that_is_not_nvidias_is_reported(monkeypatch, tmp_path, inside, is_good):
     monkeypatch.syspath_prepend(tmp_path)
     if inside:
         (tmp_path / "apex" / inside).mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_an_apex_that_is_not_nvidias_is_told(monkeypatch, tmp_path, inside, is_g
     assert bool(package("package apex").remedy) != is_good
 
 
-def test_the_fused_accumulation_is_found_without_importing_it(monkeypatch, tmp_path):
+def test_fused_accumulation_is_detected_without_importing_it(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert package("fused gradient accumulation").found == "none"
     (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("raise SystemError('imported')")

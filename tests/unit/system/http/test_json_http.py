@@ -1,4 +1,4 @@
-"""Laws of both HTTP sessions: what comes back as an answer, and what as which of the two errors."""
+"""Laws of HTTP sessions: what comes back as an answer, and what as which of the two errors."""
 
 import asyncio
 import json
@@ -19,7 +19,6 @@ from megatron_rl.system.http.json_http import (
     backoff_s,
     get_once,
 )
-from megatron_rl.system.http.kept_http import KeptSession
 from tests.unit.local_service import Service, Sleep, local_service
 
 Ask = Callable[..., HttpReply]
@@ -49,11 +48,11 @@ def _closed_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture(params=[HttpSession, KeptSession])
-def ask(request: pytest.FixtureRequest) -> Ask:
+@pytest.fixture
+def ask() -> Ask:
     def ask(url: str, body: object = None, *, timeout_s: float | None = 10.0, **options: object) -> HttpReply:
         async def post() -> HttpReply:
-            async with request.param(**options) as http:
+            async with HttpSession(**options) as http:
                 return await http.post(url, body, timeout_s=timeout_s)
 
         return asyncio.run(post())
@@ -74,7 +73,7 @@ def test_every_status_is_an_answer_and_redirects_are_not_followed(service: Servi
 def test_a_deadline_that_passes_is_told_from_a_server_that_is_not_there(service: Service, ask: Ask) -> None:
     with pytest.raises(NoHttpReply) as late:
         ask(f"{service.url}/slow", timeout_s=0.2)
-    with pytest.raises(NoHttpReply, match="ClientConnectorError|no connection to 127.0.0.1") as absent:
+    with pytest.raises(NoHttpReply, match="ClientConnectorError") as absent:
         ask(f"http://127.0.0.1:{_closed_port()}/")
     assert late.value.timed_out and not absent.value.timed_out
 
@@ -90,19 +89,17 @@ def test_what_asking_again_cannot_help_is_no_missing_answer(service: Service, as
     assert len(ask(f"{service.url}/long", max_answer_bytes=5000).content) == 5000
 
 
-@pytest.mark.parametrize("session", [HttpSession, KeptSession])
-def test_a_thread_without_an_event_loop_asks_too(service: Service, session: type[HttpSession]) -> None:
+def test_a_thread_without_an_event_loop_asks_too(service: Service) -> None:
     assert get_once(f"{service.url}/echo", timeout_s=10).status == 200
-    with HttpThread(session()) as http:
+    with HttpThread() as http:
         futures = [http.submit(http.session.post(f"{service.url}/echo", i, timeout_s=10)) for i in range(20)]
         assert [future.result(10).json()["body"] for future in futures] == list(range(20))
         assert http.request("GET", f"{service.url}/busy", timeout_s=10).text == "later"
 
 
-@pytest.mark.parametrize("session", [HttpSession, KeptSession])
-def test_closing_ends_what_is_in_progress_at_once(service: Service, session: type[HttpSession]) -> None:
+def test_closing_ends_what_is_in_progress_at_once(service: Service) -> None:
     before = threading.active_count()
-    http = HttpThread(session())
+    http = HttpThread()
     future = http.submit(http.session.get(f"{service.url}/slow", timeout_s=30))
     time.sleep(0.1)
     started_at = time.monotonic()

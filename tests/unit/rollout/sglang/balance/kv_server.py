@@ -1,4 +1,4 @@
-"""A stub of SGLang with a KV cache of a given size: a request that finds it full while it grows is retracted and computed again."""
+"""SGLang stub with a KV cache of a given size: a request that grows while the cache is full is retracted and recomputed."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ _TICK_S = 0.002
 
 
 def length_of(rid: str, most: int) -> int:
-    """Of a response with a long tail, the same whichever server generates it: a log-normal with its median at a tenth of ``most``."""
+    """Long-tailed response length, the same on any server: log-normal with its median at a tenth of ``most``."""
     return max(1, min(most, round(most / 10 * random.Random(rid.split("#")[0].rstrip(";")).lognormvariate(0, 1.2))))
 
 
@@ -28,13 +28,13 @@ class KvServer(FakeServer):
         self.most_held = 0
         self.cached_tokens = self.prompt_tokens = 0
         self.num_ticks = 0
-        """In which something was generated."""
+        """Number of ticks in which tokens were generated."""
         self._prefixes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
-        """First tokens to lengths of what the prefix cache holds."""
+        """Maps first tokens to the lengths of cached prefixes."""
         self._running: dict[str, list[int]] = {}
-        """By request: tokens held, tokens still to come, tokens of its context."""
+        """Maps request id to [tokens stored, tokens left to generate, context tokens]."""
         self._ended: dict[str, asyncio.Future[int]] = {}
-        """Number of new tokens of each request, once it has ended."""
+        """Number of new tokens of each finished request."""
         self.aborted: set[str] = set()
         self._ticker: asyncio.Task[None] | None = None
 

@@ -1,4 +1,4 @@
-"""Laws of the client, against a small HTTP server that plays SGLang's part."""
+"""Laws of the client, against a small HTTP server that imitates SGLang."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ def answer_of(rid: str, input_ids: list[int], finish: dict[str, Any] | None = No
 
 
 class FakeServer:
-    """Answers /generate; ``handler`` sees the body first and may answer in its place."""
+    """Replies to /generate; ``handler`` gets the body first and may reply instead."""
 
     def __init__(self, handler: Handler | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -54,10 +54,10 @@ class FakeServer:
         self.healthy = True
         self.handler = handler
         self.probe_s: float | None = 0.0
-        """Until it gives a token when asked for one; None: it refuses at once."""
+        """Seconds until a token probe is answered; None refuses the probe immediately."""
         self.scheduler_works = True
         self.num_running = 0
-        """That it claims to have."""
+        """Number of running requests that the server reports."""
 
     async def start(self) -> str:
         app = web.Application()
@@ -147,7 +147,7 @@ def generate_many(num: int, **request_changes: Any) -> Callable[[SglangClient, l
         ({"temperature": math.nan}, "temperature"),
     ],
 )
-def test_a_request_that_could_harm_the_server_is_never_sent(changes, names):
+def test_request_that_could_harm_the_server_is_never_sent(changes, names):
     server = FakeServer()
 
     async def scenario(client, urls):
@@ -177,14 +177,14 @@ def test_image_tokens_without_their_images_are_never_sent():
             validate(bad, VOCAB_SIZE)
 
 
-def test_images_go_beside_the_ids_and_text_prompts_have_none():
+def test_images_travel_next_to_the_ids_and_text_prompts_have_none():
     text = with_images("b", input_ids=(3, 4), data=(), num_tokens=0)
     body = generate_body([text, with_images("a")], ["b", "a"])
     assert body["image_data"] == [[], ["aW1n"]]
     assert "image_data" not in generate_body([text, request_of("c")], ["b", "c"])
 
 
-def test_a_prompt_that_the_server_counts_otherwise_is_refused_with_its_place():
+def test_prompt_length_mismatch_is_rejected_with_the_prompt_source():
     answer = answer_of("r", [3, IMAGE_TOKEN, 4])
     answer["meta_info"]["prompt_tokens"] = 8
     assert parse_generation(with_images(), answer).token_ids
@@ -201,7 +201,7 @@ def test_a_seed_is_sent_only_if_given():
     assert params[1]["stop_token_ids"] == [1]
 
 
-def test_a_stop_token_in_the_last_place_means_stop():
+def test_stop_token_at_the_last_position_means_stop():
     answer = answer_of("r", [3, 4])
     assert parse_generation(request_of(stop_token_ids=(7,)), answer).finish_reason == "stop"
     assert parse_generation(request_of(stop_token_ids=(8,)), answer).finish_reason == "length"
@@ -218,7 +218,7 @@ def test_an_abort_returns_its_partial_output():
 
 
 @pytest.mark.parametrize(("said", "taken"), [(1.5, 1.5), (None, 0.0), ("soon", 0.0), (-1, 0.0), (float("nan"), 0.0), ([2], 0.0)])
-def test_the_seconds_that_the_server_took_are_a_remark_that_no_answer_depends_on(said, taken):
+def test_invalid_server_seconds_are_ignored(said, taken):
     answer = answer_of("r", [3, 4], {"type": "stop", "matched": 4})
     answer["meta_info"]["e2e_latency"] = said
     assert parse_generation(request_of(stop_token_ids=(4,)), answer).seconds == taken
@@ -246,7 +246,7 @@ def test_concurrent_calls_share_http_requests_and_each_gets_its_own_answer():
     assert sorted(len(body["rid"]) for body in server.bodies) == [8, 16, 16]
 
 
-def test_no_more_than_max_inflight_requests_are_under_way():
+def test_at_most_max_inflight_requests_are_in_progress():
     async def slow(body):
         await asyncio.sleep(0.01)
 
@@ -275,7 +275,7 @@ def test_a_sticky_key_keeps_a_group_on_one_server():
     assert len(groups[0]) == len(groups[1]) == 2
 
 
-def test_one_refused_sample_does_not_fail_its_batch():
+def test_rejected_sample_does_not_fail_its_batch():
     async def refuse_long(body):
         if any(len(ids) > 3 for ids in body["input_ids"]):
             return web.json_response({"error": {"message": "Input length exceeds"}}, status=400)
@@ -289,7 +289,7 @@ def test_one_refused_sample_does_not_fail_its_batch():
     assert first.token_ids == third.token_ids == (7,)
 
 
-def test_a_refusal_is_not_retried():
+def test_rejected_request_is_not_retried():
     async def refuse(body):
         return web.json_response({"error": {"message": "no"}}, status=400)
 
@@ -335,7 +335,7 @@ def test_a_lost_server_fails_over_and_is_reported_once():
     assert len(broken.bodies) == 1
 
 
-def test_without_a_live_server_the_error_names_it_until_it_is_restored():
+def test_server_lost_error_names_the_server_until_it_is_restored():
     async def scenario(client, urls):
         await server.stop()
         with pytest.raises(ServerLost, match="restore") as caught:
@@ -354,7 +354,7 @@ async def hang(body: dict[str, Any]) -> None:
     await asyncio.sleep(30)
 
 
-def test_requests_that_take_too_long_are_given_up_after_the_retries():
+def test_requests_that_time_out_fail_after_the_retries():
     server = FakeServer(hang)
 
     async def scenario(client, urls):
@@ -367,7 +367,7 @@ def test_requests_that_take_too_long_are_given_up_after_the_retries():
 
 
 @pytest.mark.parametrize(("scheduler_works", "num_running"), [(False, 3), (True, 0)])
-def test_an_engine_that_hangs_behind_a_healthy_page_is_lost_and_its_responses_continue_elsewhere(
+def test_hung_server_with_a_healthy_page_is_lost_and_requests_move(
     scheduler_works, num_running
 ):
     stuck, good = FakeServer(hang), FakeServer()
@@ -387,7 +387,7 @@ def test_an_engine_that_hangs_behind_a_healthy_page_is_lost_and_its_responses_co
 
 
 @pytest.mark.parametrize("progress", ["a token", "requests in progress", "answers"])
-def test_a_busy_engine_is_not_hung(progress):
+def test_busy_server_is_not_hung(progress):
     async def slow(body):
         await asyncio.sleep(1.5 if body["rid"] == ["first;"] else 0.1)
 
@@ -409,7 +409,7 @@ def test_a_busy_engine_is_not_hung(progress):
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_bad_answers_are_retried_elsewhere_and_the_last_one_is_named(num_servers):
+def test_invalid_replies_are_retried_elsewhere_and_the_last_is_reported(num_servers):
     async def lie(body):
         return web.json_response([{"output_ids": "no"} for _ in body["rid"]])
 
@@ -423,13 +423,13 @@ def test_bad_answers_are_retried_elsewhere_and_the_last_one_is_named(num_servers
         assert (await client.generate(request_of())).token_ids == (7,)
         for server in (*liars, good):
             server.handler = lie
-        with pytest.raises(InvalidReply, match=r"http://127.0.0.1:\d+ gave a bad answer: meta_info: expected a JSON object"):
+        with pytest.raises(InvalidReply, match=r"http://127.0.0.1:\d+ sent an invalid reply: meta_info: expected a JSON object"):
             await client.generate(request_of("second"))
 
     run_with([*liars, good], scenario, max_retries=num_servers)
 
 
-def test_a_server_that_only_gives_bad_answers_is_lost_and_weights_that_hold_nan_are_no_servers_fault():
+def test_only_invalid_replies_not_nan_weights_mark_a_server_as_lost():
     async def page(body):
         return web.Response(text="<html>gateway</html>")
 
@@ -440,7 +440,7 @@ def test_a_server_that_only_gives_bad_answers_is_lost_and_weights_that_hold_nan_
 
     async def scenario(client, urls):
         assert len(await generate_many(40)(client, urls)) == 40
-        assert [url for url, _ in lost] == [urls[0]] and "3 bad answers on end" in lost[0][1] and "<html>" in lost[0][1]
+        assert [url for url, _ in lost] == [urls[0]] and "3 consecutive invalid replies" in lost[0][1] and "<html>" in lost[0][1]
         servers[1].handler = nan
         with pytest.raises(InvalidReply, match="not finite"):
             await client.generate(request_of("second"))
@@ -453,7 +453,7 @@ def test_a_server_that_only_gives_bad_answers_is_lost_and_weights_that_hold_nan_
 NAN_META = {"finish_reason": {"type": "length"}, "weight_version": "7", "output_token_logprobs": [[None, 1, None]]}
 
 
-def test_another_weight_version_is_asked_of_another_server():
+def test_stale_weight_version_is_retried_on_another_server():
     other, good = FakeServer(), FakeServer()
 
     async def old(body):
@@ -474,7 +474,7 @@ def test_another_weight_version_is_asked_of_another_server():
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_gateway_is_given_time_and_not_an_attempt(status):
+def test_busy_gateway_does_not_count_as_a_failed_attempt(status):
     async def busy(body):
         if len(server.bodies) < 8:
             return web.Response(status=status, headers={"Retry-After": "0"})
@@ -484,7 +484,7 @@ def test_a_busy_gateway_is_given_time_and_not_an_attempt(status):
     assert generation.token_ids == (1,) and len(server.bodies) == 8
 
 
-def test_a_gateway_that_stays_busy_is_given_up_at_the_deadline():
+def test_gateway_that_stays_busy_fails_at_the_deadline():
     async def busy(body):
         return web.Response(status=503, text="try later")
 
@@ -495,8 +495,8 @@ def test_a_gateway_that_stays_busy_is_given_up_at_the_deadline():
     run_with([FakeServer(busy)], scenario, max_retries=0, request_timeout_s=0.3)
 
 
-@pytest.mark.parametrize(("key", "words"), [("", "it asks for an API key"), ("k", "is not the server's")])
-def test_a_refused_key_names_the_server_and_the_setting(key, words):
+@pytest.mark.parametrize(("key", "words"), [("", "it requires an API key"), ("k", "is not the server's")])
+def test_rejected_api_key_error_names_the_server_and_the_config_key(key, words):
     async def refuse(body):
         return web.json_response({"error": "Unauthorized"}, status=401)
 
@@ -510,7 +510,7 @@ def test_a_refused_key_names_the_server_and_the_setting(key, words):
     assert len(server.bodies) == 1
 
 
-def test_answers_without_an_end_and_compressed_bombs_are_cut_off():
+def test_endless_replies_and_compression_bombs_are_rejected():
     async def endless(body):
         return web.Response(body=b"[" + b" " * (3 << 20))
 
@@ -544,7 +544,7 @@ def test_a_redirect_is_not_followed():
     assert target.bodies == []
 
 
-def test_an_abort_returns_what_was_never_sent_as_an_empty_abort():
+def test_aborted_request_that_was_never_sent_returns_empty():
     release = asyncio.Event()
 
     async def wait(body):
@@ -583,7 +583,7 @@ def test_closing_the_client_leaves_no_caller_waiting():
     run_with([server], scenario, max_inflight_requests=1)
 
 
-def test_what_was_asked_for_alone_travels_alone_and_in_order():
+def test_requests_sent_alone_are_not_batched_and_stay_in_order():
     server = FakeServer()
 
     async def scenario(client: SglangClient, urls: list[str]) -> list[Generation]:
@@ -595,8 +595,8 @@ def test_what_was_asked_for_alone_travels_alone_and_in_order():
     assert [body["rid"] for body in server.bodies] == [["r0;", "r1;"], ["r2;"], ["r3;"], ["r4;", "r5;"]]
 
 
-def test_a_long_request_holds_no_place_but_its_own():
-    """With a batch of the two, the third would wait for the slow one."""
+def test_long_request_occupies_only_its_own_slot():
+    """If the first two requests shared a batch, the third would wait for the slow one."""
     others_done = asyncio.Event()
 
     async def slow_first(body: dict[str, Any]) -> None:
@@ -616,7 +616,7 @@ def test_a_long_request_holds_no_place_but_its_own():
     assert all(len(body["rid"]) == 1 for body in server.bodies) and server.max_inflight == 2
 
 
-def test_a_request_waits_as_long_as_its_tokens_may_take(monkeypatch: pytest.MonkeyPatch):
+def test_request_timeout_grows_with_its_tokens(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron_rl.config.derived._ANSWER_S", 0.05)
     monkeypatch.setattr("megatron_rl.config.derived._ANSWER_S_PER_TOKEN", 0.002)
 
@@ -631,7 +631,7 @@ def test_a_request_waits_as_long_as_its_tokens_may_take(monkeypatch: pytest.Monk
     run_with([FakeServer(late)], scenario, max_retries=0)
 
 
-def test_aborting_by_id_ends_those_requests_and_no_other():
+def test_abort_by_id_ends_only_the_given_requests():
     aborted: list[str] = []
     released = asyncio.Event()
 
@@ -661,8 +661,8 @@ def test_aborting_by_id_ends_those_requests_and_no_other():
     assert [body["rid"] for body in server.bodies] == [["r1;", "r10;", "r2;", "r3;"]]
 
 
-def test_no_request_id_is_the_beginning_of_another():
-    """SGLang aborts every request whose id begins with the given one."""
+def test_no_request_id_is_a_prefix_of_another():
+    """SGLang aborts every request whose id starts with the given one."""
     server = FakeServer()
     failures = iter([500])
 
@@ -677,7 +677,7 @@ def test_no_request_id_is_the_beginning_of_another():
     assert not any(one != other and other.startswith(one) for one in rids for other in rids)
 
 
-def test_an_abort_at_a_server_that_is_gone_does_no_harm():
+def test_abort_at_a_lost_server_is_ignored():
     server = FakeServer()
 
     async def scenario(client: SglangClient, urls: list[str]) -> None:
@@ -698,7 +698,7 @@ def test_an_abort_at_a_server_that_is_gone_does_no_harm():
     run_with([server], scenario, max_retries=0)
 
 
-def test_hot_tokens_and_stop_strings_are_asked_for_in_sglangs_words():
+def test_hot_tokens_and_stop_strings_use_sglangs_parameters():
     hot = request_of("hot", top_k=4, banned_token_ids=(7, 8), logprobs_after_top_k=True)
     plain = request_of("plain", stop_strings=("</calc>",))
     body = generate_body([hot, plain], ["a", "b"])
@@ -729,6 +729,6 @@ def test_log_probs_after_top_k_and_the_matched_text_are_read():
         ({"logprobs_after_top_k": True, "top_k": 5000}, "4096"),
     ],
 )
-def test_what_the_server_would_refuse_is_refused_here(changes, names):
+def test_client_rejects_requests_that_the_server_would_reject(changes, names):
     with pytest.raises(RequestRejected, match=names):
         validate(request_of(**changes), VOCAB_SIZE)

@@ -33,7 +33,7 @@ def pending_of(request: GenerationRequest, tokens: int) -> PendingRequest:
 
 
 def placed(requests: list[GenerationRequest], num_servers: int) -> list[ServerQueue]:
-    """All at once, with nothing answered."""
+    """Assign all requests to servers before any reply."""
     servers, homes = [ServerQueue(f"s{i}") for i in range(num_servers)], PrefixAffinity()
     for request in requests:
         pending = pending_of(request, request.num_prompt_tokens + request.max_new_tokens)
@@ -43,7 +43,7 @@ def placed(requests: list[GenerationRequest], num_servers: int) -> list[ServerQu
 
 
 def slots_of(seed: int, num_groups: int, size: int = 16) -> list[GenerationRequest]:
-    """A window of groups: fresh responses, and carried ones with long-tailed contexts of their own."""
+    """A window of groups: fresh responses, and unfinished responses with long-tailed contexts."""
     draw = random.Random(seed)
     requests = []
     for group in range(num_groups):
@@ -58,7 +58,7 @@ def slots_of(seed: int, num_groups: int, size: int = 16) -> list[GenerationReque
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8))
-def test_fresh_groups_stay_whole_and_no_server_holds_much_more_than_another(seed, num_groups, num_servers):
+def test_fresh_groups_stay_whole_and_loads_stay_balanced(seed, num_groups, num_servers):
     requests = slots_of(seed, num_groups)
     servers = placed(requests, num_servers)
     assert sum(len(server.waiting) for server in servers) == len(requests)
@@ -74,8 +74,8 @@ def test_fresh_groups_stay_whole_and_no_server_holds_much_more_than_another(seed
     assert max(loads) - min(loads) <= 0.1 * min(loads) + 16 * freshest + largest
 
 
-def test_tokens_are_balanced_better_than_by_the_number_of_requests():
-    """Heavy tails: what the fullest server holds, over the mean, with groups whole and by counting requests."""
+def test_balancing_by_tokens_beats_balancing_by_requests():
+    """Heavy tails: load of the fullest server over the mean, by tokens with whole groups and by request count."""
     by_tokens, by_count = [], []
     for seed in range(8):
         requests = slots_of(seed, num_groups=64)
@@ -86,7 +86,7 @@ def test_tokens_are_balanced_better_than_by_the_number_of_requests():
     assert statistics.mean(by_tokens) < 1 + (statistics.mean(by_count) - 1) * 0.8
 
 
-def test_a_response_returns_to_its_server_until_that_one_holds_much_more():
+def test_response_returns_to_its_server_unless_overloaded():
     servers, homes = [ServerQueue("a"), ServerQueue("b")], PrefixAffinity()
     first = pending_of(replace(request_of(), response_name="r", weight_version="1"), 100)
     choose(servers, first, homes).push(first)
@@ -101,7 +101,7 @@ def test_a_response_returns_to_its_server_until_that_one_holds_much_more():
     assert choose(servers, again, homes).url == "a"
 
 
-def test_a_server_of_twice_the_kv_cache_takes_twice_the_tokens():
+def test_server_with_twice_the_kv_cache_gets_twice_the_tokens():
     servers, homes = [ServerQueue("small", capacity=1000), ServerQueue("large", capacity=2000)], PrefixAffinity()
     for i in range(30):
         pending = pending_of(request_of(f"r{i}"), 10)
@@ -111,7 +111,7 @@ def test_a_server_of_twice_the_kv_cache_takes_twice_the_tokens():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, MOST_NEW), min_size=1, max_size=60), st.randoms())
-def test_requests_in_progress_count_as_all_they_may_generate(lengths, draw):
+def test_requests_in_progress_count_with_their_full_limit(lengths, draw):
     sizes = OutputLengthEstimate()
     assert sizes.expected(MOST_NEW) == MOST_NEW
     for i in range(len(lengths)):
@@ -127,7 +127,7 @@ def test_requests_in_progress_count_as_all_they_may_generate(lengths, draw):
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_no_running_request_is_retracted_where_the_server_says_what_its_kv_cache_holds(says_so):
+def test_no_request_is_retracted_if_the_server_reports_its_kv_cache(says_so):
     servers = [KvServer(4000, says_so=says_so, step_tokens=4) for _ in range(2)]
     requests = slots_of(5, num_groups=6)
 
@@ -140,7 +140,7 @@ def test_no_running_request_is_retracted_where_the_server_says_what_its_kv_cache
     assert (retractions == 0) == says_so
 
 
-def test_a_server_that_is_through_takes_what_waits_for_a_full_one():
+def test_idle_server_takes_requests_that_wait_for_a_full_one():
     release = asyncio.Event()
 
     async def slow(body):
@@ -163,8 +163,8 @@ def test_a_server_that_is_through_takes_what_waits_for_a_full_one():
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_long_window_is_waited_for_while_tokens_come(goes_on):
-    """Ten times longer than the time-out; a server at which nothing grows is given up within two of them."""
+def test_long_window_is_awaited_while_it_makes_progress(goes_on):
+    """The window takes ten timeouts; a server without progress fails within two."""
     server = KvServer(10**6, step_tokens=4)
 
     async def scenario(client: SglangClient, urls: list[str]) -> float:
@@ -177,7 +177,7 @@ def test_a_long_window_is_waited_for_while_tokens_come(goes_on):
         return asyncio.get_running_loop().time() - started_s
 
     async def stuck(body: dict) -> web.Response | None:
-        server._running["other"] = [1, 1, 1]  # it says that it works on something
+        server._running["other"] = [1, 1, 1]  # the server reports a running request
         await asyncio.sleep(30)
 
     if not goes_on:
@@ -187,7 +187,7 @@ def test_a_long_window_is_waited_for_while_tokens_come(goes_on):
     assert len(server.bodies) == 1
 
 
-def test_a_request_that_its_server_has_forgotten_is_sent_again():
+def test_request_forgotten_by_its_server_is_resent():
     server = KvServer(10**6)
 
     async def forget_once(body: dict) -> web.Response | None:

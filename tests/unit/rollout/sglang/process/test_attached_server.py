@@ -1,12 +1,12 @@
-"""Servers that somebody else started: what a run asks of them, and what it refuses, before it sends them weights."""
+"""Attached servers: checks that a run makes, and servers that it rejects, before it sends them weights."""
 
 import pytest
 from aiohttp import web
 
 from megatron_rl.config.schema import Config, Placement, PolicyConfig, RolloutConfig
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import attach_one, open_servers
 from megatron_rl.rollout.sglang.process.attached_server import AttachedServer
-from megatron_rl.rollout.sglang.process.server import ServerError
 from tests.unit.local_service import local_service
 
 INFO = {"startup_time": 1.0, "random_seed": 2, "launch_command": "serve", "tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu"}
@@ -30,20 +30,20 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(("load_weights", "told"), [(False, 1), (True, 0)])
-def test_a_run_that_sends_weights_lets_servers_go_on_that_a_killed_one_left_paused(config, tmp_path, load_weights, told):
+def test_run_with_a_trainer_resumes_servers_left_paused_by_a_killed_run(config, tmp_path, load_weights, told):
     with local_service(served) as service:
         config.rollout.urls = [service.url]
         open_servers(config, tmp_path, lambda text: None, load_weights=load_weights)
         assert [path for path, _ in service.requests].count("/continue_generation") == told
 
 
-def test_a_server_that_joins_goes_on_too(config):
+def test_joining_server_left_paused_is_resumed(config):
     with local_service(served) as service:
         attach_one(service.url, config, lambda text: None)
         assert "/continue_generation" in [path for path, _ in service.requests]
 
 
-def test_a_server_that_cannot_go_on_is_an_error_that_says_what_to_do():
+def test_server_that_cannot_resume_raises_with_a_remedy():
     def answer(path, body):
         return web.Response(status=500, text="no") if path == "/continue_generation" else served(path, body)
 
@@ -56,21 +56,21 @@ def test_a_server_that_cannot_go_on_is_an_error_that_says_what_to_do():
 
 
 @pytest.mark.parametrize("workers", [[{"url": "http://a:1", "is_healthy": True}, {"url": "http://b:2"}], ["http://a:1", "http://b:2"]])
-def test_a_router_beside_others_is_refused_with_the_addresses_behind_it(config, tmp_path, workers):
-    """sglang-router answers as a server would, but weights would reach one of them."""
+def test_router_next_to_other_urls_is_rejected_with_its_servers(config, tmp_path, workers):
+    """sglang-router answers like a server, but weights would be sent to only one of the servers behind it."""
 
     def answer(path, body):
         return {"workers": workers, "total": len(workers)} if path == "/workers" else served(path, body)
 
     with local_service(answer) as service, local_service(with_seed(3)) as server:
         config.rollout.urls = [server.url, service.url]
-        with pytest.raises(ServerError, match=r"is a router.*beside others list them: http://a:1,http://b:2"):
+        with pytest.raises(ServerError, match=r"is a router.*next to other entries list them: http://a:1,http://b:2"):
             open_servers(config, tmp_path, lambda text: None, load_weights=False)
         assert "/continue_generation" not in [path for path, _ in service.requests]
 
 
 @pytest.mark.parametrize("key", ["urls", "urls_file"])
-def test_a_router_says_which_servers_the_run_talks_to_itself(config, tmp_path, key):
+def test_single_router_url_is_replaced_by_its_servers(config, tmp_path, key):
     workers: list[dict[str, object]] = []
 
     def listing(path, body):
@@ -83,7 +83,7 @@ def test_a_router_says_which_servers_the_run_talks_to_itself(config, tmp_path, k
             notes: list[str] = []
             pool = open_servers(config, tmp_path, notes.append, load_weights=False)
             assert pool.urls == [first.url, second.url] and pool.named_by == router.url
-            assert f"attaching to 2 SGLang servers, as {router.url} names them" in notes[0]
+            assert f"attaching to 2 SGLang servers, listed by {router.url}" in notes[0]
             assert {path for path, _ in router.requests} == {"/workers"}
             config.rollout.placement = Placement.colocated
             with pytest.raises(ServerError, match="colocated servers must be listed"):
@@ -93,7 +93,7 @@ def test_a_router_says_which_servers_the_run_talks_to_itself(config, tmp_path, k
 @pytest.mark.parametrize(
     "answer", [web.Response(status=404), web.Response(text="<html>"), web.json_response({"workers": 3}), web.json_response([])]
 )
-def test_a_server_that_knows_nothing_of_workers_is_a_server(answer):
+def test_url_without_a_workers_endpoint_is_a_server(answer):
     body, status, kind = answer.body, answer.status, answer.content_type
 
     def handler(path, asked):
@@ -103,12 +103,12 @@ def test_a_server_that_knows_nothing_of_workers_is_a_server(answer):
         assert AttachedServer(service.url).server_info() == INFO
 
 
-def test_a_server_under_two_addresses_is_refused(config, tmp_path):
+def test_server_listed_under_two_addresses_is_rejected(config, tmp_path):
     """Weight sync would wait for the second one forever."""
     with local_service(served) as service, local_service(with_seed(3)) as other:
         alias = service.url.replace("127.0.0.1", "localhost")
         config.rollout.urls = [service.url, other.url, alias]
-        with pytest.raises(ServerError, match=f"{alias} is the server at {service.url} under another address; name each server once"):
+        with pytest.raises(ServerError, match=f"{alias} is the server at {service.url} under another address; list each server once"):
             open_servers(config, tmp_path, lambda text: None, load_weights=False)
         config.rollout.urls = [service.url]
         pool = open_servers(config, tmp_path, lambda text: None, load_weights=False)
@@ -118,8 +118,8 @@ def test_a_server_under_two_addresses_is_refused(config, tmp_path):
         assert pool.urls == [service.url, other.url]
 
 
-def test_a_server_with_a_model_of_another_size_is_refused_where_its_folder_can_be_read(config, tmp_path):
-    """Layers that the trainer has not would go on with what they were loaded with."""
+def test_attached_server_with_a_model_of_another_size_is_rejected(config, tmp_path):
+    """Layers that the trainer does not have would keep the weights that the server loaded."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
     (tmp_path / "same").mkdir()
     (tmp_path / "same" / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2, "dtype": "float16"}')
@@ -134,8 +134,8 @@ def test_a_server_with_a_model_of_another_size_is_refused_where_its_folder_can_b
                 attach_one(service.url, config, lambda text: None)
 
 
-def test_a_server_that_evaluates_does_not_join(config):
+def test_evaluation_server_cannot_join(config):
     with local_service(served) as service:
         config.eval.urls = [service.url + "/"]
-        with pytest.raises(ServerError, match="it is one of eval.urls too"):
+        with pytest.raises(ServerError, match="it is in eval.urls too"):
             attach_one(service.url, config, lambda text: None)

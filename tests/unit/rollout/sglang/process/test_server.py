@@ -14,10 +14,11 @@ from megatron_rl import cli
 from megatron_rl.config.checks.servers import address_problems
 from megatron_rl.config.schema import Config, Placement, RolloutConfig
 from megatron_rl.rollout import server_pool as pool
+from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.cleanup import write_secret
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
-from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer, free_port, group_members, port_is_free
+from megatron_rl.rollout.sglang.process.server import SglangServer, free_port, group_members, port_is_free
 from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, remedy, start_failure
 from tests.unit.local_service import local_service
 
@@ -57,7 +58,7 @@ def test_a_server_without_weights_loads_dummies():
     assert flags_of(server_command(ServerOptions("/m", load_weights=False), port=1))["--load-format"] == ["dummy"]
 
 
-def test_server_args_win_and_take_flags_values_and_lists():
+def test_server_args_override_options_and_accept_flags_values_and_lists():
     server_args = {"dtype": "float16", "disable_radix_cache": True, "skip-server-warmup": False, "lora-paths": ["a", 2]}
     flags = flags_of(server_command(ServerOptions("/m", server_args=server_args), port=1))
     assert flags["--dtype"] == ["float16"]
@@ -79,7 +80,7 @@ def test_the_server_does_not_inherit_torchruns_rendezvous():
     ("num_ranks", "num_threads", "cores", "binding"),
     [(2, 1, [0, 1], "0|1"), (2, 2, [4, 5, 6, 7], "4,5|6,7"), (2, 1, [3], "3|3")],
 )
-def test_tensor_parallel_ranks_get_cores_of_their_own(num_ranks, num_threads, cores, binding):
+def test_tensor_parallel_ranks_get_separate_cores(num_ranks, num_threads, cores, binding):
     options = ServerOptions("/m", tensor_parallel_size=num_ranks, num_threads=num_threads)
     assert server_environment(options, {}, cores)["SGLANG_CPU_OMP_THREADS_BIND"] == binding
 
@@ -89,7 +90,7 @@ def test_a_gpu_server_keeps_its_thread_settings():
     assert env["OMP_NUM_THREADS"] == "8"
 
 
-def test_a_gpu_server_compiles_with_the_toolkit_of_its_environment_unless_another_is_named(monkeypatch):
+def test_gpu_server_uses_the_cuda_toolkit_of_its_environment_by_default(monkeypatch):
     monkeypatch.setattr("megatron_rl.rollout.sglang.process.options.own_cuda_home", lambda: {"CUDA_HOME": "/venv/cu13"})
     options = ServerOptions("/m", device="cuda")
     assert server_environment(options, {}, cores=[0])["CUDA_HOME"] == "/venv/cu13"
@@ -97,7 +98,7 @@ def test_a_gpu_server_compiles_with_the_toolkit_of_its_environment_unless_anothe
     assert "CUDA_HOME" not in server_environment(ServerOptions("/m", device="cpu"), {}, cores=[0])
 
 
-def test_a_server_gets_the_trainers_nccl_variables_and_says_them(monkeypatch):
+def test_server_gets_and_reports_the_trainers_nccl_variables(monkeypatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     options = pool.server_options(Config(), load_weights=False, tokenizer=False)
@@ -106,7 +107,7 @@ def test_a_server_gets_the_trainers_nccl_variables_and_says_them(monkeypatch):
     assert "--extra-metric-labels" in server_command(options, 1)
 
 
-def test_a_server_that_sleeps_does_without_expandable_segments():
+def test_sleeping_server_runs_without_expandable_segments():
     base = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}
     awake, asleep = (server_environment(ServerOptions("/m", device="cuda", can_sleep=one), base, [0]) for one in (False, True))
     assert awake["PYTORCH_CUDA_ALLOC_CONF"] == base["PYTORCH_CUDA_ALLOC_CONF"]
@@ -115,7 +116,7 @@ def test_a_server_that_sleeps_does_without_expandable_segments():
     assert server_environment(named, base, [0])["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
-def test_float32_on_a_gpu_takes_an_attention_that_has_kernels_for_it():
+def test_float32_gpu_server_uses_an_attention_backend_with_kernels():
     def backend(**options):
         return flags_of(server_command(ServerOptions("/m", deterministic=True, **options), 1)).get("--attention-backend")
 
@@ -142,7 +143,7 @@ def model_folder(tmp_path):
     return str(tmp_path)
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(model_folder, tmp_path):
+def test_port_in_use_is_rejected_before_a_process_starts(model_folder, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -154,14 +155,14 @@ def test_a_port_in_use_is_refused_before_anything_starts(model_folder, tmp_path)
     assert port_is_free("127.0.0.1", port)
 
 
-def test_a_missing_model_folder_is_refused_before_anything_starts(tmp_path):
+def test_missing_model_folder_is_rejected_before_a_process_starts(tmp_path):
     server = SglangServer(ServerOptions(str(tmp_path / "nowhere")), tmp_path / "log")
     with pytest.raises(ServerError, match="no config.json in the model folder.*nowhere.*policy.path"):
         server.start()
     assert server.pid is None
 
 
-def test_a_pool_whose_second_server_cannot_start_stops_the_first(model_folder, tmp_path):
+def test_pool_stops_all_servers_when_one_cannot_start(model_folder, tmp_path):
     with socket.socket() as taken:
         while True:
             first = free_port("127.0.0.1")
@@ -180,7 +181,7 @@ def test_a_pool_whose_second_server_cannot_start_stops_the_first(model_folder, t
     ("num_gpus", "num_ranks", "first", "noted"),
     [(8, 4, 4, False), (6, 4, 4, False), (5, 4, 0, True), (1, 1, 0, True), (0, 2, 0, False)],
 )
-def test_servers_take_the_gpus_behind_the_trainers_where_there_are_enough(
+def test_servers_take_the_gpus_after_the_trainers_if_there_are_enough(
     monkeypatch, num_gpus, num_ranks, first, noted
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
@@ -191,25 +192,25 @@ def test_servers_take_the_gpus_behind_the_trainers_where_there_are_enough(
     assert bool(notes) == noted
 
 
-def test_gpu_servers_are_told_their_gpus_and_whether_they_sleep(model_folder):
+def test_gpu_server_command_has_its_gpus_and_memory_saver(model_folder):
     command = server_command(ServerOptions(model_folder, device="cuda", first_gpu=4, can_sleep=True), 1)
     assert command[command.index("--base-gpu-id") + 1] == "4" and "--enable-memory-saver" in command
     assert "--enable-memory-saver" not in server_command(ServerOptions(model_folder, device="cuda"), 1)
     assert "--base-gpu-id" not in server_command(ServerOptions(model_folder), 1)
 
 
-def test_attaching_to_nothing_names_the_url_and_the_remedy():
+def test_attaching_to_a_dead_url_raises_with_url_and_remedy():
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(ServerError, match=f"{url}.*rollout.urls"):
         ServerPool.attach([url])
 
 
-def test_attaching_twice_to_one_server_is_refused():
+def test_attaching_twice_to_one_server_is_rejected():
     with pytest.raises(ValueError, match="twice"):
         ServerPool.attach(["http://a:1", "http://a:1"])
 
 
-def test_group_members_are_the_living_processes_of_the_group():
+def test_group_members_are_the_running_processes_of_the_group():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     try:
         assert group_members(process.pid) == [process.pid]
@@ -239,18 +240,18 @@ def test_each_known_failure_has_its_remedy(log, advice):
     assert advice in remedy(log)
 
 
-def test_only_a_taken_port_counts_as_one():
+def test_port_taken_matches_only_port_conflicts():
     assert port_taken("OSError: [Errno 98] Address already in use")
     assert not port_taken("Uvicorn running on port 31000")
 
 
-def test_the_failure_message_says_how_it_ended_and_shows_the_log(tmp_path):
+def test_start_failure_reports_the_exit_and_the_end_of_the_log(tmp_path):
     message = start_failure("http://h:1", -9, tmp_path / "log", "last words")
     assert "killed by signal 9" in message and message.endswith("last words")
     assert "exited with code 2" in start_failure("http://h:1", 2, tmp_path / "log", "")
 
 
-def test_last_lines_begin_after_the_earlier_runs_and_are_cut(tmp_path):
+def test_last_lines_skip_earlier_runs_and_are_truncated(tmp_path):
     log = tmp_path / "log"
     log.write_text("old run\n")
     start = log.stat().st_size
@@ -262,7 +263,7 @@ def test_last_lines_begin_after_the_earlier_runs_and_are_cut(tmp_path):
     assert last_lines(tmp_path / "absent", 0) == ""
 
 
-def test_a_key_is_in_no_command_line_environment_or_repr(tmp_path):
+def test_api_key_is_in_no_command_line_environment_or_repr(tmp_path):
     options = ServerOptions("/m", api_key="s3cret", server_args={"mem-fraction-static": 0.5})
     path = write_secret(options, tmp_path)
     command = server_command(options, 1234, path)
@@ -275,7 +276,7 @@ def test_a_key_is_in_no_command_line_environment_or_repr(tmp_path):
     assert "--config" not in flags_of(server_command(ServerOptions("/m"), 1))
 
 
-def test_a_configuration_file_of_the_users_is_taken_over(tmp_path):
+def test_user_config_file_is_merged_into_the_secret_config(tmp_path):
     (tmp_path / "own.yaml").write_text("mem-fraction-static: 0.5\n")
     (tmp_path / "private").mkdir()
     options = ServerOptions("/m", api_key="k", server_args={"config": str(tmp_path / "own.yaml")})
@@ -284,7 +285,7 @@ def test_a_configuration_file_of_the_users_is_taken_over(tmp_path):
     assert flags_of(server_command(options, 1, path))["--config"] == [path]
 
 
-def test_nothing_is_started_again_once_the_run_ends(tmp_path, model_folder):
+def test_no_server_restarts_once_the_run_ends(tmp_path, model_folder):
     server = SglangServer(ServerOptions(model_folder), tmp_path / "log")
     server.abandon()
     with pytest.raises(ServerError, match="the run ends"):
@@ -304,7 +305,7 @@ def test_nothing_is_started_again_once_the_run_ends(tmp_path, model_folder):
         ("good", {"--admin-api-key": "x"}, "process lists"),
     ],
 )
-def test_a_key_that_cannot_travel_or_would_be_seen_is_refused(monkeypatch, key, server_args, names):
+def test_invalid_or_exposed_api_key_is_rejected(monkeypatch, key, server_args, names):
     monkeypatch.delenv("RUN_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("RUN_KEY", key)
@@ -313,7 +314,7 @@ def test_a_key_that_cannot_travel_or_would_be_seen_is_refused(monkeypatch, key, 
 
 
 @pytest.mark.parametrize(("host", "words"), [("0.0.0.0", []), ("10.0.0.7", []), ("127.0.0.1", ["--api-key-env", "NO_SUCH"])])
-def test_serve_refuses_a_door_without_a_key(host, words, capsys, monkeypatch):
+def test_serve_rejects_a_public_host_without_an_api_key(host, words, capsys, monkeypatch):
     monkeypatch.delenv("NO_SUCH", raising=False)
     assert cli.main(["serve", "--model-path", "/m", "--host", host, *words]) == 2
     assert "api-key-env" in capsys.readouterr().err
@@ -337,7 +338,7 @@ def run_config(tmp_path, **rollout):
         ("0", {}, "calculator", False),
     ],
 )
-def test_servers_start_before_the_trainer_where_nothing_holds_them_up(
+def test_servers_start_before_the_trainer_unless_they_must_wait(
     monkeypatch, tmp_path, rank, rollout, environment, early
 ):
     config = run_config(tmp_path, **rollout)
@@ -355,7 +356,7 @@ def test_servers_start_before_the_trainer_where_nothing_holds_them_up(
     assert events[-1:] == ["stopped"] * early
 
 
-def test_spawned_servers_are_stopped_when_the_trainer_does_not_come_up(monkeypatch, tmp_path):
+def test_spawned_servers_are_stopped_when_the_trainer_fails_to_start(monkeypatch, tmp_path):
     stopped = []
     monkeypatch.setattr(SglangServer, "spawn", lambda server: None)
     monkeypatch.setattr(SglangServer, "stop", lambda server, grace_s=0.0: stopped.append(server.url))

@@ -1,4 +1,4 @@
-"""Laws of attached servers: what they say of themselves is compared with what the run would start."""
+"""Laws of attached servers: their reported options are compared with the options of a managed server."""
 
 import json
 from dataclasses import replace
@@ -25,21 +25,21 @@ GOOD = {"tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cuda", "enable_memo
         ({SAID_LABELS: {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}}, ["NCCL_CUMEM_ENABLE is 1 there and 0 here"]),
         ({SAID_LABELS: {"team": "red"}}, []),
         ({SAID_LABELS: None}, []),
-        ({"speculative_algorithm": "EAGLE", "load_format": "dummy"}, ["EAGLE guesses at random", "--speculative-draft-load-format auto"]),
+        ({"speculative_algorithm": "EAGLE", "load_format": "dummy"}, ["EAGLE drafts at random", "--speculative-draft-load-format auto"]),
         ({"speculative_algorithm": "EAGLE", "load_format": "dummy", "speculative_draft_load_format": "auto"}, []),
         ({"speculative_algorithm": "NGRAM", "load_format": "dummy"}, []),
         ({"enable_nccl_nvls": True}, ["NCCL_NVLS_ENABLE is 1 there and 0 here"]),
         ({"enable_symm_mem": True}, ["NCCL_CUMEM_ENABLE is 1 there", "NCCL_NVLS_ENABLE is 1 there"]),
     ],
 )
-def test_what_would_hang_a_publish_is_said_before_one(said, names):
+def test_options_that_would_hang_a_publish_are_reported_at_start(said, names):
     found = list(disagreements(GOOD | said, OURS, broadcasts=True))
     assert len(found) == bool(names)
     for name in names:
         assert name in found[0]
 
 
-def test_without_a_group_neither_device_nor_nccl_matter_but_workers_do():
+def test_device_and_nccl_matter_only_with_a_process_group():
     info = GOOD | {"device": "cpu", "enable_symm_mem": True}
     assert not list(disagreements(info, OURS, broadcasts=False))
     assert list(disagreements(info | {"tp_size": 1}, OURS, broadcasts=False))
@@ -51,7 +51,7 @@ def test_a_colocated_server_must_be_able_to_sleep():
     assert not list(disagreements(GOOD | {"enable_memory_saver": True}, replace(OURS, can_sleep=True), broadcasts=False))
 
 
-def test_a_server_says_the_values_that_it_is_started_with():
+def test_server_reports_its_nccl_variables():
     command = server_command(replace(OURS, nccl={"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}), 1)
     said = json.loads(command[command.index("--extra-metric-labels") + 1])
     assert nccl_of({SAID_LABELS: said}) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
@@ -65,5 +65,5 @@ def test_a_server_says_the_values_that_it_is_started_with():
         ({"quantization": None}, False),
     ],
 )
-def test_a_server_that_quantizes_must_be_one_that_takes_new_weights(said, refused):
+def test_quantized_server_must_accept_new_weights(said, refused):
     assert len(list(disagreements(GOOD | said, OURS, broadcasts=True, model_type="qwen3"))) == refused

@@ -1,4 +1,4 @@
-"""Laws of sleep: only idle servers go to sleep, only sleeping ones are woken, and a restarted one is awake."""
+"""Laws of sleep: only idle servers go to sleep, only sleeping servers are woken, and a restarted server is awake."""
 
 import pytest
 from aiohttp import web
@@ -10,7 +10,7 @@ from tests.unit.local_service import local_service
 
 
 def calls(service) -> list[tuple[str, list[str]]]:
-    """(what was asked, tags) since the last time, without the questions whether a server is idle."""
+    """(path, tags) of the calls since the last time, without idle polls."""
     asked = [
         (path.strip("/").partition("_")[0], sorted(body.get("tags", [])))
         for path, body in service.requests
@@ -20,7 +20,7 @@ def calls(service) -> list[tuple[str, list[str]]]:
     return asked
 
 
-def test_each_part_of_the_memory_is_released_and_resumed_once():
+def test_each_memory_tag_is_released_and_resumed_once():
     everything = sorted([*WEIGHTS, *KV_CACHE])
     with local_service(lambda path, body: {}) as service:
         server, memory = [ServerAddress(service.url, 1, 1)], ServerMemory(5.0)
@@ -42,7 +42,7 @@ def test_each_part_of_the_memory_is_released_and_resumed_once():
         assert calls(service) == [("release", everything)]
 
 
-def test_a_busy_server_is_asked_again_until_it_is_idle():
+def test_sleep_polls_a_busy_server_until_it_is_idle():
     refusals = [True, True]
 
     def answer(path, body):
@@ -56,7 +56,7 @@ def test_a_busy_server_is_asked_again_until_it_is_idle():
         assert [path for path, _ in service.requests] == ["/flush_cache"] * 3 + ["/release_memory_occupation"]
 
 
-def test_a_server_that_never_becomes_idle_is_named_and_stays_awake():
+def test_server_that_never_becomes_idle_is_reported_and_stays_awake():
     with local_service(lambda path, body: web.json_response({}, status=400)) as service:
         with pytest.raises(ServerCallError, match=f"waited 0.2 s for {service.url} to become idle"):
             ServerMemory(0.2).sleep([ServerAddress(service.url, 1, 1)])

@@ -1,4 +1,4 @@
-"""Laws of the quick way to read answers: it gives what orjson and numpy give, or leaves the answer to them."""
+"""Laws of the fast reader: it returns the same values as orjson and numpy, or leaves the reply to them."""
 
 import numpy as np
 import orjson
@@ -23,7 +23,7 @@ def float32s(numbers):
 
 
 def same_as_orjson(found, content):
-    """Whether arrays and rest are what orjson reads, to the last bit."""
+    """Return whether arrays and all other values equal orjson's, bit for bit."""
     expected = orjson.loads(content)
     for sample, other in zip(found, expected, strict=True):
         ids, pairs = sample["output_ids"], sample["meta_info"]["output_token_logprobs"]
@@ -49,7 +49,7 @@ TEXTS = st.sampled_from(["", '"output_ids":[1,2]', '"output_token_logprobs":[[1,
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(PAIRS, TEXTS), min_size=1, max_size=3))
-def test_what_is_read_quickly_is_what_orjson_reads(samples):
+def test_fast_reader_returns_the_same_as_orjson(samples):
     content = orjson.dumps([answer(pairs, text) for pairs, text in samples])
     found = read(content)
     if found is not None:
@@ -57,14 +57,14 @@ def test_what_is_read_quickly_is_what_orjson_reads(samples):
 
 
 @given(st.lists(FROM_FLOAT32.filter(lambda x: x == 0 or abs(x) > 1e-20), min_size=1, max_size=20))
-def test_log_probs_of_a_server_are_never_in_doubt(logprobs):
+def test_fast_reader_handles_all_log_probs_of_a_server(logprobs):
     content = orjson.dumps([answer([(p, 5) for p in logprobs])])
     same_as_orjson(read(content), content)
 
 
 @settings(max_examples=300)
 @given(PAIRS, st.integers(0, 400), st.sampled_from([b"", b"]", b"[", b",", b"null", b"-", b"1e5", b'"', b"0.1", b"9" * 20, b" "]))
-def test_damaged_text_is_left_to_orjson_or_read_as_it_reads_it(pairs, place, junk):
+def test_damaged_text_is_left_to_orjson_or_read_identically(pairs, place, junk):
     content = orjson.dumps([answer(pairs)])
     place %= len(content)
     content = content[:place] + junk + content[place + 1 :]
@@ -74,24 +74,24 @@ def test_damaged_text_is_left_to_orjson_or_read_as_it_reads_it(pairs, place, jun
     try:
         same_as_orjson(found, content)
     except orjson.JSONDecodeError:
-        # A number in a way that JSON forbids, as 01 or 1., names itself all the same.
+        # The fast reader accepts some numbers that JSON forbids, such as 01 or 1.; their value is unambiguous.
         assert len(found) == 1
 
 
 @pytest.mark.parametrize("samples", [[{"output_ids": []}], {"error": "no"}, "no", [answer([(-0.5, 3)]), {}]])
-def test_other_answers_go_to_orjson(samples):
+def test_replies_in_other_formats_go_to_orjson(samples):
     assert read(orjson.dumps(samples)) is None
 
 
-def test_a_text_beside_a_log_prob_goes_to_orjson():
+def test_entry_with_text_goes_to_orjson():
     sample = answer([(-0.5, 3)])
     sample["meta_info"]["output_token_logprobs"][0][2] = "]]"
     assert read(orjson.dumps([sample])) is None
 
 
-def test_long_answers_are_checked_as_short_ones_are(monkeypatch):
+def test_long_replies_are_checked_like_short_ones(monkeypatch):
     monkeypatch.setattr(json_arrays, "SHORTEST", 1)
-    json_arrays._in_background().result()
+    json_arrays.loops_in_background().result()
     request = GenerationRequest("r", (3, 4), 4)
 
     def parsed(pairs, **changes):
@@ -105,7 +105,7 @@ def test_long_answers_are_checked_as_short_ones_are(monkeypatch):
     assert (good.token_ids.tolist(), good.logprobs.tolist()) == ([3, 4], [-0.5, -0.25])
     for pairs, changes, words in (
         ([(-0.5, 100)], {}, "vocabulary"),
-        ([(-0.5, 3)] * 5, {}, "at most the 4 tokens"),
+        ([(-0.5, 3)] * 5, {}, "at most the 4 requested tokens"),
         ([(0.5, 3)], {}, "at most 0"),
         ([(-0.5, 3)], {"output_ids": [4]}, "log-prob of token 4"),
         ([(-0.5, 3)], {"output_ids": [3, 3]}, "2 tokens and 1 log-probs"),

@@ -1,4 +1,4 @@
-"""Laws of what is believed of a server's answer: nothing that is not what was asked for, whatever was changed in it."""
+"""Laws of reply validation: a reply is either valid for its request or rejected, regardless of the damage."""
 
 import asyncio
 import base64
@@ -61,7 +61,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def changed(answer: dict[str, Any], path: tuple, change: str, junk: Any) -> Any:
-    """``answer`` with one place dropped, replaced, doubled or cut."""
+    """``answer`` with one entry dropped, replaced, duplicated or truncated."""
     answer = copy.deepcopy(answer)
     holder = answer
     for key in path[:-1]:
@@ -93,7 +93,7 @@ REQUESTS = (REQUEST, HOT, ROUTED, UPDATED)
 
 
 def assert_believable(request: GenerationRequest, generation: Generation) -> None:
-    """What training needs of a sample, said another way than the parser does."""
+    """Checks the properties that training needs of a sample, independently of the parser."""
     assert isinstance(generation, Generation)
     assert len(generation.token_ids) == len(generation.logprobs) <= request.max_new_tokens
     assert (generation.token_ids.dtype, generation.logprobs.dtype) == (np.int32, np.float32)
@@ -123,7 +123,7 @@ def assert_believable(request: GenerationRequest, generation: Generation) -> Non
     ),
 )
 @example(REQUEST, [(0, "replace", None)])
-def test_a_changed_answer_is_believable_or_refused_in_words(request, changes):
+def test_changed_reply_is_either_valid_or_rejected_with_a_message(request, changes):
     answer: Any = good_answer(request)
     assert_believable(request, parse_generation(request, answer, VOCAB_SIZE))
     for where, change, junk in changes:
@@ -144,12 +144,12 @@ def test_a_changed_answer_is_believable_or_refused_in_words(request, changes):
         (("output_ids",), [1_000_000, 12, 13], "output_ids: expected token ids of the vocabulary .0 to 99., got 1000000"),
         (("output_ids",), [-3, 12, 13], "got -3"),
         (("output_ids",), [True, 12, 13], "output_ids: expected whole numbers, got True"),
-        (("output_ids",), [1] * 400, "at most the 4 tokens that were asked for, got '400 tokens'"),
+        (("output_ids",), [1] * 400, "at most the 4 requested tokens, got '400 tokens'"),
         (("output_ids",), [11, 12], "completion_tokens: expected 2"),
         (("output_ids",), None, "output_ids: expected a list, got None"),
         (("meta_info", "output_token_logprobs", 0, 0), 7.0, "log-probs of at most 0, got 7.0"),
         (("meta_info", "output_token_logprobs", 0, 0), None, "not finite"),
-        (("meta_info", "output_token_logprobs", 0, 1), 12, "the log-prob of token 11, got 'that of token 12'"),
+        (("meta_info", "output_token_logprobs", 0, 1), 12, "the log-prob of token 11, got 'the log-prob of token 12'"),
         (("meta_info", "output_token_logprobs", 0), [-0.5], "entries .log-prob, token id, text., got .-0.5."),
         (("meta_info", "prompt_tokens"), 2, "prompt_tokens: expected 3, got 2"),
         (("meta_info", "cached_tokens"), -1, "cached_tokens: expected a whole number from 0"),
@@ -160,7 +160,7 @@ def test_a_changed_answer_is_believable_or_refused_in_words(request, changes):
         (("meta_info",), [], "meta_info: expected a JSON object, got .."),
     ],
 )
-def test_a_bad_answer_names_the_field_and_what_came(path, junk, names):
+def test_invalid_reply_error_names_the_field_and_the_value(path, junk, names):
     with pytest.raises(InvalidReply, match=names):
         parse_generation(REQUEST, changed(good_answer(REQUEST), path, "replace", junk), VOCAB_SIZE)
 
@@ -168,27 +168,27 @@ def test_a_bad_answer_names_the_field_and_what_came(path, junk, names):
 @pytest.mark.parametrize(
     ("found", "names"),
     [
-        (None, "weight_versions: the server does not say which weights.*weight_update=between"),
+        (None, "weight_versions: the server does not report which weights.*weight_update=between"),
         ("7", "weight_versions: expected a list, got '7'"),
         (spans(("7", 0, 2)), "spans up to the last of 3 tokens"),
-        (spans(("7", 0, 2), ("8", 1, 3)), "a span of tokens from 2 on"),
-        (spans(("7", 0, 0), ("8", 0, 3)), "a span of tokens from 0 on"),
+        (spans(("7", 0, 2), ("8", 1, 3)), "a span of tokens that starts at 2"),
+        (spans(("7", 0, 0), ("8", 0, 3)), "a span of tokens that starts at 0"),
         (spans(("7", 0, 4)), "weight_versions.end: expected a whole number from 0 to 3, got 4"),
         (spans(("6", 0, 1), ("7", 1, 3)), "version '6', but version 7 was published"),
         ([{"version": 7, "start": 0, "end": 3}], "weight_versions.version: expected a text, got 7"),
     ],
 )
-def test_spans_of_weight_versions_cover_the_answer_or_are_refused(found, names):
+def test_weight_version_spans_must_cover_the_reply(found, names):
     with pytest.raises(InvalidReply, match=names):
         parse_generation(UPDATED, changed(good_answer(UPDATED), ("meta_info", "weight_versions"), "replace", found), VOCAB_SIZE)
 
 
-def test_an_answer_without_spans_is_of_one_version_where_none_are_asked_for():
+def test_reply_without_spans_has_one_version_if_none_are_requested():
     assert parse_generation(REQUEST, good_answer(REQUEST), VOCAB_SIZE).spans == (("7", 0, 3),)
     assert parse_generation(UPDATED, good_answer(UPDATED), VOCAB_SIZE).spans == (("7", 0, 1), ("8", 1, 3))
 
 
-def test_checking_an_answer_costs_little_next_to_reading_it():
+def test_checking_a_reply_is_cheap_compared_to_parsing_it():
     num = 50_000
     request = GenerationRequest("r", (1,), num)
     meta = {"finish_reason": {"type": "length"}, "weight_version": "7"}
@@ -216,8 +216,8 @@ BODIES = st.one_of(
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from([200, 200, 200, 200, 204, 302, 404, 418, 500]), BODIES), min_size=8, max_size=8))
-def test_a_server_that_lies_costs_an_attempt_and_another_one_is_asked(lies):
-    """Through HTTP: whatever the first server says, the answers are those of the second."""
+def test_invalid_reply_costs_one_attempt_and_moves_to_another_server(lies):
+    """Over HTTP: for any invalid reply of the first server, the results come from the second."""
     waiting = iter(lies)
 
     async def lie(body: dict[str, Any]) -> web.Response | None:

@@ -1,0 +1,220 @@
+"""Scores a file of responses: JSONL in, the same rows with ``score``, ``detail`` and ``error`` out.
+
+Invariants: rows keep their order; every row is checked before the first one is scored, so bad data is refused with
+file, line and field; the output appears atomically; memory contains a few thousand rows, regardless of the file
+size.
+
+Waits: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron_rl.data.row_files import parse_row
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import RewardError, resolve
+from megatron_rl.rewards.row_schema import Row, RowSchema
+from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
+from megatron_rl.rewards.workers.event_loop import start_runner
+from megatron_rl.system.command_line.terminal import progress_bar
+from megatron_rl.system.files.atomic_files import atomic_text_file
+
+_BATCH_ROWS = 1024
+_BATCHES_AHEAD = 2
+"""Batches submitted ahead, so that workers stay busy while results are written."""
+_MAX_REPORTED = 5
+"""Largest number of bad rows in an error message, and of error kinds in a summary."""
+_MAX_ERROR_CHARS = 80
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    reward: str
+    num_rows: int
+    num_unscored: int
+    mean_score: float | None
+    """Mean over the scored rows; None if there are none."""
+    seconds: float
+    """Wall-clock seconds of the scoring, without the start of the workers."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means of additional reward metrics, each over the rows that have it."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """Most frequent reasons of unscored rows, with their counts."""
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.num_rows / self.seconds if self.seconds > 0 else 0.0
+
+    def table(self) -> Table:
+        table = Table(title=f"reward {self.reward}", show_header=False)
+        mean = "-" if self.mean_score is None else f"{self.mean_score:.4f}"
+        for label, value in (
+            ("rows", f"{self.num_rows:,}"),
+            ("mean score", mean),
+            ("unscored", f"{self.num_unscored:,}"),
+            ("rows per second", f"{self.rows_per_second:,.0f}"),
+            *((f"mean {name}", f"{value:.4f}") for name, value in self.metrics.items()),
+            *((f"unscored: {error}", f"{count:,}") for error, count in self.errors.items()),
+        ):
+            table.add_row(label, value)
+        return table
+
+
+def score_file(
+    name: str,
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    num_workers: int = 2,
+    max_concurrency: int = 256,
+    timeout_s: float = 5.0,
+    options: Mapping[str, Any] | None = None,
+) -> ScoreSummary:
+    """Score every row of a JSONL file.
+
+    Args:
+        name: Registry name or import path of the reward.
+        input_path: A file or a pipe. Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
+            reward requires and ``options`` does not set.
+        output_path: May be the input itself.
+        num_workers: Worker processes, for a reward that runs on the CPU.
+        max_concurrency: Rows in progress, for a reward that calls a server.
+        timeout_s: Time limit of one row in seconds.
+        options: Keyword arguments of the reward.
+
+    Raises:
+        RewardError: unknown reward, wrong options, or bad rows (with file, line and field).
+        OSError: a file that cannot be read or written.
+    """
+    form = RowSchema(resolve(name), options or {})
+    with _readable_twice(Path(input_path)) as rows_path:
+        num_rows = _checked_rows(rows_path, str(input_path), form)
+        with (
+            start_runner(
+                name,
+                RunnerSettings(num_workers=num_workers, timeout_s=timeout_s, max_concurrency=max_concurrency),
+                options=options,
+                row_fields=form.fields,
+            ) as runner,
+            atomic_text_file(Path(output_path)) as output,
+            progress_bar(f"reward {name}", num_rows) as advance,
+        ):
+            totals = _ScoreTotals()
+            started_at = time.monotonic()
+            for row, score in _scored_rows(runner, rows_path, form):
+                result = {**row, "score": score.value, "detail": score.detail, "error": score.error}
+                output.write(json.dumps(result) + "\n")
+                totals.add(score)
+                advance()
+            seconds = time.monotonic() - started_at
+    return totals.summary(name, seconds)
+
+
+@contextlib.contextmanager
+def _readable_twice(path: Path) -> Iterator[Path]:
+    """Yield ``path``, or a copy of a pipe's content: rows are checked before they are scored, so they are read twice."""
+    if path.is_file() or path.is_dir() or not path.exists():
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as copy, path.open("rb") as pipe:
+        shutil.copyfileobj(pipe, copy)
+        copy.flush()
+        yield Path(copy.name)
+
+
+class _ScoreTotals:
+    """Running sums over the scores of a file, without storing rows, because files may be long."""
+
+    def __init__(self) -> None:
+        self._num_rows = self._num_scored = 0
+        self._total = 0.0
+        self._metrics: dict[str, tuple[int, float]] = {}
+        """Maps a metric to (count, sum)."""
+        self._errors: Counter[str] = Counter()
+
+    def add(self, score: Score) -> None:
+        self._num_rows += 1
+        if score.value is not None:
+            self._num_scored += 1
+            self._total += score.value
+        else:
+            # Merge errors that differ only in numbers.
+            # Merge errors that differ only in numbers.
+            self._errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
+        for key, number in score.metrics.items():
+            count, total = self._metrics.get(key, (0, 0.0))
+            self._metrics[key] = (count + 1, total + number)
+
+    def summary(self, reward: str, seconds: float) -> ScoreSummary:
+        return ScoreSummary(
+            reward=reward,
+            num_rows=self._num_rows,
+            num_unscored=self._num_rows - self._num_scored,
+            mean_score=self._total / self._num_scored if self._num_scored else None,
+            seconds=seconds,
+            metrics={key: total / count for key, (count, total) in self._metrics.items()},
+            errors=dict(self._errors.most_common(_MAX_REPORTED)),
+        )
+
+
+def _scored_rows(runner: CallQueue, path: Path, form: RowSchema) -> Iterator[tuple[Row, Score]]:
+    """Yields the rows of a file with their scores, in order."""
+    waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
+    for batch in _batches(path, form):
+        items = [form.item(row) for row in batch]
+        waiting.append((batch, runner.submit(items)))
+        if len(waiting) > _BATCHES_AHEAD:
+            rows, future = waiting.popleft()
+            yield from zip(rows, future.result(), strict=True)
+    for rows, future in waiting:
+        yield from zip(rows, future.result(), strict=True)
+
+
+def _batches(path: Path, form: RowSchema) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    for _, row, _ in _read(path, form):
+        batch.append(row)
+        if len(batch) == _BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _read(path: Path, form: RowSchema) -> Iterator[tuple[int, Row, str]]:
+    """Yields (line number from 1, row, problem or ""); blank lines are skipped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row, problem = parse_row(line, is_first=number == 1)
+            yield number, row, problem or form.problem(row)
+
+
+def _checked_rows(path: Path, name: str, form: RowSchema) -> int:
+    """Number of rows. Raises RewardError if any row is bad."""
+    num_good, num_bad = 0, 0
+    reported: list[str] = []
+    for number, _, problem in _read(path, form):
+        if not problem:
+            num_good += 1
+            continue
+        num_bad += 1
+        if len(reported) < _MAX_REPORTED:
+            reported.append(f"{name}:{number}: {problem}")
+    if num_bad:
+        listed = "\n".join(reported)
+        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them, or remove them from the file:\n{listed}")
+    return num_good

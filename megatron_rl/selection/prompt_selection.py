@@ -1,0 +1,257 @@
+"""Prompt selection, from a checked configuration to the kept rows and their report.
+
+Prompts are read once to check them. Scores come from select_prompts.scores_path or from the policy's own
+responses. The prompts are read again to write the kept rows unchanged. The same prompts and scores give the same
+bytes. Nothing is written before all inputs have been read; each file appears atomically.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron_rl.config.derived import model_has_vision
+from megatron_rl.config.schema import Config, Init, SelectionRule
+from megatron_rl.data.chat_content import moved_row
+from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_content, with_reward_fields
+from megatron_rl.data.row_files import is_missing, lookup, not_json, read_rows
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.selection.generate import (
+    SamplingPlan,
+    ScoreFile,
+    generate_scores,
+    missing_samples,
+    open_score_file,
+    score_settings,
+)
+from megatron_rl.selection.scores import PromptCandidates, read_candidates, read_scores
+from megatron_rl.selection.selection_report import SelectionReport, report_paths, write_report
+from megatron_rl.selection.selection_rules import TOO_LONG, PromptDecision, PromptScores, select
+from megatron_rl.system.command_line.terminal import progress_bar
+from megatron_rl.system.files.atomic_files import atomic_text_file
+
+_SCORES_NAME = "select_scores.jsonl"
+"""File in run.output_dir with the scored responses, if select_prompts.scores_path is empty."""
+
+Note = Callable[[str], None]
+
+
+def check_selection(config: Config) -> None:
+    """Raise ConfigError with every problem that the general checks do not cover."""
+    rule = config.select_prompts
+    problems = []
+    if Path(rule.output_path).resolve() in {Path(name).resolve() for name in config.data.train_files}:
+        problems.append(f"select_prompts.output_path: {rule.output_path} is one of data.train_files; give another file")
+    elif Path(rule.output_path).is_dir():
+        problems.append(f"select_prompts.output_path: {rule.output_path} is a folder; give a file")
+    if rule.scores_path and not Path(rule.scores_path).exists():
+        problems.append(f"select_prompts.scores_path: {rule.scores_path} does not exist; leave it empty to generate")
+    if not rule.scores_path and rule.rule is not SelectionRule.lowest and rule.num_samples < 2:
+        problems.append(
+            f"select_prompts.num_samples: rule={rule.rule.value} compares responses to a prompt; expected at least 2 "
+            f"(16 is in use), got {rule.num_samples}"
+        )
+    if not rule.scores_path and config.policy.init is Init.random:
+        problems.append("policy.init: random weights give no information about prompts; set checkpoint, or give scores_path")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_inputs(config: Config) -> PromptCandidates:
+    """Check everything outside the configuration that would fail later. Returns the prompts, by type."""
+    takes_images = None if config.select_prompts.scores_path else model_has_vision(config)
+    check_files(config.data.train_files, config.data, with_response=False, takes_images=takes_images)
+    candidates = read_candidates(config.data.train_files, config.data)
+    if not config.select_prompts.scores_path:
+        from megatron_rl.rewards.router import check_types, routes_of
+
+        routes_of(config.reward)
+        check_types(config.reward, candidates.types.values())
+    return candidates
+
+
+def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> SelectionReport:
+    """Write the kept rows and the report. Raises DataError if no prompt is kept."""
+    rule = config.select_prompts
+    notes = []
+    if candidates.num_duplicates:
+        notes.append(f"{candidates.num_duplicates:,} rows with the id of an earlier row were skipped.")
+    too_long: set[str] = set()
+    if rule.scores_path:
+        scores_path = rule.scores_path
+    else:
+        scores_path, prompt_set = _score_prompts(config, note)
+        too_long = candidates.types.keys() - {prompt.id for prompt in prompt_set.prompts}
+    table = read_scores(scores_path, candidates.types, id_field=config.data.id_field)
+    if table.num_foreign:
+        notes.append(f"{table.num_foreign:,} scores have no matching prompt.")
+    verdicts = _verdicts(config, table.of(candidates.types), too_long)
+    settings = {"data.train_files": ", ".join(config.data.train_files), "scores": scores_path, **_rule_settings(config)}
+    report = SelectionReport(settings, verdicts, notes)
+    if report.num_kept:
+        _write_kept(config, {verdict.id for verdict in verdicts if verdict.kept})
+    write_report(report, rule.output_path)
+    if not report.num_kept:
+        raise DataError(
+            f"select_prompts: no prompt is left; {report_paths(rule.output_path)['report.md']} lists the reasons"
+        )
+    return report
+
+
+def plan_table(config: Config, candidates: PromptCandidates) -> Table:
+    """Plan of the command as a table, for --dry-run."""
+    rule = config.select_prompts
+    table = Table(title="select-prompts", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("prompts", f"{len(candidates.types):,} ({candidates.num_duplicates:,} duplicate ids dropped)")
+    for name, number in sorted(Counter(candidates.types.values()).items()):
+        table.add_row(f"  type {name!r}", f"{number:,}")
+    if rule.scores_path:
+        table.add_row("scores", rule.scores_path)
+    else:
+        responses = f"up to {len(candidates.types) * rule.num_samples:,} responses"
+        origin = f"{config.policy.path}, saved in {Path(config.run.output_dir) / _SCORES_NAME}"
+        table.add_row("scores", f"{responses} of {origin}")
+        rewards = {name: route.name for name, route in config.reward.by_type.items()} or config.reward.name
+        table.add_row("reward", str(rewards))
+    for key, value in _rule_settings(config).items():
+        if key.startswith(("select_prompts.", "algorithm.")):
+            table.add_row(key, str(value))
+    for path in (rule.output_path, *report_paths(rule.output_path).values()):
+        table.add_row("writes", str(path))
+    return table
+
+
+def _verdicts(config: Config, prompts: list[PromptScores], too_long: set[str]) -> list[PromptDecision]:
+    rule = config.select_prompts
+    # Prompts that never reach the policy do not count in the mean and share of their type.
+    judged = [prompt for prompt in prompts if prompt.id not in too_long]
+    most = max((len(prompt.scores) + prompt.num_unscored for prompt in judged), default=0)
+    if rule.rule is not SelectionRule.lowest and most < 2:
+        raise DataError(
+            f"{rule.scores_path or 'scores'}: rule={rule.rule.value} compares responses to a prompt, but no prompt has "
+            "more than one score; give several rows the same id"
+        )
+    verdicts = {v.id: v for v in select(judged, rule, correct_from=config.algorithm.dynamic_sampling.correct_from)}
+    return [verdicts.get(p.id) or PromptDecision(p.id, p.type, TOO_LONG, 0, 0, None, None, None) for p in prompts]
+
+
+def _rule_settings(config: Config) -> dict[str, Any]:
+    rule = config.select_prompts
+    settings: dict[str, Any] = {"select_prompts.rule": rule.rule.value}
+    if rule.rule is SelectionRule.lowest:
+        settings["select_prompts.keep_share"] = rule.keep_share
+    elif rule.rule is SelectionRule.pass_rate:
+        settings["select_prompts.max_pass_rate"] = rule.max_pass_rate
+        settings["algorithm.dynamic_sampling.correct_from"] = config.algorithm.dynamic_sampling.correct_from
+    else:
+        settings["select_prompts.min_spread"] = rule.min_spread
+    if not rule.scores_path:
+        settings["select_prompts.num_samples"] = rule.num_samples
+        settings |= {key: value for key, value in score_settings(config).items() if not key.startswith("policy weights")}
+    return settings
+
+
+def _write_kept(config: Config, kept: set[str]) -> None:
+    """Write the rows of ``kept`` unchanged, except that a missing id is added.
+
+    Image paths are rewritten relative to the new folder.
+    """
+    data = config.data
+    left = set(kept)
+    with atomic_text_file(config.select_prompts.output_path) as file:
+        for row, place in read_rows(data.train_files, split=data.split):
+            prompt_id = read_content(row, place, data).id
+            if prompt_id not in left:
+                continue
+            left.remove(prompt_id)
+            row = moved_row(row, place, data, Path(config.select_prompts.output_path).parent)
+            if is_missing(lookup(row, data.id_field)):
+                # Write the id as the first field, where readers expect it.
+                # Write the id as the first field, where readers expect it.
+                row = {data.id_field: prompt_id, **{key: value for key, value in row.items() if key != data.id_field}}
+            file.write(_json_line(row, place))
+
+
+def _json_line(row: Mapping[str, Any], place: str) -> str:
+    problems = {name: not_json(value) for name, value in row.items()}
+    wrong = next((name for name, problem in problems.items() if problem), None)
+    if wrong is not None:
+        raise DataError(f"{place}: field {wrong!r}: {problems[wrong]}, so the row cannot be written; drop the column")
+    return json.dumps(row) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ the policy's responses
+
+
+def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
+    """Generate and score the responses that run.output_dir lacks. Returns (path of the scores, prompts that fit)."""
+    from megatron_rl.data.tokenizer import Tokenizer
+    from megatron_rl.rewards.router import check_prompts, wanted_row_fields
+    from megatron_rl.rollout.sampling import Sampling
+
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    tokenizer = Tokenizer(config.policy.path)
+    prompt_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
+    check_prompts(config.reward, prompt_set.prompts)
+    folder = Path(config.run.output_dir)
+    plan = SamplingPlan(
+        Sampling.of(config.rollout, tokenizer, seed=config.run.seed),
+        tokenizer.decode,
+        num_samples=config.select_prompts.num_samples,
+        max_new_tokens=config.batch.max_response_tokens,
+    )
+    with open_score_file(folder / _SCORES_NAME, score_settings(config)) as scores:
+        missing = missing_samples(prompt_set.prompts, plan.num_samples, scores.done)
+        num_missing = sum(map(len, missing.values()))
+        num_all = len(prompt_set.prompts) * plan.num_samples
+        if num_missing < num_all:
+            note(f"{num_all - num_missing:,} of {num_all:,} responses are already in {scores.path}")
+        if num_missing:
+            with progress_bar("responses", num_all, completed=num_all - num_missing) as advance:
+                _generate(config, prompt_set, plan, scores, note, advance)
+    return str(folder / _SCORES_NAME), prompt_set
+
+
+def _generate(
+    config: Config,
+    prompt_set: PromptSet,
+    plan: SamplingPlan,
+    scores: ScoreFile,
+    note: Note,
+    advance: Callable[[int], None],
+) -> None:
+    """Run servers and reward workers until no response is missing."""
+    from megatron_rl.rewards.router import build_rewards
+    from megatron_rl.rollout.recovering_client import RecoveringClient
+    from megatron_rl.rollout.server_pool import open_servers
+    from megatron_rl.system.processes.signals import clean_stop, run_until_stopped
+
+    async def run() -> None:
+        async with RecoveringClient.without_trainer(config, servers, note) as rollout:
+            await generate_scores(
+                prompt_set.prompts,
+                plan,
+                scores,
+                generate=lambda request, prompt_id: rollout.generate(request, sticky_key=prompt_id),
+                grade=rewards.score_many,
+                # Twice as many prompts as fit, so that servers stay busy while a prompt's last response is scored.
+                num_prompts_in_progress=max(
+                    1, 2 * config.rollout.max_inflight_requests * num_servers // plan.num_samples
+                ),
+                max_error_rate=config.reward.max_error_rate,
+                on_scored=advance,
+            )
+
+    with (
+        clean_stop(),
+        build_rewards(config.reward) as rewards,
+        open_servers(config, Path(config.run.output_dir) / "logs", note, load_weights=True) as servers,
+    ):
+        num_servers = len(servers.urls)
+        run_until_stopped(run())
+

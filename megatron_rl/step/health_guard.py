@@ -1,0 +1,76 @@
+"""Acts on a step's warning signs: warns, rolls the run back, or ends it."""
+
+from collections.abc import Sequence
+
+from megatron_rl.config.schema import HealthAction
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.run.checkpoints import Checkpointer
+from megatron_rl.run.recorder import Recorder
+from megatron_rl.step import metrics as step_metrics
+from megatron_rl.step.parity import EngineMismatch, ParityCheck
+from megatron_rl.step.state import StepState
+from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.watchdog import MAX_ROLLBACKS, Finding, Rollback, TrainingCollapsed, Watchdog
+
+
+class HealthGuard:
+    """Examines each step once and acts on its findings: the only component that ends a run over its health."""
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        parity: ParityCheck,
+        checkpointer: Checkpointer,
+        recorder: Recorder,
+        pool: SlotPool,
+        warmup: CriticWarmup,
+    ) -> None:
+        self.watchdog, self.parity = watchdog, parity
+        self._checkpointer, self._recorder, self._pool, self._warmup = checkpointer, recorder, pool, warmup
+        self._examined = -1
+
+    def examine(self, step: int, state: StepState) -> None:
+        """Raises TrainingCollapsed or Rollback; a step that was examined before is not examined again."""
+        if step <= self._examined:
+            return
+        self._examined = step
+        state.metrics |= step_metrics.passes_metrics(state)
+        findings = self.watchdog.observe(step, state.metrics, policy_trains=not self._warmup.policy_rests(step))
+        state.metrics |= self.watchdog.metrics()
+        self._handle_findings(findings)
+
+    def check_parity(self, step: int, state: StepState) -> None:
+        """Compares the trainer's log-probs with the servers', if a parity check is due."""
+        if not self.parity.due(step):
+            return
+        try:
+            parity = self.parity.compare()
+        except EngineMismatch as error:
+            state.metrics |= error.parity.metrics() if error.parity else {}
+            self._handle_findings(self.watchdog.found("parity", str(error)))
+        else:
+            state.metrics |= parity.metrics()
+
+    def _handle_findings(self, findings: Sequence[Finding]) -> None:
+        """Warns, or ends the run; the severest action wins."""
+        messages = {action: [f.message for f in findings if f.action is action] for action in HealthAction}
+        for message in messages[HealthAction.warn]:
+            self._recorder.console.warning(message)
+        if messages[HealthAction.stop]:
+            raise TrainingCollapsed(f"{'; '.join(messages[HealthAction.stop])}. {self._rollback_hint()}")
+        if messages[HealthAction.roll_back]:
+            self._roll_back("; ".join(messages[HealthAction.roll_back]))
+
+    def _roll_back(self, why: str) -> None:
+        number = self.watchdog.num_rollbacks + 1
+        if number > MAX_ROLLBACKS:
+            raise TrainingCollapsed(f"{why}. Already rolled back {MAX_ROLLBACKS} times. {self._rollback_hint()}")
+        if self._checkpointer.newest_healthy is None:
+            raise TrainingCollapsed(f"{why}. {self._rollback_hint()}")
+        raise Rollback(why, self._pool.position(), number)
+
+    def _rollback_hint(self) -> str:
+        healthy = self._checkpointer.newest_healthy
+        if healthy is None:
+            return "No good checkpoint to return to: start again with other settings, and save earlier (run.save_every_steps)"
+        return f"The last good checkpoint is {healthy}: remove the later ones and go on with run.resume=true and other settings"

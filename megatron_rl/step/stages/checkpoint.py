@@ -1,0 +1,12 @@
+"""The step's health is judged; weights, optimizers, pool and sampler are saved if a checkpoint is due."""
+
+from megatron_rl.run.policy_exports import PolicyExporter
+from megatron_rl.step.health_guard import HealthGuard
+from megatron_rl.step.state import StepState
+from megatron_rl.step.step_saver import StepSaver
+
+
+def run(step: int, state: StepState, *, health: HealthGuard, policy_exporter: PolicyExporter, saver: StepSaver) -> None:
+    health.examine(step, state)
+    policy_exporter.keep_if_due(step, state.trained_s)
+    saver.save_if_due(step, state)

@@ -1,0 +1,8 @@
+"""The servers give their memory to the trainer."""
+
+from megatron_rl.rollout.service import RolloutService
+from megatron_rl.step.state import StepState
+
+
+def run(step: int, state: StepState, *, rollout: RolloutService) -> None:
+    rollout.sleep()

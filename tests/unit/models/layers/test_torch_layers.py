@@ -1,0 +1,73 @@
+"""Layers for machines without Transformer Engine, with and without a GPU."""
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+
+from megatron_rl.cpu import megatron as cpu
+from megatron_rl.models.layers import torch_layers as layers
+from megatron_rl.system.gpu import transformer_engine
+
+
+def test_megatrons_names_are_fixed_without_transformer_engine() -> None:
+    assert not layers.has_transformer_engine()
+    assert multi_latent_attention.HAVE_TE is False
+    logits = moe_utils.router_gating_linear(torch.ones(2, 3), torch.ones(4, 3), None, torch.float32)
+    assert torch.equal(logits, torch.full((2, 4), 3.0))
+    # The fix must not depend on the absence of a GPU.
+    assert "te_general_gemm" not in inspect.getsource(cpu)
+
+
+@pytest.mark.parametrize(
+    "fields,words",
+    [
+        ({}, []),
+        ({"num_moe_experts": 4}, ["experts one at a time"]),
+        ({"context_parallel_size": 2}, ["masks of length x length"]),
+    ],
+)
+def test_missing_transformer_engine_is_reported_on_a_gpu(
+    fields: dict[str, int], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    assert layers.layers_note(config) == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    note = layers.layers_note(config)
+    assert "Transformer Engine is missing" in note and "docs/cluster.md" in note
+    for kind in ("experts one at a time", "masks of length x length", "latent attention"):
+        assert (kind in note) == (kind in words)
+    monkeypatch.setattr(layers.te_layers, "HAVE_TE", True)
+    assert layers.layers_note(config) == "" and layers.has_transformer_engine()
+    assert layers.layers_note(config, 2048) == "" and "4.3 GB for a sequence of 23,170" in layers.layers_note(config, 23170)
+    config.params_dtype = torch.bfloat16
+    assert layers.layers_note(config, 23170) == ""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    ["OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "ModuleNotFoundError('no part', name='part')"],
+)
+def test_broken_transformer_engine_is_reported_with_the_reason(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("")
+    (tmp_path / "transformer_engine" / "pytorch" / "__init__.py").write_text(f"raise {failure}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(transformer_engine, "problem", "")
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    transformer_engine.disable_if_broken()
+    assert transformer_engine.problem.startswith(failure.partition("(")[0])
+    with pytest.raises(ModuleNotFoundError):
+        import transformer_engine as engine  # noqa: F401
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    note = layers.layers_note(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
+    assert f"does not load on this GPU ({failure.partition('(')[0]}: " in note

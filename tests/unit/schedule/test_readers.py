@@ -1,0 +1,83 @@
+"""Modes and stages are data: no other file compares a mode, and a file that means a stage by name is listed here."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from rich.style import Style
+
+import megatron_rl
+from megatron_rl.desk.report.charts import DARK, LIGHT
+from megatron_rl.desk.report.run_report import write_report
+from megatron_rl.errors import DataError
+from megatron_rl.schedule.table import ROWS
+from megatron_rl.tracking.metrics_file import MetricsWriter
+from megatron_rl.tracking.terminal.console import stage_rows
+
+PACKAGE = Path(megatron_rl.__file__).parent
+FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+NAMED_STAGES = {row.name for row in ROWS} - {"score", "values", "advantages", "old_logprobs", "reference_logprobs", "checkpoint", "record"}
+"""Names that are of stages alone: the others are also fields of batches, commands or files."""
+MEAN_A_STAGE = {
+    "schedule/table.py": "the table",
+    "step/metrics.py": "passes/<stage>: a stage's tokens are counted by its products",
+    "step/stages/generate.py": "its own facts beside its span",
+    "desk/doctor/check_compare.py": "where a deviation that is first seen in a stage comes from",
+    "desk/doctor/step_replay.py": "the stages that a replay runs, and the quantities of each",
+    "commands/check.py": "the prompts and tokens of a recorded step",
+}
+OTHER_MEANINGS = {
+    "commands/__init__.py": "the command evaluate",
+    "commands/evaluate.py": "the command evaluate",
+    "config/checks/paths.py": "the command evaluate",
+    "config/checks/model_folder.py": "the command evaluate",
+    "config/schema/commands.py": "the command evaluate",
+    "desk/watch/watch_screen.py": "a heading",
+}
+
+
+def test_no_other_file_compares_a_mode():
+    """``config.schedule_facts.overlap_of`` gives a mode its meaning; a comparison elsewhere would not know of a new one."""
+    found = []
+    for name, tree in FILES.items():
+        for node in ast.walk(tree):
+            parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            parts += [node.subject, *node.cases] if isinstance(node, ast.Match) else []
+            texts = [ast.unparse(part) for part in parts]
+            if any("schedule.mode" in text or re.search(r"\bMode\.", text) for text in texts):
+                found.append(name)
+    assert set(found) == {"config/schedule_facts.py"}
+
+
+def test_a_stage_is_meant_by_name_only_where_it_is_listed():
+    found = {
+        name
+        for name, tree in FILES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in NAMED_STAGES
+    }
+    assert found == {*MEAN_A_STAGE, *OTHER_MEANINGS}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_stage_has_a_color_of_both_palettes_and_a_style(row):
+    assert row.color in LIGHT and row.color in DARK and Style.parse(row.style).color is not None
+
+
+def test_colors_are_of_one_stage_each():
+    own = [row.color for row in ROWS if row.name != "score"]
+    assert len(set(own)) == len(own)
+
+
+def test_display_and_report_refuse_a_stage_that_the_table_lacks(tmp_path):
+    """The folder of a run of another version may name such a stage."""
+    metrics = {"time/generate_s": 1.0, "time/rerank_s": 1.0, "step/time_s": 2.0}
+    with pytest.raises(DataError, match="no stage is called 'rerank'"):
+        stage_rows(metrics, 80)
+    (tmp_path / "config.yaml").write_text("run: {num_steps: 8}\n")
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.log(1, metrics)
+    with pytest.raises(DataError, match="no stage is called 'rerank'"):
+        write_report(tmp_path)
