@@ -1,5 +1,5 @@
-# For a run.sh that compares ways to train, which sources this file after it has set RECIPE and O (the output folder).
-#   train_arm NAME [key=value ...]     a run per seed of $SEEDS (default: 1) in $O/runs/NAME-SEED; finished ones are kept
+# Functions for run.sh scripts that compare training methods. Set RECIPE and O (the output folder) before sourcing this file.
+#   train_arm NAME [key=value ...]     one run per seed of $SEEDS (default: 1) in $O/runs/NAME-SEED; finished runs are kept
 train_arm() {
     local name=$1 seed
     shift

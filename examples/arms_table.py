@@ -41,7 +41,7 @@ def cell(numbers: Sequence[float], *, percent: bool) -> str:
 
 
 def table(arms: dict[str, list[Curve]], steps: Sequence[int], *, percent: bool) -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     lines = [f"| steps | {' | '.join(map(str, steps))} |", "|---" * (len(steps) + 1) + "|"]
     for arm, found in arms.items():
         cells = [cell([curve[step] for curve in found if step in curve], percent=percent) for step in steps]

@@ -1,4 +1,4 @@
-"""What the dialogue examples share: an untrained model whose tokens are printable characters, and files of rows.
+"""Code shared by the dialogue examples: an untrained model whose tokens are printable characters, and files of rows.
 
 Invariant: the same arguments write the same bytes.
 """

@@ -1,4 +1,4 @@
-"""One sampled response (temperature 1) to every prompt of a file, from a model folder, outside of any run.
+"""Sample one response (temperature 1) to every prompt of a file, from a model folder, outside of any run.
 
 What comes out is the input of `megatron-rl score`: a policy that was trained by one reward is measured by another one.
 The same arguments write the same responses.

@@ -1,4 +1,4 @@
-"""What the judge examples share: an untrained model whose tokens are words and characters, and digits to be sorted.
+"""Code shared by the judge examples: an untrained model whose tokens are words and characters, and digits to be sorted.
 
 Invariants: the same arguments write the same bytes; a row of digits belongs to training or is held out, which follows
 from the digits alone, so that no order of held-out digits occurs in training.

@@ -1,7 +1,7 @@
-# Sourced by the launch scripts: defaults that a site may set beforehand.
+# Defaults that the launch scripts source; a site may set them beforehand.
 VENV=${VENV:-.venv}
-# Trainer ranks and servers share an NCCL communicator: both sides need the same values, and SGLang takes these where a
-# server has none. Multi-node NVLink (GB200, GB300) wants 1 for both: export that for the trainer and for every server.
+# Trainer ranks and servers share an NCCL communicator: both sides need the same values, and 0 is SGLang's default.
+# Multi-node NVLink (GB200, GB300) needs 1 for both variables: export that for the trainer and for every server.
 export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
@@ -18,15 +18,15 @@ if [ "$NUM_GPUS" -gt 0 ]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 else
     if [ "${MEGATRON_RL_REQUIRE_GPU:-0}" != 0 ]; then
-        echo "error: MEGATRON_RL_REQUIRE_GPU=$MEGATRON_RL_REQUIRE_GPU, but nvidia-smi names no GPU on $(hostname)" \
-            "(CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-unset}). Ask the scheduler for GPUs (sbatch --gpus-per-node=8)," \
-            "look at nvidia-smi, or set MEGATRON_RL_REQUIRE_GPU=0 to compute on CPUs" >&2
+        echo "error: MEGATRON_RL_REQUIRE_GPU=$MEGATRON_RL_REQUIRE_GPU, but nvidia-smi lists no GPU on $(hostname)" \
+            "(CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-unset}). Request GPUs from the scheduler (sbatch --gpus-per-node=8)," \
+            "check nvidia-smi, or set MEGATRON_RL_REQUIRE_GPU=0 to compute on CPUs" >&2
         exit 2
     fi
     DEFAULT_RANKS_PER_NODE=1
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 fi
-# On GPUs: torchrun's own default is one thread per rank, and rank 0 packs a step's batches with them. On a CPU it is set above.
+# Only on GPUs (a CPU's value is set above): torchrun's default is one thread per rank, but rank 0 packs a step's batches with several.
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
     OMP_NUM_THREADS=$(($(nproc) / ${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}))
     export OMP_NUM_THREADS=$((OMP_NUM_THREADS < 1 ? 1 : OMP_NUM_THREADS > 8 ? 8 : OMP_NUM_THREADS))

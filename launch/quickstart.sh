@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From nothing to a language model that gets better at arithmetic: install, make the task, warm start, critic, T-PPO.
+# Train a tiny language model on arithmetic from scratch: install, make the task, warm start, critic, T-PPO.
 #   bash launch/quickstart.sh                          # T-PPO
 #   bash launch/quickstart.sh --mode ppo               # the synchronous baseline from the same start
-#   bash launch/quickstart.sh run.num_steps=20         # further arguments override the recipe
-# Also on a GPU machine it computes on the CPU: the model is tiny, in float32, and every figure of it was measured there.
+#   bash launch/quickstart.sh run.num_steps=20         # key=value arguments override the recipe
+# Computes on the CPU even on a GPU machine: the model is tiny, in float32, and all published figures were measured on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,9 +25,9 @@ case $MODE in
 esac
 
 bash launch/setup.sh
-# Whatever GPUs there are, torch and SGLang see none of them.
+# Hide all GPUs from torch and SGLang.
 export CUDA_VISIBLE_DEVICES= MEGATRON_RL_REQUIRE_GPU=0
-if nvidia-smi -L >/dev/null 2>&1; then echo "quickstart: on the CPU; for recipes on GPUs see examples/gpu/README.md"; fi
+if nvidia-smi -L >/dev/null 2>&1; then echo "quickstart: running on the CPU; for GPU recipes see examples/gpu/README.md"; fi
 started=$SECONDS
 step() { printf '\n== %s (%d s since the start)\n' "$1" $((SECONDS - started)); }
 

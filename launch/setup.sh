@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Make .venv and install megatron_rl with everything it needs. Idempotent: takes seconds when nothing changed.
-#   bash launch/setup.sh            # for this machine: GPU pins where nvidia-smi answers, else CPU pins
-#   FLAVOR=cpu bash launch/setup.sh # say it yourself (cpu or gpu)
-# For GPUs: requirements/gpu.lock, then Transformer Engine compiled against its torch. No GPU and no CUDA toolkit is needed
-# for that. Without Transformer Engine, where it does not compile: TRANSFORMER_ENGINE=no bash launch/setup.sh
+# Create .venv and install megatron_rl with all dependencies. Idempotent: takes seconds if nothing has changed.
+#   bash launch/setup.sh            # for this machine: GPU pins if nvidia-smi works, otherwise CPU pins
+#   FLAVOR=cpu bash launch/setup.sh # choose explicitly (cpu or gpu)
+# For GPUs: installs requirements/gpu.lock, then compiles Transformer Engine against its torch. This needs neither a GPU nor a
+# CUDA toolkit. If Transformer Engine does not compile: TRANSFORMER_ENGINE=no bash launch/setup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,14 +16,14 @@ if [ -z "${FLAVOR:-}" ]; then
         if nvidia-smi -L >/dev/null 2>&1; then
             FLAVOR=gpu
         else
-            say "note: nvidia-smi is here but names no GPU: installing for a CPU. FLAVOR=gpu installs for GPUs all the same"
+            say "note: nvidia-smi exists but lists no GPU: installing for a CPU. FLAVOR=gpu installs for GPUs anyway"
         fi
     fi
 fi
 [ "$FLAVOR" = cpu ] || [ "$FLAVOR" = gpu ] || fail "FLAVOR=$FLAVOR is unknown" "use FLAVOR=cpu or FLAVOR=gpu"
 VENV=${VENV:-.venv}
 TRANSFORMER_ENGINE=${TRANSFORMER_ENGINE:-yes}
-# GPU: 11,000 installed, 5,000 of downloads that pip keeps, the rest to unpack and compile.
+# GPU: 11,000 MiB installed, 5,000 of downloads in pip's cache, the rest to unpack and compile.
 if [ "$FLAVOR" = gpu ]; then NEEDED_MIB=18000; else NEEDED_MIB=6000; fi
 
 PYTHON=${PYTHON:-}
@@ -40,7 +40,7 @@ fi
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
     fail "$PYTHON is $("$PYTHON" --version 2>&1)" "set PYTHON to a Python 3.11 or 3.12"
 
-# What is installed is a function of these; when none of them changed, there is nothing to do.
+# The installation depends only on these inputs: if none has changed, there is nothing to do.
 wanted=$({ cat setup.py requirements/*.txt requirements/*.lock; echo "$FLAVOR $TRANSFORMER_ENGINE"; "$PYTHON" --version; pwd; } |
     sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/megatron-rl" ] && [ "$(cat "$VENV/.megatron_rl" 2>/dev/null)" = "$wanted" ]; then
@@ -48,7 +48,7 @@ if [ -x "$VENV/bin/megatron-rl" ] && [ "$(cat "$VENV/.megatron_rl" 2>/dev/null)"
     exit 0
 fi
 
-# The packages are there already: what is new of them is little.
+# The packages are already installed: an update needs little space.
 if [ -f "$VENV/.megatron_rl" ]; then NEEDED_MIB=1000; fi
 if [ "$FLAVOR" = gpu ]; then
     "$PYTHON" -I megatron_rl/system/gpu/gpu_stack.py "$VENV" "$NEEDED_MIB" || exit 1
@@ -59,9 +59,9 @@ else
     fi
 fi
 
-say "installing ($FLAVOR) into $VENV with $("$PYTHON" --version); the first time this takes some minutes"
+say "installing ($FLAVOR) into $VENV with $("$PYTHON" --version); the first installation takes some minutes"
 if [ ! -x "$VENV/bin/python" ]; then
-    "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot make a virtual environment" "install its venv module (Debian: apt-get install python3-venv)"
+    "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create a virtual environment" "install its venv module (Debian: apt-get install python3-venv)"
 fi
 log="$VENV/install.log"
 pip_install() {
@@ -72,13 +72,13 @@ pip_install() {
         elif grep -qiE 'connection|timed out|temporary failure|name resolution|max retries|proxy' "$log"; then
             fail "the package registry could not be reached" "check the network, or set PIP_INDEX_URL to a mirror; details: $log"
         elif grep -qiE 'do not match the hashes' "$log"; then
-            fail "a package is not the one that was locked" "look at the registry or mirror it came from; details: $log"
+            fail "a package differs from the locked one" "check the registry or mirror that it came from; details: $log"
         fi
         fail "${failure:-pip could not install the packages}" "${remedy:-read $log}"
     fi
 }
 
-# The wheels of CUDA have no names to link by and no lib64; with them they are a toolkit, which SGLang's kernels compile with.
+# CUDA's wheels lack linker names and lib64. With both they are a complete toolkit, which SGLang needs to compile its kernels.
 complete_toolkit() {
     toolkit=$(cd "$VENV"/lib/python3*/site-packages/nvidia/cu13 && pwd)
     ln -sfn lib "$toolkit/lib64"
@@ -94,10 +94,10 @@ compile_transformer_engine() {
     if [ "$jobs" -gt "$(nproc)" ]; then jobs=$(nproc); fi
     if [ "$jobs" -lt 1 ]; then jobs=1; fi
     export MAX_JOBS=${MAX_JOBS:-$jobs}
-    say "3/4 Transformer Engine, compiled for this torch: about 30 minutes of one core, with $MAX_JOBS at a time"
+    say "3/4 Transformer Engine, compiled for this torch: about 30 minutes of one core, with $MAX_JOBS jobs in parallel"
     failure="Transformer Engine does not compile"
-    remedy="read $log. TRANSFORMER_ENGINE=no bash launch/setup.sh goes on without it"
-    # Forced: its setup.py would take a wheel from elsewhere. Not cached: pip would give it to another torch.
+    remedy="read $log. TRANSFORMER_ENGINE=no bash launch/setup.sh installs without it"
+    # Force the build, because setup.py would download a wheel. Do not cache it, because pip would reuse it for another torch.
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-90} CUDA_HOME=$toolkit \
         pip_install --force-reinstall --no-cache-dir --no-deps --no-build-isolation --require-hashes -r requirements/gpu-build.lock
     failure= remedy=
@@ -112,9 +112,9 @@ if [ "$FLAVOR" = gpu ]; then
     if [ "$TRANSFORMER_ENGINE" = no ]; then
         rm -f "$VENV/.transformer_engine"
         "$VENV/bin/python" -m pip uninstall -y transformer_engine transformer_engine_cu13 transformer_engine_torch >"$log" 2>&1
-        say "3/4 note: without Transformer Engine every model and layout is computed by plain PyTorch layers: slower, with more memory, no fp8"
+        say "3/4 note: without Transformer Engine, plain PyTorch layers compute every model and layout: slower, more memory, no fp8"
     elif [ "$(cat "$VENV/.transformer_engine" 2>/dev/null)" = "$compiled" ]; then
-        say "3/4 Transformer Engine is compiled for this torch already"
+        say "3/4 Transformer Engine is already compiled for this torch"
     else
         compile_transformer_engine
         printf '%s' "$compiled" >"$VENV/.transformer_engine"
@@ -125,12 +125,12 @@ else
     pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt -r requirements/sinks.txt
     say "2/3 SGLang (requirements/sglang.txt, without its CUDA dependencies)"
     pip_install --no-deps -r requirements/sglang.txt
-    bash launch/te_python.sh "$VENV" >"$log" 2>&1 || fail "Transformer Engine's Python, for tests, could not be fetched" "read $log"
+    bash launch/te_python.sh "$VENV" >"$log" 2>&1 || fail "Transformer Engine's Python code, for tests, could not be downloaded" "read $log"
     say "3/3 megatron_rl itself"
 fi
 pip_install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import megatron_rl' || fail "megatron_rl does not import" "remove $VENV and run this again"
-# Only the reward `code` needs these, so that a machine without them is told and not refused.
+# Only the reward `code` needs these packages, so a machine without them gets a note, not an error.
 if ! "$VENV/bin/python" -c 'import pyseccomp' 2>/dev/null; then
     say "note: libseccomp is missing, the reward code cannot run programs (Debian, Ubuntu: apt-get install libseccomp2)"
 elif ! command -v bwrap >/dev/null 2>&1; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# te_python.sh VENV: the Python of Transformer Engine for tests on CPUs, in VENV/share/transformer_engine/VERSION. It is unpacked and
-# not installed: Megatron would find it, and without its compiled part it cannot be imported.
+# te_python.sh VENV: download Transformer Engine's Python code for tests on CPUs into VENV/share/transformer_engine/VERSION. The code is
+# unpacked, not installed: Megatron would find an installed package, which cannot be imported without its compiled part.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 share="$1/share/transformer_engine"
@@ -9,7 +9,7 @@ grep '^transformer_engine==' requirements/transformer_engine.txt | while read -r
     version=${line#*==}
     version=${version%% *}
     if [ -d "$share/$version" ]; then continue; fi
-    # Hashes are taken from files alone, and pip takes one version of a package at a time.
+    # pip accepts hashes only in files, and only one version of a package at a time.
     printf '%s\n' "$line" >"$share/wheel.txt"
     "$1/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes \
         -d "$share" -r "$share/wheel.txt"

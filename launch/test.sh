@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Set everything up and run the tests. Arguments go to pytest:
+# Set everything up and run the tests. Arguments are passed to pytest:
 #   bash launch/test.sh tests/unit          # pure logic, seconds
-#   bash launch/test.sh -m gpu              # where a GPU is present
+#   bash launch/test.sh -m gpu              # on a machine with a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 # One thread per process: the ranks and servers of a test share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# All tests but those marked gpu compute on the CPU, several ranks and servers each, also where there is a GPU.
+# Tests that are not marked gpu run on the CPU, with several ranks and servers each, even if there is a GPU.
 case " $* " in
     *" -m gpu "*) ;;
     *) export CUDA_VISIBLE_DEVICES= MEGATRON_RL_REQUIRE_GPU=0 ;;

@@ -1,10 +1,10 @@
-"""Time the packed advantage functions against loops over time steps on a padded batch, and the grading of answers.
+"""Time the packed advantage functions against loops over time steps on a padded batch, and the scoring of answers.
 
-All compute the same numbers, which is checked, in one process and in turns, so that the ratios mean something on a busy
-machine too. In a turn each runs twice in a row, so that none is charged for the pages that another gave back to the
-system. Wall time is the best of all; CPU time is this process's over all its threads, the best alike.
-The reference is the loop of another framework where it can be imported (pip install verl==0.9.1), and always the same
-loop written here. The floor is what the memory allows: read two arrays, write a new one.
+All functions compute the same values, which is checked. They alternate in one process, so that ratios are meaningful on a
+busy machine. Each runs twice in a row, so that no function pays for pages that another one returned to the system.
+Wall time is the best of all repeats; CPU time covers all threads of the process and is also the best.
+The reference is another framework's loop if it can be imported (pip install verl==0.9.1), and always the same loop
+written here. The floor is the memory bandwidth: read two arrays, write a new one.
 
     python tools/bench_algorithms.py --sequences 8192 --tokens 8192 --repeats 3
 """
@@ -182,11 +182,11 @@ def measure_advantages(console: Console, count: int, width: int, repeats: int, d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=8192, help="number of sequences N")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence W; ragged ones average the same")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per sequence W; ragged sequences have the same mean")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--answers", type=int, default=20_000, help="answers to grade; 0: none")
-    parser.add_argument("--workers", type=int, default=2, help="processes that grade")
+    parser.add_argument("--answers", type=int, default=20_000, help="answers to score; 0: none")
+    parser.add_argument("--workers", type=int, default=2, help="number of reward workers")
     arguments = parser.parse_args()
     console = Console()
     if arguments.sequences * arguments.tokens > 0:

@@ -1,9 +1,9 @@
-"""How even micro-batches are, and how long planning them takes: this planner against Karmarkar-Karp.
+"""Compare the balance of micro-batches and the planning time of this planner and of Karmarkar-Karp.
 
-All plans share out the same long-tailed lengths under the same token budget and are checked before they are judged.
-"Karmarkar-Karp, ranks first" is what other frameworks do: sequences are shared out to ranks by cost, then those of a
-rank to its micro-batches by tokens; every rank takes as many as the neediest. "Karmarkar-Karp, packs first" shares out
-to all micro-batches by cost at once and deals them as this planner does. "As they come" packs sequences in order.
+All plans distribute the same long-tailed lengths under the same token budget and are checked before they are compared.
+"Karmarkar-Karp, ranks first" is the method of other frameworks: sequences are assigned to ranks by cost, then each rank's
+sequences to its micro-batches by tokens; all ranks use the largest number of micro-batches. "Karmarkar-Karp, packs first"
+assigns sequences directly to all micro-batches by cost and deals these as this planner does. "As they come" packs in order.
 
     python tools/bench_batching.py --sequences 8192 --ranks 32 --max-tokens 32768
 """
@@ -274,13 +274,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[8192])
     parser.add_argument("--ranks", type=int, default=32, help="data-parallel ranks")
-    parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
-    parser.add_argument("--median", type=float, default=2000.0, help="of the lengths")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm")
+    parser.add_argument("--max-tokens", type=int, default=32_768, help="maximum tokens per micro-batch")
+    parser.add_argument("--median", type=float, default=2000.0, help="median of the lengths")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the lengths' logarithm")
     parser.add_argument("--longest", type=int, default=24_576)
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages of the simulated pipeline")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--minibatch", type=int, default=512, help="sequences of an update")
+    parser.add_argument("--minibatch", type=int, default=512, help="sequences per update")
     arguments = parser.parse_args()
     if arguments.longest > arguments.max_tokens:
         parser.error("--longest may be at most --max-tokens: Karmarkar-Karp knows no sequence beyond the budget")

@@ -1,9 +1,9 @@
-"""How long a decode step takes on a CPU, by sequences and by length, and how long N responses of given lengths take.
+"""Measure decode steps on a CPU, by sequences and by length, and the time of N responses of given lengths.
 
 A tiny model with random weights is served by this project's CPU stack and by SGLang's own ``torch_native`` with PyTorch's
-operators, and run by ``transformers.generate``, in turns; medians are given. Lengths are forced (no end-of-text). A step is
-the difference of generating many tokens and one, divided by the tokens between, so that prefill and HTTP do not count.
-Processor milliseconds are the scheduler's own: they hold on a machine that others use too.
+operators, and run by ``transformers.generate``, alternating; medians are printed. Lengths are forced (no end-of-text). The
+time of a step is the difference between many tokens and one token, divided by their number, without prefill and HTTP.
+CPU milliseconds are the scheduler's own, so they are valid on a shared machine.
 
     python tools/bench_decode.py --sequences 1 16 64 128 --lengths-held 64 256 1024 --prefill 64 300
     python tools/bench_decode.py --lengths pareto:1.15,55,900 --responses 512 --slots 128 --json mixture.json
@@ -33,7 +33,7 @@ ENGINES = ("ours", "torch_native", "transformers")
 STOCK = {"MEGATRON_RL_STOCK_KERNELS": "1"}
 PROMPT_TOKENS = 32
 Run = Callable[[list[list[int]], list[int]], tuple[float, float]]
-"""Of prompts and numbers of new tokens: seconds, and processor seconds of the engine."""
+"""Wall seconds, and CPU seconds of the engine, for prompts with given numbers of new tokens."""
 
 
 def main() -> None:
@@ -66,11 +66,11 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16, 64, 128])
-    parser.add_argument("--lengths-held", type=int, nargs="+", default=[64, 256, 1024], help="tokens of each sequence")
+    parser.add_argument("--lengths-held", type=int, nargs="+", default=[64, 256, 1024], help="tokens per sequence")
     parser.add_argument("--prefill", type=int, nargs=2, metavar=("SEQUENCES", "TOKENS"), help="also: prompts without cache")
     parser.add_argument("--lengths", default="", help="pareto:SHAPE,MEAN,MOST, lognormal:MEDIAN,SIGMA,MOST, or a file")
-    parser.add_argument("--responses", type=int, default=256, help="of --lengths")
-    parser.add_argument("--slots", type=int, default=128, help="responses at once, of --lengths")
+    parser.add_argument("--responses", type=int, default=256, help="number of responses with --lengths")
+    parser.add_argument("--slots", type=int, default=128, help="concurrent responses with --lengths")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen3")
     parser.add_argument("--layers", type=int, default=2)
@@ -189,7 +189,7 @@ def most_at_once(arguments: argparse.Namespace) -> int:
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """Of all its threads, in nanosecond resolution where the kernel tells (``cpu_times`` counts hundredths)."""
+    """CPU seconds of all threads of the process, in nanosecond resolution if the kernel reports it (``cpu_times`` counts hundredths)."""
     try:
         tasks = Path(f"/proc/{process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
@@ -199,7 +199,7 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 def generate(url: str, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-    """One HTTP call; every response gets as long as ``counts`` says."""
+    """Generate with one HTTP call; ``counts`` has the number of tokens of each response."""
     body = {
         "rid": [uuid.uuid4().hex for _ in prompts],
         "input_ids": prompts,

@@ -1,8 +1,8 @@
-"""What a step costs the driver (rank 0): the project's code on synthetic answers, without models and GPUs.
+"""Measure the driver's cost of a step (rank 0): the project's code on synthetic replies, without models and GPUs.
 
     python tools/bench_driver.py                                     # 1/32 of 8,192 slots, scaled up
-    python tools/bench_driver.py --share 1                           # all of them: 6 GiB
-    python tools/bench_driver.py --share 1/8 --routes 48x8x128       # with R3 of Qwen3-30B-A3B: 5 GiB; all of them: 40
+    python tools/bench_driver.py --share 1                           # all slots: 6 GiB
+    python tools/bench_driver.py --share 1/8 --routes 48x8x128       # with R3 of Qwen3-30B-A3B: 5 GiB; all slots: 40
     python tools/bench_driver.py --lengths pareto:1.5:2000 --json found.json
     python tools/bench_driver.py --images 1 --share 1/64             # an image of 1,024 x 768 pixels in each prompt
 
@@ -743,21 +743,21 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=8192)
-    parser.add_argument("--share", default="1/32", help="of the slots that is measured; the rest is scaled up")
-    parser.add_argument("--median", type=float, default=6000.0, help="tokens of a response")
+    parser.add_argument("--share", default="1/32", help="measured share of the slots; results are scaled up")
+    parser.add_argument("--median", type=float, default=6000.0, help="median tokens per response")
     parser.add_argument("--sigma", type=float, default=0.9)
-    parser.add_argument("--lengths", default="", help="another distribution: pareto:ALPHA:LEAST, a file, or as simulate has it")
+    parser.add_argument("--lengths", default="", help="another distribution: pareto:ALPHA:LEAST, a file, or a name of megatron-rl simulate")
     parser.add_argument("--cut", type=int, default=32768)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--prompt-tokens", type=int, default=300)
-    parser.add_argument("--images", type=int, default=0, help="photos of 1024 x 768 pixels in each prompt")
+    parser.add_argument("--images", type=int, default=0, help="photos of 1024 x 768 pixels per prompt")
     parser.add_argument("--routes", default="", help="R3 of a model: layers x experts of a token x experts, as 48x8x128")
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--workers", type=int, help="rollout worker processes; without it as many as a run would have here")
+    parser.add_argument("--workers", type=int, help="rollout worker processes (default: as in a run on this machine)")
     parser.add_argument("--nodes", type=int, default=1, help="with rollout workers; a server more or less each")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--ranks-per-replica", type=int, default=4)
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="of the trainer; those of the driver's machine map arrays there")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="trainer ranks per node; ranks of the driver's node map its arrays")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="")
     return parser.parse_args(words)

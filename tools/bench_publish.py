@@ -1,11 +1,11 @@
-"""What a publish costs the driver besides the bytes: CPU seconds, requests and bytes of HTTP, for a model that is not there.
+"""Measure the driver's cost of a publish without the weights' bytes: CPU seconds, HTTP requests and bytes, for a model without data.
 
-Names and shapes are those of a mixture of experts of some 200 billion parameters (Qwen3-235B-A22B with fewer layers); its
-tensors have no memory. Servers are stubs that take every bucket at once, or after ``--load-ms``, and count what they are asked; the
-stages of the pipeline are processes, and their messages real. What is left out is what a GPU does: gathering, filling, sending.
+Names and shapes are those of a mixture of experts of about 200 billion parameters (Qwen3-235B-A22B with fewer layers); its
+tensors have no memory. Servers are stubs that accept every bucket immediately, or after ``--load-ms``, and count requests; the
+pipeline stages are processes with real messages. A GPU's work is omitted: gathering, filling and sending buckets.
 
     python tools/bench_publish.py --servers 32 --stages 8
-    python tools/bench_publish.py --model path/to/a/model    # whose config.json it is; nothing else of it is read
+    python tools/bench_publish.py --model path/to/a/model    # only its config.json is read
 """
 
 import argparse
@@ -54,11 +54,11 @@ def parse() -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=32)
     parser.add_argument("--server-tp", type=int, default=16)
-    parser.add_argument("--stages", type=int, default=8, help="of the trainer's pipeline; each is a process here")
-    parser.add_argument("--layers", type=int, default=80, help="of Qwen3-235B-A22B; 80 are 200 billion parameters")
+    parser.add_argument("--stages", type=int, default=8, help="pipeline stages of the trainer, one process each")
+    parser.add_argument("--layers", type=int, default=80, help="layers of Qwen3-235B-A22B; 80 are 200 billion parameters")
     parser.add_argument("--model", default="", help="another model, with all of its layers: a Hugging Face folder")
     parser.add_argument("--bucket-mb", type=int, default=1024)
-    parser.add_argument("--load-ms", type=float, default=0.0, help="a server answers after half to one and a half times this")
+    parser.add_argument("--load-ms", type=float, default=0.0, help="load time of a bucket; servers reply after 0.5 to 1.5 times this")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = vars(parser.parse_args())
     for name in ("servers", "server_tp", "stages", "layers", "bucket_mb", "repeats"):
@@ -84,7 +84,7 @@ def layers_of(model: str) -> int:
 
 
 class Stub(asyncio.Protocol):
-    """One connection to a server that takes everything."""
+    """Serve one connection of a stub server that accepts everything."""
 
     def __init__(self, index: int, load_s: float, versions: dict[int, str], asked: Counter[str]) -> None:
         """``asked``: requests by path, and bytes of their bodies by "bytes of" path; of all servers."""
@@ -160,7 +160,7 @@ class NoGroup:
 
 
 class Group:
-    """What ``TrainerWeights`` asks of a trainer's ranks."""
+    """The part of a trainer's ranks that ``TrainerWeights`` calls."""
 
     def __init__(self, hf_config: Any, stage: int, num_stages: int) -> None:
         import torch

@@ -1,8 +1,8 @@
-"""How long ranks take to save a model, and what that costs in host memory: the Hugging Face folder, the checkpoint that
-training waits for, and what training waits for when it is written in the background.
+"""Measure time and host memory of saving a model: as a Hugging Face folder, as a checkpoint that training waits for, and as a
+checkpoint written in the background (the wait of training only).
 
-A random dense model is laid out over trainer ranks and saved by each way in turns, several times. Peaks are resident memory
-of one rank above what it had before.
+A random dense model is distributed over trainer ranks and saved by each method, alternating, several times. Peaks are the
+increase of one rank's resident memory.
 
     python tools/bench_saving.py --layout tp2+dp2 --hidden 1024 --layers 12
 """
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", default="", help="where to write; empty: a temporary one")
+    parser.add_argument("--folder", default="", help="output folder (default: a temporary one)")
     arguments = vars(parser.parse_args())
     from megatron_rl.config.layout import parse_layout, ranks_needed
 

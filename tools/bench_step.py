@@ -1,11 +1,11 @@
-"""What a training step costs beyond the models: seconds by stage and by part, of the real loop on a tiny random model.
+"""Measure the cost of a training step beyond the models: seconds by stage and by part, of the real loop on a tiny random model.
 
     python tools/bench_step.py --slots 256 --window 28 --response-tokens 80 --ranks 2
 
 Parts of a stage's seconds, as the driver (rank 0) spends them: ``passes`` are inside Megatron; ``ranks`` are waits for the
-other ranks' results; ``messages`` are commands and batches on their way to the ranks; ``servers`` are waits for generation
+other ranks' results; ``messages`` are calls and batches sent to the ranks; ``servers`` are waits for generation
 and for the servers' part of a publish; ``own`` is the rest: the loop's own Python. CPU seconds are those of all processes while
-the stage ran, so what runs beside it counts too. Medians over the steps after the first two.
+the stage ran, so concurrent work is included. Medians over the steps after the first two.
 """
 
 import argparse
@@ -66,13 +66,13 @@ def parse() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("tppo", "sync"), default="tppo")
     parser.add_argument("--slots", type=int, default=256, help="responses per step; groups of 4")
-    parser.add_argument("--window", type=int, default=28, help="tokens; used in mode tppo")
+    parser.add_argument("--window", type=int, default=28, help="tokens per window, in mode tppo")
     parser.add_argument("--response-tokens", type=int, default=80)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--json", metavar="FILE", help="write the medians there too")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of the recipe")
+    parser.add_argument("--json", metavar="FILE", help="also write the medians to FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     arguments = parser.parse_args()
     if arguments.slots < 4 or arguments.slots % 4:
         parser.error(f"--slots is a multiple of 4, got {arguments.slots}")

@@ -1,14 +1,14 @@
-"""A GRPO step here and in TRL's GRPOTrainer, in turns on the same cores: same start, prompts, reward, batch and loss.
+"""Compare a GRPO step of this project and of TRL's GRPOTrainer, alternating on the same cores, with equal inputs and loss.
 
     python tools/bench_trl.py --start outputs/arithmetic --trl-python /path/to/trl/bin/python
 
-``--start`` is a folder of examples/arithmetic/warm_start.sh (`sft` and `task` are read). TRL wants other versions of libraries than
-this project, so it lives in an environment of its own; without one the program says how to make it. Both train in
+``--start`` is a folder of examples/arithmetic/warm_start.sh (`sft` and `task` are read). TRL needs other library versions than
+this project and therefore a separate environment; if it is missing, the program prints how to create it. Both train in
 float32 from the same weights: 64 prompts x 4 responses per step, 2 updates of 128 responses, at most 80 tokens, temperature 1, KL
 coefficient .01 against the start. Both score with the same function. Neither evaluates, saves or tracks
-meanwhile. Medians over the steps after the first three; the ratio is of tokens per second, repeat by repeat. Seconds mean
-something on a quiet machine only: on shared cores, TRL's threads wait for each other. CPU seconds of all processes hold there
-too, with ``--trl-threads 1``.
+during the measurement. Medians over the steps after the first three; the ratio is of tokens per second, repeat by repeat. Wall seconds are
+meaningful only on an idle machine: on shared cores, TRL's threads wait for each other. CPU seconds of all processes are valid there
+also, with ``--trl-threads 1``.
 """
 
 import argparse
@@ -64,15 +64,15 @@ def main() -> None:
 def parse() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", default="outputs/arithmetic", help="folder of examples/arithmetic/warm_start.sh")
-    parser.add_argument("--trl-python", default=os.environ.get("TRL_PYTHON", ""), help="or the variable TRL_PYTHON")
+    parser.add_argument("--trl-python", default=os.environ.get("TRL_PYTHON", ""), help="TRL's Python (default: TRL_PYTHON)")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--response-tokens", type=int, default=80)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of ours")
-    parser.add_argument("--trl-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of our recipe")
+    parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of megatron_rl")
+    parser.add_argument("--trl-threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of TRL (default: all cores)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of megatron_rl's recipe")
     arguments = vars(parser.parse_args())
     for name in ("sft/config.json", "task/train.jsonl"):
         if not Path(arguments["start"], name).is_file():

@@ -1,8 +1,8 @@
-"""How long a publish takes: from each pipeline stage's first rank, and by way of rank 0, to the same servers in turns.
+"""Measure the time of a publish to the same servers: from each pipeline stage's first rank, and through rank 0.
 
-A random dense model is laid out over trainer ranks; servers get its weights by both ways, one after the other, several
-times. The ratio is that of the fastest publishes. On a CPU (gloo, processes that share the cores) it says little about
-a network; on GPUs the same command measures NCCL.
+A random dense model is distributed over trainer ranks; servers get its weights by both methods, alternating, several
+times. The ratio compares the fastest publishes. On a CPU (gloo, processes that share the cores) it does not predict a
+network; on GPUs the same command measures NCCL.
 
     python tools/bench_weight_sync.py --layout tp2+pp2 --hidden 512 --layers 8 --servers 1
 """

@@ -1,10 +1,10 @@
 """The pictures of README and docs/architecture.md, drawn from the code and from one recorded run.
 
-    python tools/draw_pictures.py                                     # all of them into docs/pictures
-    python tools/draw_pictures.py --record outputs/tppo outputs/ppo   # take docs/pictures/timeline.json anew from two runs
+    python tools/draw_pictures.py                                     # all pictures, into docs/pictures
+    python tools/draw_pictures.py --record outputs/tppo outputs/ppo   # also record docs/pictures/timeline.json from two runs
     python tools/draw_pictures.py --curve outputs/arithmetic/tppo     # docs/quickstart.png, the curve of a run
 
-A picture depends on what it shows and on the pinned matplotlib alone, so drawing twice gives the same bytes; a test compares.
+A picture depends only on its data and the pinned matplotlib, so drawing it twice gives the same bytes; a test compares them.
 SVG with letters as outlines on a light card: the same on every machine, readable on a light and on a dark page.
 """
 
@@ -39,7 +39,7 @@ RECORD = FOLDER / "timeline.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=FOLDER)
-    parser.add_argument("--png", action="store_true", help="PNG instead of SVG, to look at")
+    parser.add_argument("--png", action="store_true", help="write PNG instead of SVG, for viewing")
     parser.add_argument("--record", type=Path, nargs=2, metavar="RUN", help="output folders of a T-PPO and of a PPO run")
     parser.add_argument("--curve", type=Path, metavar="RUN", help="output folder of the run whose accuracy is drawn")
     arguments = parser.parse_args()

@@ -56,7 +56,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     record = commands.add_parser("record")
     record.add_argument("output", type=Path)
-    record.add_argument("--work", type=Path, required=True, help="folder for the runs; made anew")
+    record.add_argument("--work", type=Path, required=True, help="folder for the runs; replaced if it exists")
     record.add_argument("--only", nargs="*", choices=sorted(RUNS), default=sorted(RUNS))
     compare = commands.add_parser("compare")
     compare.add_argument("before", type=Path)

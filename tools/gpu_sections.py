@@ -1,4 +1,4 @@
-"""The measurements of gpu_validate.py, each a process of its own: ``python tools/gpu_sections.py SECTION JOB.json``.
+"""The measurements of gpu_validate.py, each in a separate process: ``python tools/gpu_sections.py SECTION JOB.json``.
 
 A job is a dictionary; ``out`` names the file that rank 0 writes its result to, ``scratch`` a folder for models. Models
 have random weights that depend on seed and name alone, so that the same job gives the same model on every machine.
@@ -149,7 +149,7 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def environment(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What there is: devices, libraries, and which of their parts a run would use."""
+    """Measure the environment: devices, libraries, and the parts of them that a run would use."""
     rows: list[tuple[str, Any]] = [("torch.cuda", torch.version.cuda or "none"), ("CPU cores", os.cpu_count())]
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -170,7 +170,7 @@ def environment(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parity(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """One answer and one update of each family's tiny model; tensors go to ``<out>.pt``, to be compared."""
+    """Compute log-probs and one update of each family's tiny model; tensors go to ``<out>.pt``, to be compared."""
     rows, tensors = [], {}
     place = topologies.initialize(ParallelConfig(), seed=1)
     for family in job["families"]:
@@ -311,7 +311,7 @@ def sync_methods(num_gpus: int) -> dict[str, str]:
 
 
 def _cuda_graphs(url: str) -> dict[str, str]:
-    """Whether the server decodes with CUDA graphs, as it says."""
+    """True if the server reports that it decodes with CUDA graphs."""
     from megatron_rl.system.http.json_http import get_once
 
     info = get_once(f"{url}/server_info", timeout_s=60).json()

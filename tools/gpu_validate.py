@@ -1,11 +1,11 @@
-"""Does this machine compute what a CPU computes, and how fast? Writes a table (Markdown) and the same as JSON.
+"""Compare this machine's results with a CPU's and measure its speed. Writes a Markdown table and the same data as JSON.
 
     python tools/gpu_validate.py --out outputs/gpu_validate
     python tools/gpu_validate.py --device cpu --tiny --sections environment,parity,training
 
-Sections: what is installed; log-probs and one update of every family's tiny model against the CPU path; training steps of
-random models with tokens per second, MFU and memory; weight sync to a real SGLang server; T-PPO steps from end to end.
-Each section is a process with a deadline: one that fails or hangs is named in the table and the others go on. Exit
+Sections: installed packages; log-probs and one update of every family's tiny model against the CPU path; training steps of
+random models with tokens per second, MFU and memory; weight sync to a real SGLang server; end-to-end T-PPO steps.
+Each section is a process with a deadline: a failed or hung section is named in the table, and the others continue. Exit
 status 1 if any failed. ``--device cpu --tiny`` runs the same code on the CPU.
 """
 
@@ -51,7 +51,7 @@ FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_FACTOR, BFLOAT16_SLACK = 3.0, 2e-3
 """A device in bfloat16 may be this many times as far from the CPU's float32 as the CPU in bfloat16 is."""
 STATE_BYTES = 18.0
-"""Of one parameter on one rank: bfloat16 weight; float32 gradient, main weight and two moments."""
+"""Bytes of one parameter on one rank: bfloat16 weight; float32 gradient, main weight and two moments."""
 
 
 @dataclass
@@ -95,13 +95,13 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", default="outputs/gpu_validate", help="folder for results.md and results.json")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--tiny", action="store_true", help="models of some thousand parameters, few steps")
+    options.add_argument("--tiny", action="store_true", help="models of a few thousand parameters, few steps")
     options.add_argument("--sections", default=",".join(SECTIONS), type=_sections)
-    options.add_argument("--families", default="", help="of the parity section; all by default")
-    options.add_argument("--models", default="", help="of the training section, as dense-1.5b,moe-3b")
-    options.add_argument("--num-ranks", type=int, default=0, help="of the training section; by default every GPU")
-    options.add_argument("--layout", default="", help='of the training section, such as "tp2+sp" or "ep8"')
-    options.add_argument("--deadline-s", type=float, default=1800.0, help="of each section's process")
+    options.add_argument("--families", default="", help="families of the parity section (default: all)")
+    options.add_argument("--models", default="", help="models of the training section, such as dense-1.5b,moe-3b")
+    options.add_argument("--num-ranks", type=int, default=0, help="ranks of the training section (default: every GPU)")
+    options.add_argument("--layout", default="", help='layout of the training section, such as "tp2+sp" or "ep8"')
+    options.add_argument("--deadline-s", type=float, default=1800.0, help="deadline of each section's process, in seconds")
     return options
 
 
@@ -203,7 +203,7 @@ def parity(section: Section, arguments: argparse.Namespace, scratch: Path) -> No
 
 
 def distances(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """How far log-probs and update are apart; the update's distance is relative to its size."""
+    """Differences of log-probs and update; the update's distance is relative to its size."""
     difference = (found["logprobs"] - expected["logprobs"]).abs()
     moved = sum(float(change.square().sum()) for change in expected["change"].values()) ** 0.5
     apart = sum(float((found["change"][name] - c).square().sum()) for name, c in expected["change"].items()) ** 0.5

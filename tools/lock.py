@@ -1,13 +1,13 @@
-"""Resolves the pins of a GPU machine and writes what they come to, with hashes, for Python 3.11 and 3.12 on x86-64 Linux.
+"""Resolve the pins of a GPU machine and write the resulting locks, with hashes, for Python 3.11 and 3.12 on x86-64 Linux.
 
     pip install uv
     python tools/lock.py                     # requirements/gpu.lock and gpu-build.lock as of today
-    python tools/lock.py --as-of 2026-11-22  # what could be had on that day
-    python tools/lock.py --check             # resolves again as of the day of the locks: are they what comes out?
+    python tools/lock.py --as-of 2026-11-22  # with the packages available on that day
+    python tools/lock.py --check             # resolve again as of the day of the locks, and compare
 
 uv reads the registry's metadata and downloads no wheels: it takes seconds, on any machine. A line of the lock is one
-package with the hashes of the files that fit; where the two Pythons need other versions, each has a line of its own.
-``gpu.lock`` holds wheels alone. ``gpu-build.lock`` holds what has to be compiled against the torch of the first.
+package with the hashes of the files that fit; where the two Pythons need other versions, each has its own line.
+``gpu.lock`` contains only wheels. ``gpu-build.lock`` contains packages to compile against the torch of ``gpu.lock``.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def canonical(package: str) -> str:
 
 
 def digest(pins: Mapping[str, str]) -> str:
-    """Of the pins without their comments and order: a lock names those that it was made from."""
+    """Digest of the pins without their comments and order: a lock names those that it was made from."""
     return hashlib.sha256("\n".join(f"{name}=={pins[name]}" for name in sorted(pins)).encode()).hexdigest()
 
 
@@ -111,8 +111,8 @@ def make_lock(name: str, day: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as-of", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="the day, YYYY-MM-DD")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a lock is not what its pins come to")
+    parser.add_argument("--as-of", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="day, YYYY-MM-DD (default: today)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a lock differs from its resolved pins")
     asked = parser.parse_args(arguments)
     status = 0
     try:

@@ -1,13 +1,13 @@
-"""Gives every prompt its anchor for the rewards ``pairwise`` and ``genrm``: the best of its scored responses.
+"""Add to every prompt its anchor for the rewards ``pairwise`` and ``genrm``: the best of its scored responses.
 
     megatron-rl score --reward NAME --input responses.jsonl --output scored.jsonl
     python tools/make_anchors.py --scored scored.jsonl --prompts prompts.jsonl --output prompts_with_anchors.jsonl
 
-``scored.jsonl`` has one row per response (id, response, score), several to an id; an unscored one (score null) and one
-whose thought has no proper form cannot be an anchor. The anchor is the response's solution, without its thought.
+``scored.jsonl`` has one row per response (id, response, score), several per id; an unscored response (score null) and a
+response with a malformed thought cannot be an anchor. The anchor is the response's solution, without its thought.
 
 The choice depends on the responses only, not on their order: the highest score wins, then the shorter solution, then
-the one that comes first in the alphabet. A prompt without any anchor is an error, or is left out with ``--drop``.
+the alphabetically first. A prompt without an anchor is an error, or is skipped with ``--drop``.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Best:
     score: float
     solution: str
     num_responses: int
-    """Those that could have been the anchor."""
+    """Number of responses that could have been the anchor."""
 
     @property
     def rank(self) -> tuple[float, int, str]:
@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Best of N responses as the anchor of every prompt.")
     parser.add_argument("--scored", required=True, nargs="+", help="scored responses: id, response, score")
     parser.add_argument("--prompts", required=True, nargs="+", help="prompts that receive the field anchor")
-    parser.add_argument("--output", required=True, help="JSONL to be written")
+    parser.add_argument("--output", required=True, help="JSONL file to write")
     parser.add_argument("--id-field", default="id")
-    parser.add_argument("--drop", action="store_true", help="leave prompts without an anchor out")
+    parser.add_argument("--drop", action="store_true", help="skip prompts without an anchor")
     arguments = parser.parse_args(argv)
     try:
         best = best_responses(read_rows(arguments.scored), arguments.id_field)

@@ -1,9 +1,9 @@
-"""How far Megatron and SGLang are apart on this CPU, by dtype and kind of model, and what wrong weights look like.
+"""Measure the difference between Megatron and SGLang on this CPU, by dtype and kind of model, and with injected faults.
 
     python tools/measure_agreement.py --dtypes bfloat16 --models dense,moe,yarn --out agreement.json
 
-Each model has random weights, an SGLang server samples from it, and the trainer's engine gives the same tokens its own
-log-probs: with the same weights, with one small thing wrong at a time, and with its matrix products rounded as a GPU's
+Each model has random weights, an SGLang server samples from it, and the trainer's engine computes its own log-probs of the same
+tokens: with the same weights, with one small fault at a time, and with its matrix products rounded as a GPU's
 (fp8 and TF32 are imitated: inputs and weights of every linear layer are rounded, sums are exact). No GPU kernel runs.
 """
 
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 MATRIX_SCALE, HEAD_SCALE, VECTOR_NOISE = 4.0, 1.0, 0.1
-"""Of the usual initialisation (0.02): signals keep their size over the layers, and the head prefers some tokens."""
+"""Factor over the usual initialization (0.02): signals keep their size over the layers, and the head prefers some tokens."""
 LAYER = 3
 """The layer that something is wrong in."""
 
@@ -211,7 +211,7 @@ def main() -> None:
     options.add_argument("--seeds", default="0")
     options.add_argument("--num-prompts", type=int, default=32)
     options.add_argument("--num-tokens", type=int, default=64)
-    options.add_argument("--rounded-logits", dest="fp32_logits", action="store_false", help="of bfloat16 servers, as SGLang's default")
+    options.add_argument("--rounded-logits", dest="fp32_logits", action="store_false", help="let bfloat16 servers round logits")
     options.add_argument("--out", type=Path)
     arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

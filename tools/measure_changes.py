@@ -1,8 +1,8 @@
-"""What share of a model's bfloat16 values an update changes: what a publish of changed values alone would have to send.
+"""Measure the share of a model's bfloat16 values that an update changes, which a publish of changed values would send.
 
 A small transformer learns a text of random rules at a high rate first, so that weights and Adam's moments are those of a trained
-model; then it goes on at rates as reinforcement learning has them. Main weights are float32, as in Megatron; the values compared
-are their bfloat16 roundings, which is what a publish sends.
+model; then it continues at the rates of reinforcement learning. Main weights are float32, as in Megatron; the values compared
+are their bfloat16 roundings, which a publish sends.
 
     python tools/measure_changes.py
 """
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--warmup", type=int, default=300, help="updates at a rate of 1e-3 that come first")
+    parser.add_argument("--warmup", type=int, default=300, help="initial updates at a rate of 1e-3")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])
     arguments = parser.parse_args()
     run = Run(arguments)

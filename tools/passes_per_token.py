@@ -1,4 +1,4 @@
-"""How often the trainer reads a token that was generated: tokens forward through its models per generated token, by stage.
+"""Count the trainer's forward tokens per generated token, by stage.
 
     python tools/passes_per_token.py                                     # windows of 32k, and the presets
     python tools/passes_per_token.py --lengths lognormal:median=2000,sigma=1.2 --budget 16384 --windows 1024 2048 4096
@@ -26,14 +26,14 @@ COLUMNS = ("old_logprobs", "reference_logprobs", "values", "update_policy", "upd
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", type=Path, help="ask for this run alone")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of it")
-    parser.add_argument("--lengths", default="lognormal:median=6000,sigma=0.9", help="without their cut at the budget")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--budget", type=int, default=32768, help="tokens of a response")
+    parser.add_argument("--recipe", type=Path, help="count only for this recipe")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE overrides of the recipe")
+    parser.add_argument("--lengths", default="lognormal:median=6000,sigma=0.9", help="length distribution before truncation at the budget")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt")
+    parser.add_argument("--budget", type=int, default=32768, help="maximum tokens per response")
     parser.add_argument("--windows", type=int, nargs="*", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--presets", nargs="*", default=["ppo", "grpo", "gspo", "dapo", "rloo"])
-    parser.add_argument("--steps", type=int, default=40, help="that count, after the slots have mixed; without windows 2 do")
+    parser.add_argument("--steps", type=int, default=40, help="steps to count in the steady state (without windows 2 are enough)")
     arguments = parser.parse_args()
     asked: list[tuple[str, Scenario]] = []
     if arguments.recipe:

@@ -1,9 +1,9 @@
-"""The recipes of examples/models: each README has the command that planned it; this runs them again.
+"""Rerun the planning command of each README in examples/models, and compare or write the recipes.
 
-    python tools/plan_models.py [NAME ...]            # say what differs
+    python tools/plan_models.py [NAME ...]            # print the differences
     python tools/plan_models.py --write [NAME ...]    # write recipe.yaml, and the plan into README.md
 
-Tests hold both files to what the command gives.
+Tests compare both files with the command's output.
 """
 
 import argparse

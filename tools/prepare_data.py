@@ -1,4 +1,4 @@
-"""Public data sets, given as files, to rows of this project: {id, prompt, answer, type, ...}.
+"""Convert files of public data sets to this project's rows: {id, prompt, answer, type, ...}.
 
     python tools/prepare_data.py gsm8k --input train.jsonl --output data/gsm8k.jsonl
 
@@ -11,9 +11,9 @@
 | preferences | chosen, rejected as texts, dialogues or messages; prompt       | chosen, rejected                       |
 | multimodal  | image(s), question or problem, answer or solution, or bbox     | answer, images (paths from the output's folder) |
 
-A row that cannot be used is written with place and reason to ``<output>.bad.jsonl`` and counted; rows that repeat an
-earlier one are counted and left out. Exit status: 0 done; 2 if any row is bad (unless --skip-bad-rows) or none is good,
-and then there is no output.
+A bad row is written with source and reason to ``<output>.bad.jsonl`` and counted; duplicate rows are counted and
+skipped. Exit status: 0 done; 2 if any row is bad (unless --skip-bad-rows) or none is good;
+in that case nothing is written.
 """
 
 import argparse
@@ -42,12 +42,12 @@ MAX_SHOWN = 5
 
 
 class BadRow(Exception):
-    """Why a row cannot be used."""
+    """Error with the reason why a row cannot be used."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a converter may need besides the row."""
+    """Options of a converter."""
 
     file: Path
     """The file or folder that the row comes from."""
@@ -408,7 +408,7 @@ def functions_of(program: ast.Module) -> list[str]:
 @dataclass
 class Outcome:
     num_by_type: Counter[str] = field(default_factory=Counter)
-    """Rows written."""
+    """Number of rows written."""
     num_repeated: int = 0
     """Rows equal to an earlier one."""
     bad: list[dict[str, str]] = field(default_factory=list)
@@ -514,11 +514,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("format", choices=sorted(CONVERTERS))
     parser.add_argument("--input", nargs="+", required=True, help="files or dataset folders")
-    parser.add_argument("--output", required=True, help="JSONL that receives the rows")
-    parser.add_argument("--skip-bad-rows", action="store_true", help="leave bad rows out instead of refusing the file")
+    parser.add_argument("--output", required=True, help="JSONL file to write")
+    parser.add_argument("--skip-bad-rows", action="store_true", help="skip bad rows instead of refusing the file")
     parser.add_argument("--type", default="", help="prompt type of all rows, instead of the format's own")
     parser.add_argument("--split", default="train", help="split of a dataset folder")
-    parser.add_argument("--image-root", default="", help="folder that image paths start from; empty: the input's own")
+    parser.add_argument("--image-root", default="", help="folder of relative image paths (default: the input's folder)")
     parser.add_argument("--bbox-format", choices=("xyxy", "xywh"), default="xyxy", help="corners, or corner and size")
     arguments = parser.parse_args(argv)
     try:

@@ -1,10 +1,10 @@
-"""What others measured and published, next to what ``megatron_rl.desk.costs`` says: the table of docs/estimates.md.
+"""Compare published measurements with the estimates of ``megatron_rl.desk.costs``: the table of docs/estimates.md.
 
     python tools/published_points.py            # print it
     python tools/published_points.py --write    # put it into docs/estimates.md
 
-A row to which a constant was fitted, or that was in sight when one was chosen, is a calibration, any other a validation.
-A row that lies further off than it may says why. Tests hold both, and the page.
+A row is a calibration if a constant was fitted to it or chosen to match it, otherwise a validation.
+A row beyond its tolerance states the reason. Tests check both, and the page.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def _number(value: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into docs/estimates.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/estimates.md")
     text = table(points())
     if parser.parse_args().write:
         page = PAGE.read_text()

@@ -40,7 +40,7 @@ class Point:
     """The relative error that it may have."""
     is_fitted: bool = False
     why: str = ""
-    """Of a row that lies further off."""
+    """Reason why a row is beyond its tolerance."""
 
     def error(self) -> float:
         return self.ours() / self.published - 1
@@ -69,7 +69,7 @@ class Servers:
     number: int
     gpus: int
     memory_fraction: float
-    """That weights and KV cache may use."""
+    """Share of the memory for weights and KV cache."""
     device: Gpu
     most_running: int = 2**31
 
@@ -213,7 +213,7 @@ class Verl:
     share_of_peak: float = 0.581
     """Fitted to update_actor at 64 GPUs."""
     colocated_s: float = 51.4
-    """What a colocated step spends besides generation, log-probs and update; fitted to the step at 64 GPUs."""
+    """Seconds of a colocated step outside generation, log-probs and update; fitted to the step at 64 GPUs."""
 
     NUMBER, LONGEST, UPDATE, GROUP = 512 * 16, 28 * 1024, 32 * 16, 4
 

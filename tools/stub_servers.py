@@ -1,4 +1,4 @@
-"""Servers that answer ``/generate`` as SGLang 0.5.23 does, with synthetic tokens: real JSON over a real socket, no model.
+"""Stub servers that reply to ``/generate`` like SGLang 0.5.23, with synthetic tokens: real JSON over a real socket, no model.
 
     python tools/stub_servers.py lengths.npy --servers 4 --prompt-tokens 300 --routes 48x8x128
 
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("lengths")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=300)
-    parser.add_argument("--image-tokens", type=int, default=1, help="of each image, also counted in --prompt-tokens")
+    parser.add_argument("--image-tokens", type=int, default=1, help="tokens per image, also counted in --prompt-tokens")
     parser.add_argument("--routes", default="", help="layers x experts of a token x experts, as 48x8x128")
     parser.add_argument("--version", default="1")
     arguments = parser.parse_args()

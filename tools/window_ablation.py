@@ -1,7 +1,7 @@
-"""docs/tppo_windows.md: when windows pay, simulated over windows, tails, slots per server and shares of training.
+"""Simulate the tables of docs/tppo_windows.md: when windows pay off, over windows, tails, slots per server and shares of training.
 
     python tools/window_ablation.py                              # simulate all cells (about a minute), write figures and tables
-    python tools/window_ablation.py --runs SYNC RUN RUN ...      # real runs beside what the first one predicts of them
+    python tools/window_ablation.py --runs SYNC RUN RUN ...      # real runs next to the first run's predictions
     python tools/window_ablation.py --tables                     # only the tables, from the figures
 
 Figures go to docs/pictures/tppo_windows.json, tables between the marks of docs/tppo_windows.md; tools/draw_pictures.py draws.
@@ -85,8 +85,8 @@ TRAINER = ("old_logprobs", "values", "update_policy", "update_critic")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, nargs="+", metavar="RUN", help="the first one predicts them all")
-    parser.add_argument("--tables", action="store_true", help="only write the tables anew")
+    parser.add_argument("--runs", type=Path, nargs="+", metavar="RUN", help="run folders; the first run predicts all of them")
+    parser.add_argument("--tables", action="store_true", help="only rewrite the tables")
     arguments = parser.parse_args()
     figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     if arguments.runs:
@@ -124,7 +124,7 @@ def scenario(window: int, slots: int, *, overlap: Overlap = Overlap.critic, plac
 
 @cache
 def costs(slots: int) -> Timing:
-    """Of 64 trainer GPUs; ``cells`` scales them to the share of training that is looked at."""
+    """Costs of 64 trainer GPUs; ``cells`` scales them to the share of training that is looked at."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         config = Config()
@@ -266,7 +266,7 @@ def gains(figures: Mapping[str, Any], place: str, share: str) -> str:
             rows.append(
                 [tail if slots == SLOTS[0] else "", str(slots), *(_bold(row[name]["gain"]) for name in WINDOWS)]
             )
-    return _table(["lengths", "slots a server", *(f"W = {name}" for name in WINDOWS)], rows)
+    return _table(["lengths", "slots per server", *(f"W = {name}" for name in WINDOWS)], rows)
 
 
 def _bold(gain: float) -> str:
@@ -274,7 +274,7 @@ def _bold(gain: float) -> str:
 
 
 def inside(figures: Mapping[str, Any]) -> str:
-    """One column of the gains, taken apart: what each window does to the step."""
+    """Details of one column of the gains: the effect of each window on the step."""
     rows = []
     for tail in ("lognormal 1", "10 % at the budget"):
         row = figures["cells"][tail]["64"]["0.5"]["apart"]
@@ -290,7 +290,7 @@ def inside(figures: Mapping[str, Any]) -> str:
         "lengths",
         "W",
         "step [s]",
-        "s a response",
+        "s per response",
         "rollout idle",
         "trainer idle",
         "prefixes",
@@ -313,7 +313,7 @@ def best(figures: Mapping[str, Any]) -> str:
                     row.append(f"{_bold(gain)} ({name})")
             rows.append(row)
     head = [f"{share:g}{' whole' if whole else ''}" for share in TRAINING for whole in (False, True)]
-    return _table(["lengths", "slots a server", *head], rows)
+    return _table(["lengths", "slots per server", *head], rows)
 
 
 def reality(figures: Mapping[str, Any]) -> str:

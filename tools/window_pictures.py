@@ -14,7 +14,7 @@ from megatron_rl.desk.report.charts import LIGHT
 COLORS = dict(zip(SLOTS, ("blue", "green", "orange"), strict=True))
 WIDTH, HEIGHT, LOWEST, HIGHEST = 330, 250, 0.5, 3.5
 PAPER = 2.5
-"""What T-PPO's paper reports (arXiv 2506.15050): up to so many times."""
+"""Largest speedup that T-PPO's paper reports (arXiv 2506.15050)."""
 
 
 def gains() -> Figure:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What both modes start from: the task, a supervised warm start and a pretrained critic. Done once for a folder.
+# Create the common start of both modes: the task, a supervised warm start and a pretrained critic. Runs once per folder.
 #   bash examples/arithmetic/warm_start.sh outputs/arithmetic
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

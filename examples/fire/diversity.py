@@ -1,4 +1,4 @@
-"""What a hot first token changes before any training: the same model, a group of responses per held-out prompt.
+"""Measure the effect of a hot first token before any training: the same model, a group of responses per held-out prompt.
 
     python examples/fire/diversity.py --model outputs/fire/sft --rows outputs/fire/task/held_out.jsonl
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# FIRE: a policy with a habit, what a hot first token does to its groups, and GRPO with and without it.
-#   bash examples/fire/run.sh [key=value ...]        overrides are for the reinforcement learning; SEEDS="1 2 3" repeats it
+# FIRE: train a policy with a habit, measure the effect of a hot first token on its groups, and run GRPO with and without it.
+#   bash examples/fire/run.sh [key=value ...]        overrides apply to the reinforcement learning; SEEDS="1 2 3" repeats it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RECIPE=examples/fire/fire.yaml

@@ -1,4 +1,4 @@
-"""How many of the labels that label-lines found by completing prefixes are the true ones, which the task knows.
+"""Count the labels of label-lines that equal the true labels, which the task knows.
 
     python examples/line_rewards/check_labels.py outputs/line_rewards/labelled.train.jsonl
 """

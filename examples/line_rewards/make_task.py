@@ -82,14 +82,14 @@ def tasks(count: int, *, held_out: bool, seed: int) -> Iterator[tuple[str, list[
 
 
 def prompts(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, object]]:
-    """What label-lines and train read; the tests are the only answer."""
+    """Rows for label-lines and train; the tests are the only ground truth."""
     for number, (prompt, steps) in enumerate(tasks(count, held_out=held_out, seed=seed)):
         tests = [f"assert f({x}) == {apply(steps, x)}" for x in TEST_INPUTS]
         yield {"id": f"{number}", "prompt": prompt, "prompt_code": HEAD, "entry_point": "f", "tests": tests}
 
 
 def solutions(count: int, *, slip_share: float, seed: int) -> Iterator[dict[str, str]]:
-    """What sft reads: each line is wrong with probability ``slip_share``."""
+    """Rows for sft: each line is wrong with probability ``slip_share``."""
     generator = random.Random(f"{seed} slips")
     for prompt, steps in tasks(count, held_out=False, seed=seed + 1):
         yield {"prompt": prompt, "response": body(steps, slips(len(steps), slip_share, generator))}

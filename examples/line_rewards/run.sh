@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Line rewards: labels by binary search, a process reward model, and PPO with and without its two uses.
-#   bash examples/line_rewards/run.sh [key=value ...]        overrides are for the reinforcement learning; SEEDS="1 2 3" repeats it
+#   bash examples/line_rewards/run.sh [key=value ...]        overrides apply to the reinforcement learning; SEEDS="1 2 3" repeats it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RECIPE=examples/line_rewards/line_rewards.yaml

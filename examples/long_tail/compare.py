@@ -1,4 +1,4 @@
-"""T-PPO and synchronous PPO over the same time of training: accuracy, time to a level, finished responses a second.
+"""T-PPO and synchronous PPO over the same time of training: accuracy, time to a level, finished responses per second.
 
 Reads the runs that compare.sh leaves in a folder, called ARM-SEED: policies/*/kept.json and evaluation.json (accuracy at
 seconds of training; nothing was evaluated on that clock), metrics.jsonl and timeline.json. Speed is that of the steady
@@ -54,10 +54,10 @@ class Run:
 
 
 SPEEDS = {
-    "finished_per_s": "finished responses a second",
-    "s_per_finished": "seconds a finished response",
-    "tokens_per_s": "tokens generated a second",
-    "s_per_step": "seconds a step",
+    "finished_per_s": "finished responses per second",
+    "s_per_finished": "seconds per finished response",
+    "tokens_per_s": "tokens generated per second",
+    "s_per_step": "seconds per step",
     "rollout_idle": "rollout idle",
     "trainer_idle": "trainer idle",
 }
@@ -198,7 +198,7 @@ def _add_ratios(found: Comparison, arm: Arm, baseline: Arm, grid: np.ndarray) ->
 
 
 def tables(found: Comparison) -> str:
-    """In Markdown."""
+    """Return the tables in Markdown."""
     return "\n\n".join((_accuracy_table(found), _time_table(found), _speed_table(found), _reading(found)))
 
 
@@ -230,7 +230,7 @@ def _time_table(found: Comparison) -> str:
 
 
 def _speed_table(found: Comparison) -> str:
-    head = ["steady state", "seeds", *SPEEDS.values(), f"finished a second, times `{found.baseline}`"]
+    head = ["steady state", "seeds", *SPEEDS.values(), f"finished per second, relative to `{found.baseline}`"]
     rows = []
     for name, speed in found.speed.items():
         cells = [f"`{name}`" + ("" if found.is_steady[name] else " *"), str(found.num_seeds[name])]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Synchronous PPO and T-PPO from the same start, the same seconds of training each, over several seeds.
+# Compare synchronous PPO and T-PPO from the same start, for the same seconds of training, over several seeds.
 #   bash examples/long_tail/compare.sh [--seeds 1 2 3 4 5] [--minutes 3] [--tail 1.15] [--arms FILE] [--output FOLDER] [key=value ...]
-# One run at a time. A run that has ended is not run again, so a command that was stopped goes on where it was; more seeds
-# and more arms may be added later. Nothing is evaluated while a run trains: the policies that it kept are, afterwards.
+# One run at a time. A finished run is not repeated, so a stopped command resumes; more seeds and more arms may be added later.
+# Nothing is evaluated during training: the kept policies are evaluated afterwards.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 HERE=examples/long_tail
@@ -43,7 +43,7 @@ for line in "${LINES[@]}"; do
     NAMES+=("$name")
 done
 
-# Runs of other minutes or settings are no runs of this comparison.
+# Runs with other minutes or settings do not belong to this comparison.
 SETTINGS="minutes $MINUTES, tail $TAIL, overrides: ${OVERRIDES[*]-}"
 mkdir -p "$O"
 if [ -f "$O/comparison.settings" ] && [ "$(cat "$O/comparison.settings")" != "$SETTINGS" ]; then
@@ -60,14 +60,14 @@ NUMBER=0
 TURN=0
 for seed in "${SEEDS[@]}"; do
     for ((place = 0; place < ${#LINES[@]}; place++)); do
-        # Each seed begins with another arm, so that a machine that grows slower does not do so for the same ones.
+        # Each seed starts with a different arm, so that a machine that slows down does not always slow the same arms.
         read -r name recipe settings <<< "${LINES[$(((place + TURN) % ${#LINES[@]}))]}"
         NUMBER=$((NUMBER + 1))
         run=$O/runs/$name-$seed
-        [ -f "$run/policy/config.json" ] && continue  # written when a run has come to its end
+        [ -f "$run/policy/config.json" ] && continue  # written at the end of a run
         printf '\n== run %d of %d: %s, seed %s, %s min of training; %d min so far\n' \
             $NUMBER $NUM_ALL "$name" "$seed" "$MINUTES" $(((SECONDS - BEGIN) / 60))
-        # shellcheck disable=SC2086  # an arm's settings are words
+        # shellcheck disable=SC2086  # split an arm's settings into words
         .venv/bin/megatron-rl train --config "$HERE/$recipe" $settings \
             policy.path="$O/sft" critic.path="$O/critic" data.train_files="[$O/task/train.jsonl]" 'data.eval_files=[]' \
             run.output_dir="$run" run.seed="$seed" run.overwrite=true run.num_steps=1000000 run.save_every_steps=0 \

@@ -25,7 +25,7 @@ declare_torchvision_ops()
 from transformers import AutoModelForCausalLM
 
 TOKENS_AT_ONCE = 32768
-"""Of a padded batch."""
+"""Maximum tokens of a padded batch."""
 Example = tuple[list[int], int]
 """Token ids of a prompt with its right response and the end-of-text token; tokens of the prompt."""
 

@@ -46,7 +46,7 @@ BORROWED = "'"
 BELOW_ZERO = "<0"
 """In the place of the last digit of a number below zero, whose other digits are those of 10,000 more."""
 MAX_TOKENS = 2176
-"""Of prompt and response."""
+"""Maximum tokens of prompt and response."""
 
 
 @dataclass(frozen=True)

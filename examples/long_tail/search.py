@@ -1,4 +1,4 @@
-"""What search.sh tried: mean accuracy over the time of training, the accuracy at its end, finished responses a second.
+"""Print the results of search.sh: mean accuracy over the training time, final accuracy, finished responses per second.
 
     python examples/long_tail/search.py outputs/long_tail/search --start outputs/long_tail/sft --seconds 24
 """
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, required=True, help="of training, for all runs")
     options = parser.parse_args(arguments)
     grid = np.linspace(0.0, options.seconds, 81)
-    print("| run | mean accuracy | at the end | finished a second | steps |\n|---|---|---|---|---|")
+    print("| run | mean accuracy | at the end | finished per second | steps |\n|---|---|---|---|---|")
     for folder in sorted(options.folder.iterdir()):
         values = on_grid([curve_of(folder, options.start)], grid)[0]
         rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl") if row.step > 0]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The same search for both sides: batch, learning rate of the policy and mini-batch, every run for the same seconds of training.
+# Run the same search for PPO and T-PPO: batch, policy learning rate and mini-batch, each run for the same seconds of training.
 #   bash examples/long_tail/search.sh [--seconds 24] [--output outputs/long_tail] [key=value ...]
-# A run that has ended is not run again. At the end a table: mean accuracy over the time of training, and that at its end.
+# A finished run is not repeated. The final table has the mean accuracy over the training time and the accuracy at its end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 HERE=examples/long_tail
@@ -23,7 +23,7 @@ for recipe in ppo tppo; do
     for trial in "${TRIALS[@]}"; do
         read -r batch rate minibatch <<< "$trial"
         run=$O/search/$recipe-$batch-$rate-$minibatch
-        [ -f "$run/policy/config.json" ] && continue  # written when a run has come to its end
+        [ -f "$run/policy/config.json" ] && continue  # written at the end of a run
         printf '\n== %s, batch %s, learning rate %s, mini-batch %s\n' "$recipe" "$batch" "$rate" "$minibatch"
         .venv/bin/megatron-rl train --config "$HERE/$recipe.yaml" \
             policy.path="$O/sft" critic.path="$O/critic" data.train_files="[$O/task/train.jsonl]" \

@@ -1,12 +1,12 @@
-# For run.sh here and in examples/seed_vl_hybrid, which source it from the repository's root: a judge, and its server.
-# The server is stopped by its process id when the script ends, in whatever way: done, failed, Ctrl-C or SIGTERM.
+# Functions for a judge and its server. run.sh of this folder and of examples/seed_vl_hybrid source this file from the repository's root.
+# The server is stopped by its process id when the script ends for any reason: success, failure, Ctrl-C or SIGTERM.
 
 JUDGE=outputs/pairwise_ppo/judge
 SERVER_PID=
 COMMAND_PID=
 SCRATCH=$(mktemp -d)
 
-# Run a command that the script can be told to end: bash leaves a foreground command alone until it is done.
+# Run a command in the background, so that the script can stop it: bash handles signals only after a foreground command has ended.
 attended() {
     "$@" &
     COMMAND_PID=$!
@@ -30,7 +30,7 @@ trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Write the task and train the judge, unless that has been done.
+# Write the task and train the judge, unless both exist.
 make_judge() {
     if [ -f "$JUDGE/reward_training.json" ]; then  # written last
         echo "judge: $JUDGE is there already; remove outputs/pairwise_ppo to start over"
@@ -57,7 +57,7 @@ start_judge() {
     echo "judge: $JUDGE_URL (process $SERVER_PID)"
 }
 
-# right FOLDER ROWS: the share of right responses to held-out prompts, by the rule and not by the judge.
+# right FOLDER ROWS: the share of right responses to held-out prompts, according to the rule, not the judge.
 right() {
     attended .venv/bin/python examples/sample.py --model "$1" --rows "$2" --output "$SCRATCH/responses.jsonl"
     attended .venv/bin/megatron-rl score --reward math extract=last_number \

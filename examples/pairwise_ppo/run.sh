@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A judge from preferences, its server, a policy that starts from worked solutions, and PPO on what the judge prefers.
-#   bash examples/pairwise_ppo/run.sh [key=value ...]        overrides are for the reinforcement learning
+# Train a judge on preferences, serve it, imitate worked solutions, and run PPO on the judge's preferences.
+#   bash examples/pairwise_ppo/run.sh [key=value ...]        overrides apply to the reinforcement learning
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . examples/pairwise_ppo/judge.sh

@@ -60,7 +60,7 @@ def prompts(
 
 
 def solutions(count: int, *, careless_share: float, seed: int) -> Iterator[dict[str, str]]:
-    """What sft reads, half of it long; ``careless_share`` of the long ones are near misses."""
+    """Rows for sft, half of them long; ``careless_share`` of the long ones are near misses."""
     generator = random.Random(f"{seed} solutions")
     for row in prompts("sft", count, long_share=0.5, held_out=False, seed=seed):
         response = row["answer"]

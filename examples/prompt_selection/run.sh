@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pre-PPO selection: which tenth of a pool of new prompts to train on, by the policy's own responses before any training.
-#   bash examples/prompt_selection/run.sh [key=value ...]    overrides are for the reinforcement learning; SEEDS="1 2 3" repeats it
+#   bash examples/prompt_selection/run.sh [key=value ...]    overrides apply to the reinforcement learning; SEEDS="1 2 3" repeats it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RECIPE=examples/prompt_selection/train.yaml

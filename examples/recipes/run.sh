@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One recipe on the arithmetic task, or all of them, from one warm start; at the end a table of accuracies over time.
+# Train one recipe or all recipes on the arithmetic task from one warm start, then print a table of accuracies over time.
 #   bash examples/recipes/run.sh dapo [key=value ...]
 #   SEEDS="1 2 3" MINUTES=2 bash examples/recipes/run.sh all [key=value ...]
-# Each run trains for so many minutes (default: 2) and keeps its policy at a quarter, a half, three quarters and the end. They
-# are evaluated afterwards, so that no evaluation is on the clock. A run that has ended is not run again; give it another
+# Each run trains for MINUTES (default: 2) and keeps its policy at a quarter, a half, three quarters and the end. The policies
+# are evaluated afterwards, so that evaluations do not count as training time. A finished run is not repeated; use another
 # seed, or remove its folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -24,7 +24,7 @@ bash examples/arithmetic/warm_start.sh outputs/arithmetic
 for seed in ${SEEDS:-1}; do
     for name in $NAMES; do
         run=$O/$name-$seed
-        [ -d "$run/policy" ] && continue  # written when a run has come to its end
+        [ -d "$run/policy" ] && continue  # written at the end of a run
         printf '\n== %s, seed %s\n' "$name" "$seed"
         .venv/bin/megatron-rl train --config $HERE/arithmetic.yaml --config "$HERE/$name.yaml" run.output_dir="$run" \
             run.seed="$seed" run.overwrite=true run.num_steps=1000000 run.save_every_steps=0 run.stop_after_s="$LIMIT_S" \

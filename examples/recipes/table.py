@@ -1,4 +1,4 @@
-"""What the recipes reach over time: accuracy on held-out prompts after seconds of training, with standard errors.
+"""Print the recipes' accuracy over time: accuracy on held-out prompts after seconds of training, with standard errors.
 
 Besides, how long a step takes, and for which shares of the time the servers and the trainer have nothing to do.
 Reads runs called RECIPE-SEED, as run.sh names them, whose kept policies `megatron-rl evaluate` has measured. A standard error
@@ -83,7 +83,7 @@ def table(recipes: dict[str, list[Run]], end_s: float) -> str:
     """In Markdown; the best at the end stands first."""
     seconds = [end_s * share for share in QUARTERS]
     times = [f"{second:.0f} s" for second in seconds]
-    head = ["recipe", "seeds", "steps", "s a step", "rollout idle", "trainer idle", "at the start", *times]
+    head = ["recipe", "seeds", "steps", "s per step", "rollout idle", "trainer idle", "at the start", *times]
     rows = [head, ["---"] * len(head)]
     order = sorted(recipes, key=lambda name: -statistics.fmean(r.accuracy.at([end_s])[0] for r in recipes[name]))
     for name in order:

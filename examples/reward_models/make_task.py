@@ -80,13 +80,13 @@ def programs(
 
 
 def responses(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
-    """What label-lines reads: the tests are passed by any program that runs to its end."""
+    """Rows for label-lines: the tests are passed by any program that runs to its end."""
     for number, row in enumerate(programs(count, held_out=True, seed=seed, name="responses")):
         yield {"id": f"{number}", "tests": "assert True", "true_labels": row.pop("line_labels"), **row}
 
 
 def solutions(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
-    """What sft reads."""
+    """Rows for sft."""
     for row in programs(count, held_out=False, seed=seed, spoilt_share=0.0, name="solutions"):
         yield {"prompt": row["prompt"], "response": row["response"], "answer": "0"}
 

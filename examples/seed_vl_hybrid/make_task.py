@@ -31,7 +31,7 @@ from words import write_model_folder
 from megatron_rl.rewards.judges.templates import NO_WORD, YES_WORD, render_judge
 
 SPOKEN_PICTURE = "[image]"
-"""What a judge of text reads where a picture is."""
+"""Text that a judge reads instead of a picture."""
 RULE_TYPE = "named"
 
 

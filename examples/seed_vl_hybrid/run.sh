@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Hybrid RL with pictures: a judge, a policy that starts from worked solutions, and T-PPO on verified and judged prompts.
-#   bash examples/seed_vl_hybrid/run.sh [key=value ...]        overrides are for the reinforcement learning
+#   bash examples/seed_vl_hybrid/run.sh [key=value ...]        overrides apply to the reinforcement learning
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . examples/pairwise_ppo/judge.sh

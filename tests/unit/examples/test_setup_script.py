@@ -162,7 +162,7 @@ def test_a_cpu_machine_gets_its_pins_and_sglang_without_its_own(machine):
 def test_a_driver_that_does_not_answer_is_told_and_not_taken_for_a_cpu_machine_in_silence(machine):
     machine.driver(None)
     done = machine.run()
-    assert "names no GPU" in done.stdout and "FLAVOR=gpu" in done.stdout
+    assert "lists no GPU" in done.stdout and "FLAVOR=gpu" in done.stdout
     assert "requirements/cpu.txt" in machine.calls()[0]
 
 
@@ -176,7 +176,7 @@ def test_without_transformer_engine_what_is_missing_is_said(machine):
     assert any("uninstall -y transformer_engine transformer_engine_cu13 transformer_engine_torch" in call for call in machine.calls())
 
 
-@pytest.mark.parametrize(("fails", "error"), [("gpu-build.lock", "is not the one that was locked"), ("gpu.lock", "locked")])
+@pytest.mark.parametrize(("fails", "error"), [("gpu-build.lock", "differs from the locked one"), ("gpu.lock", "locked")])
 def test_what_fails_is_told_with_its_log_and_can_be_run_again(machine, fails, error):
     machine.driver("580.65.06")
     enough_disk(machine)

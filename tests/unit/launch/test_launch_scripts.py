@@ -147,7 +147,7 @@ def test_a_job_without_a_node_to_train_on_is_refused(site, number):
 
 def test_servers_that_do_not_come_up_end_the_job_before_anything_trains(site):
     done, calls = run(site, *TRAINING, ROLLOUT_NODES="1", SERVERS_FAIL="1")
-    assert done.returncode == 2 and "ended before they answered" in done.stderr
+    assert done.returncode == 2 and "ended before they were ready" in done.stderr
     assert [name for name, _, _ in calls] == ["megatron-rl"]
 
 
@@ -163,7 +163,7 @@ def test_a_node_without_gpus_ends_the_job_in_words_unless_cpus_are_wanted(site):
     (site[0] / "bin" / "nvidia-smi").unlink()
     done, calls = run(site, *TRAINING)
     assert done.returncode == 2 and not calls
-    assert "MEGATRON_RL_REQUIRE_GPU=1, but nvidia-smi names no GPU" in done.stderr and "--gpus-per-node" in done.stderr
+    assert "MEGATRON_RL_REQUIRE_GPU=1, but nvidia-smi lists no GPU" in done.stderr and "--gpus-per-node" in done.stderr
     done, calls = run(site, *TRAINING, MEGATRON_RL_REQUIRE_GPU="0")
     assert done.returncode == 0 and len(calls) == 4
     assert all(words[words.index("--nproc-per-node") + 1] == "1" for _, words, _ in calls)
