@@ -1,11 +1,14 @@
 """The laws of the source itself: which room may import which, how long things may be, what the checkers find."""
 
 import ast
+import itertools
 import os
+import re
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -20,6 +23,10 @@ PURE = ("algorithms", "config", "families", "desk/costs", "desk/simulate", "grad
 """What also runs where no process group is: these name torch.distributed nowhere."""
 WINGS = ("desk", "graders", "cpu")
 """The core can do without them."""
+WITHOUT_SUBJECT = re.compile(
+    "(Of|What|Whether|Those|That|By|Where|As|Which|Who|Whose|It|Its|None|Until)\\b|One (of|per|a|that)\\b"
+)
+NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
 whole           62311   464     637
@@ -152,6 +159,29 @@ def test_a_file_name_stands_for_one_thing() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_a_public_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
+    names = [node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [name for name, number in Counter(names).items() if number > 1 and not name.startswith("_")] == []
+
+
+def test_docstrings_have_a_subject_of_their_own(trees: dict[Path, ast.Module]) -> None:
+    """A reader of one docstring must not need the line above it to find out what the sentence is about."""
+    bad = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path, tree in trees.items()
+        for text in _docstrings(tree)
+        if WITHOUT_SUBJECT.match(text)
+    ]
+    assert bad == []
+
+
+@pytest.mark.parametrize("words", NOT_OUR_WORDS)
+def test_texts_use_the_words_of_the_field(words: str) -> None:
+    pattern = re.compile(rf"\b{words}\b", re.IGNORECASE)
+    paths = [*MODULES, *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+    assert [path.name for path in paths if pattern.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_requirements_name_what_is_imported(trees: dict[Path, ast.Module]) -> None:
     """torch and SGLang come in different builds for CPU and GPU machines: their pins stand in cpu.txt, gpu.txt, sglang.txt."""
     lines = (ROOT / "requirements" / "common.txt").read_text().splitlines()
@@ -179,6 +209,17 @@ def test_unit_tests_mirror_the_package() -> None:
     folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders - rooms <= {"docs", "examples", "launch", "tools"}
     assert not list((ROOT / "tests" / "unit").glob("test_*.py"))
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of the module, its classes and functions, and the texts under fields and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+            for field, below in itertools.pairwise(node.body):
+                value = below.value if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(below, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield value.value.strip()
 
 
 def _lines(path: Path) -> list[str]:
