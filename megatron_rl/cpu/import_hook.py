@@ -50,7 +50,7 @@ class _FirstImport(importlib.abc.MetaPathFinder):
 def _find_without_library(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Of a module in ``_MISSED``, which is told while it is imported that its library is not installed."""
+    """Find a module in ``_MISSED`` that sees, while it is imported, that its library is not installed."""
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if spec is None or spec.loader is None:
         return spec

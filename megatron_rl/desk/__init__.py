@@ -1,1 +1,1 @@
-"""What looks at a run from outside: costs, simulation, plans, doctor, report, watch. Training imports none of it."""
+"""Tools that inspect a run from outside: costs, simulation, plans, doctor, report, watch. Training imports none of them."""

@@ -1,7 +1,7 @@
-"""Stored responses that somebody looks for: filtered, sorted, and as many as are wanted.
+"""Searches stored responses: filter, sort, limit.
 
-Filters such as ``reward < 0.5 and length > 200`` are Python's syntax for comparisons of columns, and nothing that is run. A
-comparison with a missing value is neither true nor false, and a row is kept only where the whole is true; ``reward is None`` asks
+Filters such as ``reward < 0.5 and length > 200`` use Python's syntax for comparisons of columns, and are never executed. A
+comparison with a missing value is neither true nor false, and a row is kept only if the whole filter is true; ``reward is None`` tests
 for missing ones.
 """
 
