@@ -24,7 +24,7 @@ MEAN_A_STAGE = {
     "schedule/table.py": "the table",
     "step/metrics.py": "passes/<stage>: a stage's tokens are counted by its products",
     "step/stages/generate.py": "its own facts beside its span",
-    "desk/doctor/check_compare.py": "where a deviation that is first seen in a stage comes from",
+    "desk/doctor/check_installation.py": "where a deviation that is first seen in a stage comes from",
     "desk/doctor/step_replay.py": "the stages that a replay runs, and the quantities of each",
     "commands/check.py": "the prompts and tokens of a recorded step",
 }
