@@ -24,7 +24,7 @@ from megatron_rl.desk.report.training_panels import SECTIONS
 from megatron_rl.errors import DataError
 from megatron_rl.schedule.table import ROWS
 from megatron_rl.system.files.atomic_files import write_atomic
-from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
+from megatron_rl.tracking.console import accuracy_text, compact, duration
 
 COLORS = ("blue", "orange", "green", "violet", "red", "teal", "pink", "yellow", "sky", "grey")
 _NOT_COMPARED = ("run.output_dir", "run.resume", "run.overwrite")

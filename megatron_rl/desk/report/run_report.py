@@ -28,8 +28,8 @@ from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.training_panels import report_sections
 from megatron_rl.errors import UserError
 from megatron_rl.system.files.atomic_files import write_atomic
+from megatron_rl.tracking.console import accuracy_text, compact, duration
 from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, read_samples, sample_files
-from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
 
 TokenColor = tuple[int, int, int]

@@ -15,7 +15,7 @@ from megatron_rl.desk.report.resource_panels import idle_panel, length_panel, me
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.schedule.table import in_table_order, row_of
 from megatron_rl.step.watchdog import MAX_MISMATCH
-from megatron_rl.tracking.terminal.console import compact, evaluation_sets
+from megatron_rl.tracking.console import compact, evaluation_sets
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
 
 _NUM_TIMELINE_STEPS = 3
