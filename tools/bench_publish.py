@@ -202,7 +202,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
     from megatron_rl.system.processes.gc_pauses import gc_disabled
     from megatron_rl.training.export import control_channel
-    from megatron_rl.weights import broadcast, publish, source_ranks
+    from megatron_rl.weights import publish, source_ranks
 
     declare_torchvision_ops()
     from transformers import AutoConfig
@@ -210,7 +210,7 @@ def run_rank(arguments: dict) -> None:
     rank, num_ranks = int(os.environ["RANK"]), arguments["stages"]
     dist.init_process_group("gloo")
     topology._control_plane = topology.ControlPlane(group=dist.group.WORLD, timeout_s=MAX_LOAD_S, store=None)
-    broadcast.SyncGroup = source_ranks.SyncGroup = NoGroup
+    publish.SyncGroup = source_ranks.SyncGroup = NoGroup
     publish.device_of = lambda backend: torch.device("meta")
     made = dict(num_hidden_layers=arguments["layers"], **QWEN3_235B)
     model = arguments["model"]

@@ -24,8 +24,8 @@ from window_pictures import gains, shares
 
 from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.desk.report.charts import LIGHT
+from megatron_rl.desk.report.health_checks import smooth, smoothing_span
 from megatron_rl.desk.report.run_record import load_run
-from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.schedule.graph import Resource, Stage
 from megatron_rl.schedule.table import make_graph, row_of
 from megatron_rl.system.files.atomic_files import write_atomic

@@ -16,12 +16,10 @@ from published_steps import Point, model, nemo_points, simulated_points, verl_po
 
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.desk.costs.activations import layer_bytes
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
-from megatron_rl.desk.costs.publish_time import publish_seconds
-from megatron_rl.desk.costs.rank_memory import PassSettings, RankMemory, memory_by_rank
-from megatron_rl.desk.costs.training_time import TrainingBatchWork, training_seconds
+from megatron_rl.desk.costs.rank_memory import PassSettings, RankMemory, layer_bytes, memory_by_rank
+from megatron_rl.desk.costs.training_time import TrainingBatchWork, publish_seconds, training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "estimates.md"

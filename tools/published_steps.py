@@ -11,10 +11,15 @@ from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.load import load_config
 from megatron_rl.desk.costs.gpus import Gpu, gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
-from megatron_rl.desk.costs.publish_time import publish_seconds
 from megatron_rl.desk.costs.serving_time import decode_curve, generation_seconds, kv_tokens, stream_seconds
-from megatron_rl.desk.costs.step_time import asynchronous_step_seconds, straggler_factor
-from megatron_rl.desk.costs.training_time import REINFORCEMENT, TrainingBatchWork, training_seconds
+from megatron_rl.desk.costs.training_time import (
+    REINFORCEMENT,
+    TrainingBatchWork,
+    asynchronous_step_seconds,
+    publish_seconds,
+    straggler_factor,
+    training_seconds,
+)
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict

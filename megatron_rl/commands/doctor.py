@@ -12,7 +12,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.desk.doctor.layout_tolerances import DTYPES
+from megatron_rl.desk.doctor.layout_comparison import DTYPES
 from megatron_rl.errors import UserError
 from megatron_rl.system.command_line.cli_types import positive_int, positive_number
 from megatron_rl.system.processes.signals import clean_stop

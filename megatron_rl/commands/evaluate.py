@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
         from megatron_rl.run.policy_exports import policy_exports
+        from megatron_rl.tracking.console import evaluation_text
         from megatron_rl.tracking.sinks.all_trackers import tracked_evaluation
-        from megatron_rl.tracking.terminal.console import evaluation_text
 
         # Only folders that the recipe's run has exported have a known step.
         steps = {kept.folder.resolve(): kept.step for kept in policy_exports(config.run.output_dir)}

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_rl.desk.watch.run_view import RunFolder
-    from megatron_rl.tracking.terminal.console import SafeStream
+    from megatron_rl.tracking.console import SafeStream
 
     folder = Path(arguments.output_dir)
     if not folder.is_dir():

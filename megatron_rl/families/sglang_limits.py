@@ -3,10 +3,13 @@
 Source: the model files of SGLang 0.5.23. A run that samples from such a model is refused before anything starts, because
 the parity check of its first step would stop it anyway. Training without servers (sft, reward-train), convert and doctor
 accept these models.
+
+Also maps a checkpoint's tensors to SGLang's parameters, which join q/k/v, gate/up and the experts of a layer.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_rl.families.family import SGLangSupport, families
@@ -130,3 +133,33 @@ def quantization_problem(quantization: object, load_format: object, model_type: 
         f"weights: the first publish would fail. Remove this option; for dense models ({', '.join(_FP8_UPDATES)}), fp8 servers "
         "take a trainer's weights with load-format: flash_rl"
     )
+
+
+_EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
+
+
+def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | None:
+    """The server parameter that contains the Hugging Face tensor ``name``, and the tensor's index in it.
+
+    The family is inferred from the names that the server has. Returns None if no family's joined name is among them.
+    """
+    if name in server_names:
+        return name, 0
+    for family in families().values():
+        joined, index = _joined(name, family.served)
+        if joined in server_names:
+            return joined, index
+    return None
+
+
+def _joined(name: str, served: SGLangSupport) -> tuple[str, int]:
+    expert = _EXPERT.match(name)
+    if expert and expert["projection"] in served.expert_parts:
+        parameter, index, parts_per_expert = served.expert_parts[expert["projection"]]
+        return f"{expert['prefix']}.{parameter}", int(expert["expert"]) * parts_per_expert + index
+    modules = name.split(".")
+    for i, module in enumerate(modules):
+        if module in served.joined:
+            parameter, index = served.joined[module]
+            return ".".join([*modules[:i], parameter, *modules[i + 1 :]]), index
+    return name, 0

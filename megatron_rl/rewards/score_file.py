@@ -5,11 +5,14 @@ file, line and field; the output appears atomically; memory contains a few thous
 size.
 
 Waits: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
+
+The reward's row schema validates a file's rows and converts them to items to score.
 """
 
 import concurrent.futures
 import contextlib
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -24,12 +27,47 @@ from rich.table import Table
 
 from megatron_rl.data.row_files import parse_row
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import RewardError, resolve
-from megatron_rl.rewards.row_schema import Row, RowSchema
-from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
+from megatron_rl.rewards.registry import Reward, RewardError, required_fields, resolve, row_arguments
+from megatron_rl.rewards.workers.calls import CallQueue, RewardItem, RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.system.files.atomic_files import atomic_text_file
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """Row schema of one reward: validates rows and converts them to items of the runner."""
+
+    reward: Reward
+    options: Mapping[str, Any]
+
+    @property
+    def fields(self) -> list[str]:
+        """All keyword parameters that a row may set."""
+        return [*required_fields(self.reward, self.options), *self.reward.row_fields]
+
+    def item(self, row: Row) -> RewardItem:
+        answer = row.get("answer")
+        return row["response"], "" if answer is None else str(answer), row_arguments(self.reward, self.options, row)
+
+    def problem(self, row: Any) -> str:
+        """Description of a row's first problem, or ""."""
+        if not isinstance(row, dict):
+            return f"expected a JSON object, got {type(row).__name__}"
+        needed = ("response", "answer") if self.reward.answer_required else ("response",)
+        for name in (*needed, *required_fields(self.reward, self.options)):
+            if name not in row:
+                return f"field {name!r} is missing; the row has {sorted(row)}"
+        if not isinstance(row["response"], str):
+            return f"field 'response': expected text, got {type(row['response']).__name__}"
+        if "answer" in needed and (not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool)):
+            return f"field 'answer': expected text or a number, got {type(row['answer']).__name__}"
+        if isinstance(row.get("answer"), float) and not math.isfinite(row["answer"]):
+            return f"field 'answer': expected text or a number, got {row['answer']}"
+        return ""
+
 
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2

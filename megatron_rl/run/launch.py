@@ -13,7 +13,7 @@ from megatron_rl.config.derived import uses_attached_servers
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.models.hf.model_checks import check_models
+from megatron_rl.models.hf.megatron_config import check_models
 from megatron_rl.system.command_line.cli_types import positive_int
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, count_gpus, set_gpu_defaults

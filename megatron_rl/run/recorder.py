@@ -16,11 +16,11 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.token_text import TokenText
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.processes.host_memory import host_used_share
+from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
 from megatron_rl.tracking.samples_file import FOLDER, sample_files, write_samples
 from megatron_rl.tracking.sinks.all_trackers import TrackerSet
 from megatron_rl.tracking.status import StatusFile
-from megatron_rl.tracking.terminal.console import TrainingConsole
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 WriteReport = Callable[[Path], None]

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_rl.config.schema import Config, WandbMode
 from megatron_rl.run.recorder import Evaluation, Recorder
 from megatron_rl.system.files.atomic_files import write_atomic
-from megatron_rl.tracking.terminal.console import accuracy_text, duration, summary_table
+from megatron_rl.tracking.console import accuracy_text, duration, summary_table
 from megatron_rl.tracking.timeline import OVERLAP
 
 

@@ -37,11 +37,10 @@ from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import DataError, UserError
-from megatron_rl.rewards.lines.labels import LineSearch, line_labels, scored_lines
-from megatron_rl.rewards.lines.line_rewards import PASSED_FROM
+from megatron_rl.rewards.line_rewards import PASSED_FROM, LineSearch, line_labels, scored_lines
 from megatron_rl.rewards.registry import check_options, resolve
 from megatron_rl.rewards.router import runner_settings
-from megatron_rl.rewards.row_schema import RowSchema
+from megatron_rl.rewards.score_file import RowSchema
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.recovering_client import RecoveringClient

@@ -19,7 +19,7 @@ from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens
 from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
-from megatron_rl.rewards.lines.line_rewards import ProcessRewarder, program_types
+from megatron_rl.rewards.line_rewards import ProcessRewarder, program_types
 from megatron_rl.rewards.router import RewardRouter, build_rewards
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
@@ -49,8 +49,8 @@ from megatron_rl.step.watchdog import Rollback, Watchdog
 from megatron_rl.system.processes.gc_pauses import gc_young_only
 from megatron_rl.system.processes.host_memory import disable_memory_trim
 from megatron_rl.system.processes.signals import StopRequested, StopSignals
+from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.tracking.sinks.all_trackers import start_new_runs
-from megatron_rl.tracking.terminal.console import evaluation_text
 from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_ranks import trainer_ranks

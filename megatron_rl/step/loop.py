@@ -14,7 +14,7 @@ from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.config.schema import Config, TrainsOn
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import ImageProcessor
-from megatron_rl.rewards.lines.line_rewards import ProcessRewarder
+from megatron_rl.rewards.line_rewards import ProcessRewarder
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.run.policy_exports import PolicyExporter
 from megatron_rl.run.recorder import Recorder

@@ -45,10 +45,9 @@ from megatron_rl.data.batch import ALSO_WANTED, PackedBatch
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, sharded_parameters
+from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, named_parameters, sharded_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_mtp_present, mtp_note
-from megatron_rl.models.hf.parameter_owners import named_parameters
 from megatron_rl.models.hf.weights import (
     expected_names,
     export_weights,

@@ -19,8 +19,7 @@ from megatron_rl.system.gpu.gpu_environment import nccl_values
 from megatron_rl.system.http.addresses import address_towards_all
 from megatron_rl.system.processes.torch_store import listening_store
 from megatron_rl.weights.bucket_plan import GroupSpec
-from megatron_rl.weights.buckets import Bucket
-from megatron_rl.weights.cuda_streams import side_stream
+from megatron_rl.weights.buckets import Bucket, side_stream
 from megatron_rl.weights.server_calls import ServerCallError
 
 MAX_CONNECT_S = 60.0

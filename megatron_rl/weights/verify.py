@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_rl.families.sglang_names import joined_name
+from megatron_rl.families.sglang_limits import joined_name
 from megatron_rl.weights.bucket_plan import ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import NamedTensors, exhaust
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls

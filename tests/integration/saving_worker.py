@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models import policy
-from megatron_rl.models.hf import saving
+from megatron_rl.models.hf import shards
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import load_weights, save_hf
 from megatron_rl.parallel import collectives, topology
@@ -35,7 +35,7 @@ LAYOUTS_OF = {"qwen2": ["dp4", "tp2_sp_pp2"], "qwen3_vl_moe": ["dp4", "tp2_sp_ep
 FULL_RANK = 3
 
 
-class CountingWriter(saving.RankWriter):
+class CountingWriter(shards.RankWriter):
     """Sees how much each rank writes, and fails when told."""
 
     num_written = 0
@@ -62,7 +62,7 @@ def full_disk() -> None:
 
 
 def main(folder: Path, *, kill: bool) -> None:
-    saving.RankWriter = CountingWriter  # type: ignore[misc]
+    shards.RankWriter = CountingWriter  # type: ignore[misc]
     results: dict[Any, Any] = {}
     for name, parallel in LAYOUTS.items():
         ranks = topology.initialize(ParallelConfig(**{**vars(parallel), "collective_timeout_s": 60.0}), seed=1)

@@ -1,3 +1,4 @@
+
 """Real TensorBoard and Weights & Biases (offline): what is logged arrives, once per step, also over kills; failures are warnings."""
 
 import json
@@ -13,11 +14,15 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.tracking.metrics_file import MetricsWriter, read_metrics
-from megatron_rl.tracking.sinks.all_trackers import TrackerSet, start_new_runs, tracked_evaluation
+from megatron_rl.tracking.sinks.all_trackers import (
+    TensorBoardStore,
+    TrackerSet,
+    WandbStore,
+    start_new_runs,
+    tracked_evaluation,
+)
 from megatron_rl.tracking.sinks.mlflow import MLflowStore
-from megatron_rl.tracking.sinks.tensorboard import TensorBoardStore
 from megatron_rl.tracking.sinks.tracker import Tracker
-from megatron_rl.tracking.sinks.wandb import WandbStore
 
 STEPS = {1: {"reward/mean": 0.5, "policy/kl": float("nan")}, 2: {"reward/mean": 0.75}, 3: {"reward/mean": 0.875}}
 
@@ -141,7 +146,7 @@ def test_a_wandb_server_that_does_not_answer_is_a_warning(tmp_path, monkeypatch)
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("megatron_rl.tracking.sinks.wandb._INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("megatron_rl.tracking.sinks.all_trackers._INIT_TIMEOUT_S", 2.0)
     warnings = []
     tracker = Tracker(WandbStore(tmp_path, mode="online", project="p"), warn=warnings.append)
     started_s = time.monotonic()

@@ -31,11 +31,11 @@ from megatron_rl.config.schema import (
     PolicyConfig,
     RoutingReplay,
 )
-from megatron_rl.desk.costs.activations import chunked_logits_bytes
 from megatron_rl.desk.costs.parameter_counts import ParameterCount, layer_parameters, num_parameters
 from megatron_rl.desk.costs.rank_memory import (
     PassSettings,
     RankMemory,
+    chunked_logits_bytes,
     memory_by_rank,
     packs_in_progress,
     parameter_bytes,

@@ -128,7 +128,6 @@ def generation_seconds(
     return seconds
 
 
-
 def stream_seconds(
     step_seconds: StepSeconds, lengths: Sequence[int], *, prompt_tokens: float, max_running: int
 ) -> float:

@@ -1,4 +1,6 @@
-"""Seconds that trainer ranks compute. Pure.
+"""Seconds of training, of a publish and of a whole step, in closed form. Pure.
+
+Training:
 
     seconds = (products + experts) / ranks * (1 + bubble)
     products = passes * forward FLOPs / (peak * fraction of the peak)
@@ -7,10 +9,19 @@
 One pass costs as much as a forward pass: log-probs take 1, an update 3, with full recomputation 4. Communication
 of tensor and data parallelism is assumed to be hidden, which holds within a node and with micro-batches of a few
 thousand tokens.
+
+Publish: each pipeline stage first gathers its full tensors, then sends them. A broadcast sends every tensor to every GPU
+of every server, and the stages broadcast in sequence. Point to point, each GPU receives only its own part. The driver
+sends one request per server and bucket while the previous bucket is in transit; these requests cost time only if
+buckets are small or servers are many.
+
+Step: the formulas rank plans. The stage table of a concrete run is simulated in ``desk/simulate``.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import ParallelConfig
@@ -99,3 +110,78 @@ def _other_machines(config: ModelConfig, parallel: ParallelConfig, gpu: Gpu) -> 
     groups, chosen_groups = router_groups(config)
     others = (machines - 1) * (1 - (1 - 1 / machines) ** text_config(config).num_experts_per_tok)
     return min(others, chosen_groups) if groups > 1 else others
+
+
+BUCKET_BYTES = 2**30
+"""Bucket size of a publish from GPUs."""
+
+
+@dataclass(frozen=True)
+class PublishCosts:
+    """Seconds, most of them per byte. Fitted to two rows of Miles' profile (docs/advanced/p2p-weight-transfer.md, H100):
+    Qwen3-30B-A3B with both methods, and Kimi-K2 with broadcast."""
+
+    gather: float = 0.0329e-9
+    """Seconds per byte of a stage: all-gather, conversion to Hugging Face tensors, loading."""
+    broadcast: float = 0.00838e-9
+    """Seconds per byte of the model."""
+    broadcast_machine: float = 0.00123e-9
+    """Seconds per byte of the model and node of servers: nodes follow one another in NCCL's ring."""
+    request_s: float = 0.2e-3
+    """Driver's seconds per request to one server (``tools/bench_publish.py`` on busy cores: 2.5 s for 12,192; not fitted)."""
+
+
+def publish_seconds(
+    num_bytes: float,
+    gpu: Gpu,
+    *,
+    way: Literal["broadcast", "point_to_point"],
+    num_stages: int,
+    num_server_gpus: int,
+    gpus_per_server: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    costs: PublishCosts | None = None,
+) -> float:
+    """Seconds of one publish.
+
+    ``num_bytes``: size of the model in transit. ``num_stages``: pipeline stages of the trainer, which gather in
+    parallel. ``bucket_bytes``: bytes per request to a server.
+    """
+    costs = costs or PublishCosts()
+    gather = costs.gather * num_bytes / num_stages
+    if way == "point_to_point":
+        return gather + num_bytes / gpus_per_server / gpu.nic_bandwidth
+    machines = -(-num_server_gpus // gpu.per_machine)
+    wire = num_bytes * (costs.broadcast + costs.broadcast_machine * machines)
+    requests = num_bytes / bucket_bytes * num_server_gpus / gpus_per_server
+    return gather + max(wire, requests * costs.request_s)
+
+
+def straggler_factor(
+    costs: Sequence[float], *, num_replicas: int, sequences_per_update: int, num_deals: int = 8
+) -> float:
+    """Seconds of a batch's updates over those of evenly balanced ones: every update waits for its slowest replica.
+
+    ``costs``: cost of each sequence in the batch, in any unit. Updates and replicas get equal numbers of sequences
+    in random order, as in trainers that balance nothing or only whole batches. Returns the mean over ``num_deals``
+    fixed orders.
+    """
+    slowest = 0.0
+    for deal in range(num_deals):
+        order = random.Random(deal).sample(range(len(costs)), len(costs))
+        for start in range(0, len(order), sequences_per_update):
+            update = order[start : start + sequences_per_update]
+            slowest += max(sum(costs[index] for index in update[replica::num_replicas]) for replica in range(num_replicas))
+    return slowest * num_replicas / sum(costs) / num_deals
+
+
+def asynchronous_step_seconds(
+    *, train: float, stream: float, publish: float, batch: float = 0.0, staleness: float = 1.0
+) -> float:
+    """Seconds of a step whose trainer takes batches that servers generate continuously.
+
+    ``stream``: servers' seconds per batch when they never drain. ``batch``: seconds from a batch's first token to
+    its last if its responses must start with weights at most ``staleness`` steps old; 0 if responses continue
+    across a publish.
+    """
+    return max(train, stream, batch / staleness) + publish

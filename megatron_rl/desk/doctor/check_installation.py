@@ -2,29 +2,168 @@
 
 The recipe, its models and its prompts are made from a seed (``check_task.py``). Every stage gets the prompts and
 sampled tokens of the record, and its result is compared with the record: exactly for quantities without floating
-point, otherwise within the tolerance of the device (``check_compare.py``). The servers score the record's tokens
+point, otherwise within the tolerance of the device. The servers score the record's tokens
 instead of sampling, because a sampled token depends on the last bit of a log-prob.
 """
 
 import asyncio
 import json
+import math
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.desk.doctor.check_compare import Deviation, departures, describe
+import orjson
+
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.desk.doctor.check_task import NUM_STEPS, make_task
+from megatron_rl.desk.doctor.mismatch_ranks import post_json
+from megatron_rl.desk.doctor.step_replay import RecordedServers
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.service import RolloutService
 from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.http.json_http import HttpSession
 from megatron_rl.system.processes.signals import clean_stop
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
     from megatron_rl.desk.doctor.trainer_and_servers import WaitFor
+
+Numbers = Sequence[float]
+_STAGE_LABELS = {
+    "start": "the models as they were loaded",
+    "generate": "prompts and servers",
+    "score": "the reward",
+    "values": "the critic's forward pass",
+    "old_logprobs": "the policy's forward pass",
+    "advantages": "the advantages",
+    "update_policy": "the policy's loss and gradient",
+    "publish": "the policy's optimizer step",
+    "update_critic": "the critic's loss and gradient",
+}
+_EXACT = {"prompts", "rewards", "policy lr", "critic lr"}
+_ON_CPU = {"weights": 1e-4, "gradient norm": 1e-3, "loss": 1e-3, "": 2e-4}
+_ON_GPU = {"weights": 1e-3, "gradient norm": 0.02, "loss": 0.02, "": 0.02}
+"""Tolerances relative to the largest recorded value, keyed by prefix or suffix of the quantity's name.
+
+Those for GPUs are estimates, not measured: Transformer Engine computes float32 with 11-bit products, whose rounding of 5e-4
+grows over layers and steps by an unknown factor, assumed to be 40."""
+_WEIGHTS = "weights "
+_SMALLEST = 1e-6
+"""Smallest scale of a comparison, for quantities whose values are all about zero."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A quantity of a replayed step that deviates from the record."""
+
+    step: int
+    """Step, counted from 1; 0 means before the first step."""
+    stage: str
+    quantity: str
+    found: str
+
+    def __str__(self) -> str:
+        when = f"step {self.step}" if self.step else "before the first step"
+        return f"{when}, {_STAGE_LABELS.get(self.stage, self.stage)}: {self.quantity} {self.found}"
+
+
+def departures(step: int, stage: str, made: Mapping[str, Any], recorded: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Deviation]:
+    """Deviations of one stage, by quantity. ``step`` counts from 1. A quantity that only one side has also deviates."""
+    for name in [*recorded, *(name for name in made if name not in recorded)]:
+        if name not in made or name not in recorded:
+            yield Deviation(step, stage, name, "is not computed here" if name in recorded else "is not in the record")
+            continue
+        if found := _difference(made[name], recorded[name], tolerance(name, on_gpu=on_gpu)):
+            yield Deviation(step, stage, name, found)
+
+
+def tolerance(name: str, *, on_gpu: bool) -> float:
+    """Relative tolerance of the quantity ``name``."""
+    if name in _EXACT:
+        return 0.0
+    bounds = _ON_GPU if on_gpu else _ON_CPU
+    return next(bound for words, bound in bounds.items() if name.startswith(words) or name.endswith(words))
+
+
+def _difference(made: str | Numbers, recorded: str | Numbers, bound: float) -> str:
+    """Description of the deviation, or an empty string if there is none."""
+    if isinstance(made, str) or isinstance(recorded, str):
+        return "" if made == recorded else f"differ ({made} instead of {recorded})"
+    if len(made) != len(recorded):
+        return f"are {len(made)} instead of {len(recorded)}"
+    # Compare relative to the largest value, because small values carry the rounding of large ones.
+    scale = max([_SMALLEST, *(abs(value) for value in recorded)])
+    off = [abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(made, recorded, strict=True)]
+    worst = max(range(len(off)), key=off.__getitem__, default=0)
+    if not off or off[worst] <= bound * scale:
+        return ""
+    which = f" (value {worst + 1} of {len(off)})" if len(off) > 1 else ""
+    numbers = f"{made[worst]:.7g} instead of {recorded[worst]:.7g}{which}"
+    if not bound:
+        return f"{numbers}; it must be equal"
+    return f"{numbers}, {off[worst] / scale:.1e} of the largest; the tolerance is {bound:.0e}"
+
+
+def describe(found: Sequence[Deviation]) -> list[str]:
+    """Describe the deviations in one line each; all weights of a step share a line."""
+    lines: dict[tuple[int, str], str] = {}
+    numbers: dict[tuple[int, str], int] = {}
+    for departure in found:
+        # A wrong update changes every tensor, so one line for all weights is enough.
+        kind = _WEIGHTS if departure.quantity.startswith(_WEIGHTS) else departure.quantity
+        key = (departure.step, f"{departure.stage} {kind}")
+        lines.setdefault(key, str(departure))
+        numbers[key] = numbers.get(key, 0) + 1
+    return [line + (f" (and {numbers[key] - 1} more tensors)" if numbers[key] > 1 else "") for key, line in lines.items()]
+
+
+_TIMEOUT_S = 300.0
+
+
+@dataclass
+class ScoringServers(RecordedServers):
+    """Replays the record's tokens; ``logprobs`` are the servers' means per sequence, over the newest step's tokens."""
+
+    service: RolloutService | None = None
+    logprobs: list[float] = field(default_factory=list)
+
+    async def generate(
+        self, trajectories: Sequence[Trajectory], *, step: int, window_tokens: int, is_enough: Any = None
+    ) -> dict[int, float]:
+        await super().generate(trajectories, step=step, window_tokens=window_tokens)
+        grown = [t for t in trajectories if t.window_tokens(step)]
+        async with HttpSession() as http:
+            self.logprobs = list(await asyncio.gather(*(self._score(http, t, step) for t in grown)))
+        return {}
+
+    def publish(self) -> Any:
+        super().publish()
+        assert self.service is not None, "given with the first publish"
+        return self.service.publish()
+
+    async def _score(self, http: HttpSession, trajectory: Trajectory, step: int) -> float:
+        assert self.service is not None, "given with the first publish"
+        num_new, ids = trajectory.window_tokens(step), trajectory.token_ids
+        body = {
+            "input_ids": [int(token) for token in ids],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            # Start one token early: the log-prob at an index is that of the token after it.
+            "logprob_start_len": max(0, len(ids) - num_new - 1),
+        }
+        address = self.service.addresses()[0]
+        reply = orjson.loads(await post_json(http, address, "/generate", body, _TIMEOUT_S))
+        logprobs = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][-num_new:]
+        if len(logprobs) != num_new or None in logprobs:
+            raise UserError(f"server {address.url} scored {len(logprobs)} of {num_new} tokens; see its log")
+        return sum(logprobs) / num_new
+
 
 _LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 _MAX_SHOWN = 12
@@ -120,7 +259,7 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
 
             service, wait_for = stack.enter_context(temporary_servers(config, group, inputs.tokenizer, note=say))
             if record:
-                from megatron_rl.desk.doctor.check_servers import ScoringServers
+                from megatron_rl.desk.doctor.check_installation import ScoringServers
 
                 rollout = scorer = ScoringServers(rollout.windows, service=service)
             else:

@@ -1,4 +1,7 @@
-"""The report's health checks, as an experienced user would make them first. Each judges only logged metrics."""
+"""The report's health checks, as an experienced user would make them first. Each judges only logged metrics.
+
+Charts and health checks filter the noise of single steps with the same exponential mean.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.desk.report.run_record import RunRecord
-from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.step.watchdog import MAX_MISMATCH
+
+
+def smoothing_span(num_steps: int) -> int:
+    """Steps that a smoothed line averages over: a twentieth of the run, at least 5."""
+    return max(5, num_steps // 20)
+
+
+def smooth(values: np.ndarray, span: int) -> np.ndarray:
+    """Exponential mean over about ``span`` values, bias-corrected for the start. [N] -> [N]; NaN is skipped."""
+    keep = 1.0 - 2.0 / (span + 1.0)
+    total = weight = 0.0
+    smoothed = np.full(len(values), np.nan)
+    for index, value in enumerate(values):
+        if math.isfinite(value):
+            total = keep * total + (1.0 - keep) * float(value)
+            weight = keep * weight + (1.0 - keep)
+        if weight:
+            smoothed[index] = total / weight
+    return smoothed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from megatron_rl.desk.report.charts import Series
 from megatron_rl.desk.report.html_page import ReportPanel
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.schedule.table import GENERATE, ROWS, in_table_order, row_of
-from megatron_rl.tracking.terminal.console import compact
+from megatron_rl.tracking.console import compact
 from megatron_rl.tracking.timeline import Span
 
 _NUM_RECENT_STEPS = 20

@@ -16,16 +16,15 @@ import numpy as np
 from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
-from megatron_rl.desk.report.health_checks import HealthCheck, health_checks
+from megatron_rl.desk.report.health_checks import HealthCheck, health_checks, smooth, smoothing_span
 from megatron_rl.desk.report.html_page import ReportPage, ReportPanel, ReportSection, ReportTable, render
 from megatron_rl.desk.report.resource_panels import early_and_late_lengths
 from megatron_rl.desk.report.run_record import RunRecord, load_run
-from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.desk.report.training_panels import SECTIONS
 from megatron_rl.errors import DataError
 from megatron_rl.schedule.table import ROWS
 from megatron_rl.system.files.atomic_files import write_atomic
-from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
+from megatron_rl.tracking.console import accuracy_text, compact, duration
 
 COLORS = ("blue", "orange", "green", "violet", "red", "teal", "pink", "yellow", "sky", "grey")
 _NOT_COMPARED = ("run.output_dir", "run.resume", "run.overwrite")

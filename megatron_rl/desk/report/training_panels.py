@@ -9,13 +9,13 @@ import numpy as np
 
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
+from megatron_rl.desk.report.health_checks import smooth, smoothing_span
 from megatron_rl.desk.report.html_page import ReportPanel, ReportSection
 from megatron_rl.desk.report.resource_panels import idle_panel, length_panel, memory_panel, rank_panel
 from megatron_rl.desk.report.run_record import RunRecord
-from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.schedule.table import in_table_order, row_of
 from megatron_rl.step.watchdog import MAX_MISMATCH
-from megatron_rl.tracking.terminal.console import compact, evaluation_sets
+from megatron_rl.tracking.console import compact, evaluation_sets
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
 
 _NUM_TIMELINE_STEPS = 3

@@ -12,10 +12,9 @@ from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_r
 from megatron_rl.config.schema import Config, ParallelConfig, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
-from megatron_rl.desk.costs.publish_time import publish_seconds
 from megatron_rl.desk.costs.run_memory import memory_fraction
 from megatron_rl.desk.costs.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
-from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, publish_seconds, training_seconds
 from megatron_rl.desk.costs.training_time import TrainingBatchWork as Batch
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.errors import ConfigError

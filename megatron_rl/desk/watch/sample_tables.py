@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.desk.report.sample_colors import TokenColor, token_colors
+from megatron_rl.desk.report.run_report import TokenColor, token_colors
 from megatron_rl.desk.watch.sample_search import SampleQueryResult
 from megatron_rl.tracking.samples_file import METRICS
 

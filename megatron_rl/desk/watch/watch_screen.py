@@ -16,7 +16,7 @@ from rich.text import Text
 from megatron_rl.desk.report.health_checks import health_checks
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.desk.watch.run_view import RunView
-from megatron_rl.tracking.terminal.console import (
+from megatron_rl.tracking.console import (
     compact,
     duration,
     evaluation_text,

@@ -1,4 +1,7 @@
-"""Translates a model's config.json and a parallel layout to Megatron's configuration; refuses layouts that do not fit."""
+"""Translates a model's config.json and a parallel layout to Megatron's configuration; refuses layouts that do not fit.
+
+The checks of a recipe's models run before any process starts.
+"""
 
 import importlib.util
 from typing import Any
@@ -8,15 +11,19 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
+from megatron_rl.config.checks.data_settings import folders_read
+from megatron_rl.config.derived import needs_critic
 from megatron_rl.config.layout import (
+    critic_layout,
     expert_tensor_size,
     experts_problem,
     first_chunk_layers,
     layers_problem,
     megatron_stages,
 )
-from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.errors import ModelError
+from megatron_rl.config.schema import Config, Init, Mtp, ParallelConfig, Recompute, RewardModelKind
+from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.errors import ConfigError, ModelError, UserError
 from megatron_rl.families.family import family_of
 from megatron_rl.families.model_facts import dims, split_sizes, takes_images, text_config
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
@@ -206,3 +213,32 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
 def needs_sequence_parallelism(hf_config: PretrainedConfig) -> bool:
     """Return whether Megatron splits this model over tensor-parallel ranks only with sequence parallelism."""
     return bool(dims(hf_config)["experts"]) or family_of(hf_config).is_latent
+
+
+def check_models(config: Config, command: str) -> None:
+    """Raise ConfigError, with the key, for a folder whose model is not supported or whose weights do not fit.
+
+    Reads config.json and the headers of the weights.
+    """
+    # Imported here, because these modules import torch and Megatron, which checking only the schema does not need.
+    from megatron_rl.models.hf.megatron_config import check_layout
+    from megatron_rl.models.hf.model_config import load_hf_config
+    from megatron_rl.models.hf.mtp import check_mtp_present
+    from megatron_rl.models.hf.weights import checked_source
+
+    value_models = {"critic.path", "reward.process.path"}
+    if command == "reward-train" and config.reward_train.kind is not RewardModelKind.pairwise:
+        value_models.add("policy.path")
+    for key, folder in folders_read(config, command).items():
+        has_weights = key != "policy.path" or config.policy.init is Init.checkpoint
+        try:
+            hf_config = load_hf_config(folder)
+            check_layout(hf_config, critic_layout(config) if key in value_models - {"policy.path"} else config.parallel)
+            if key == "policy.path" and command in RL_COMMANDS and needs_critic(config) and not config.critic.path:
+                check_layout(hf_config, critic_layout(config))
+            if key == "policy.path" and config.policy.mtp is Mtp.keep:
+                check_mtp_present(hf_config, folder, remedy="set policy.mtp=drop")
+            if has_weights:
+                checked_source(hf_config, folder, "critic" if key in value_models else "policy")
+        except (UserError, OSError) as error:
+            raise ConfigError(f"{key}: {error}") from error

@@ -20,11 +20,19 @@ from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, TensorSpec, entries, stacked_shapes
 from megatron_rl.families.transforms import Dims, Shard, Sliceable
 from megatron_rl.models.hf.folder import FolderWriter
-from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, collect, gather, sharded_parameters
+from megatron_rl.models.hf.gather import (
+    GatherTarget,
+    ShardedParameter,
+    collect,
+    expert_of,
+    first_rank_of,
+    gather,
+    holders,
+    named_parameters,
+    sharded_parameters,
+)
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
-from megatron_rl.models.hf.parameter_owners import expert_of, first_rank_of, holders, named_parameters
-from megatron_rl.models.hf.saving import SharedSave
-from megatron_rl.models.hf.shards import cut, least_loaded, part_path
+from megatron_rl.models.hf.shards import SharedSave, cut, least_loaded, part_path
 from megatron_rl.models.hf.tensor_sources import CheckpointSource, TensorSource, WeightsError
 
 _MAX_SHARD_BYTES = 5 * 1024**3
@@ -220,7 +228,7 @@ def save_hf(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write the model as a Hugging Face folder; collective, and each rank writes its own files (``saving.py``).
+    """Write the model as a Hugging Face folder; collective, and each rank writes its own files (``shards.py``).
 
     A tensor is assembled and written by one of the ranks that own a shard of it, so no tensor leaves its stage.
     config.json and the tokenizer are copied from ``source_folder``; with ``keep_mtp``, so are the tensors of the

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_rl.rewards.lines.line_rewards import ProcessRewarder, values_after_tokens
+from megatron_rl.rewards.line_rewards import ProcessRewarder, values_after_tokens
 from megatron_rl.step.packing import response_field
 from megatron_rl.step.state import StepState
 from megatron_rl.training.trainer_group import TrainerGroup

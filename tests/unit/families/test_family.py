@@ -13,8 +13,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.family import families
 from megatron_rl.families.model_facts import as_config, has_experts, has_vision, num_experts, read_model_json
-from megatron_rl.families.sglang_limits import engine_problems
-from megatron_rl.families.sglang_names import joined_name
+from megatron_rl.families.sglang_limits import engine_problems, joined_name
 from tests.unit.config.test_moe_settings import SPARSE, load
 
 NEW_FAMILY = '''

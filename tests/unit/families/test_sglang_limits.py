@@ -1,4 +1,7 @@
-"""Models that SGLang computes differently are detected in config.json and reported with key and remedy."""
+"""Models that SGLang computes differently are detected in config.json and reported with key and remedy.
+
+Mapping from a checkpoint's tensors to SGLang's parameters.
+"""
 
 import json
 from typing import Any
@@ -8,7 +11,7 @@ import pytest
 from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.model_facts import with_text
-from megatron_rl.families.sglang_limits import engine_problems, split_problems
+from megatron_rl.families.sglang_limits import engine_problems, joined_name, split_problems
 from tests.tiny_families import COMMON, SHAPES
 from tests.unit.config.test_moe_settings import SPARSE, load
 
@@ -127,3 +130,9 @@ def test_yarn_factors_equal_those_of_the_libraries() -> None:
         config = AutoConfig.for_model("qwen2", rope_parameters=dict(rope), max_position_embeddings=128)
         _, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
         assert _attention_factor(rope, 8.0) == pytest.approx(factor, rel=1e-12), json.dumps(extra)
+
+
+def test_names_present_on_the_server_are_not_joined():
+    assert joined_name("mlp.gate_proj.weight", {"mlp.gate_proj.weight"}) == ("mlp.gate_proj.weight", 0)
+    assert joined_name("mlp.up_proj.bias", {"mlp.gate_up_proj.bias"}) == ("mlp.gate_up_proj.bias", 1)
+    assert joined_name("mlp.up_proj.bias", {"norm.weight"}) is None

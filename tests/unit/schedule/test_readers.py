@@ -12,8 +12,8 @@ from megatron_rl.desk.report.charts import DARK, LIGHT
 from megatron_rl.desk.report.run_report import write_report
 from megatron_rl.errors import DataError
 from megatron_rl.schedule.table import ROWS
+from megatron_rl.tracking.console import stage_rows
 from megatron_rl.tracking.metrics_file import MetricsWriter
-from megatron_rl.tracking.terminal.console import stage_rows
 
 PACKAGE = Path(megatron_rl.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -24,9 +24,8 @@ MEAN_A_STAGE = {
     "schedule/table.py": "the table",
     "step/metrics.py": "passes/<stage>: a stage's tokens are counted by its products",
     "step/stages/generate.py": "its own facts beside its span",
-    "desk/doctor/check_compare.py": "where a deviation that is first seen in a stage comes from",
+    "desk/doctor/check_installation.py": "where a first deviation comes from; the prompts and tokens of a recorded step",
     "desk/doctor/step_replay.py": "the stages that a replay runs, and the quantities of each",
-    "desk/doctor/check_installation.py": "the prompts and tokens of a recorded step",
 }
 OTHER_MEANINGS = {
     "commands/__init__.py": "the command evaluate",

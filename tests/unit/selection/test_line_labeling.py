@@ -11,7 +11,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.registry import Reward, resolve
-from megatron_rl.rewards.row_schema import RowSchema
+from megatron_rl.rewards.score_file import RowSchema
 from megatron_rl.selection.line_labeling import (
     LabelSummary,
     LineLabeler,

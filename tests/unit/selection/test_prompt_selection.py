@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.error_rate_alarm import RewardAlarm
 from megatron_rl.rollout.requests import Generation
 from megatron_rl.rollout.sampling import Sampling, sample_seed
-from megatron_rl.selection.generate import SamplingPlan, generate_scores, open_score_file
+from megatron_rl.selection.scores import SamplingPlan, generate_scores, open_score_file
 
 NUM_EACH = 30
 

@@ -10,11 +10,10 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from megatron_rl.config.derived import WeightMethod
-from megatron_rl.weights.broadcast import GroupSender
 from megatron_rl.weights.bucket_plan import Coverage, CoverageError, ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import Bucket, BucketStream
 from megatron_rl.weights.disk import remove_other_versions, write_version
-from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
+from megatron_rl.weights.publish import GroupSender, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCalls
 from megatron_rl.weights.transfer import PublishTransfer
 from tests.unit.local_service import local_service

@@ -12,9 +12,8 @@ from aiohttp import web
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.system.http.json_http import ApiKey
-from megatron_rl.weights.broadcast import Connections
 from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
-from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
+from megatron_rl.weights.publish import Connections, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 from megatron_rl.weights.sync_group import SyncGroup
 from tests.unit.local_service import Sleep, local_service

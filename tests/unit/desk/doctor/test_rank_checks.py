@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.schema import Config, Dtype, ParallelConfig
 from megatron_rl.desk.doctor import layout_ranks
 from megatron_rl.desk.doctor.engine_checks import checksum_line, random_prompts
-from megatron_rl.desk.doctor.layout_tolerances import Tolerances, default_dtype, differing, tolerances_for
+from megatron_rl.desk.doctor.layout_comparison import Tolerances, default_dtype, differing, tolerances_for
 from megatron_rl.desk.doctor.machine_checks import FAIL, OK, WARN
 from megatron_rl.desk.doctor.rank_checks import difference_lines
 from megatron_rl.weights.verify import ChecksumReport

@@ -10,8 +10,7 @@ import pyarrow.compute
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.desk.report.run_report import samples_html
-from megatron_rl.desk.report.sample_colors import BAD, GOOD, PAPER, token_colors
+from megatron_rl.desk.report.run_report import BAD, GOOD, PAPER, samples_html, token_colors
 from megatron_rl.desk.watch.sample_search import find_rows, row_mask, whole_rows
 from megatron_rl.errors import UserError
 from megatron_rl.tracking.samples_file import ROW_COLUMNS, TOKEN_COLUMNS, read_samples, sample_files

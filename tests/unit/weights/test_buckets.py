@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.weights import buckets, cuda_streams, sync_group
-from megatron_rl.weights.broadcast import GroupSender
+from megatron_rl.weights import buckets, sync_group
 from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
-from megatron_rl.weights.cuda_streams import SideStream
+from megatron_rl.weights.buckets import SideStream
+from megatron_rl.weights.publish import GroupSender
 from megatron_rl.weights.server_calls import ServerCalls
 from megatron_rl.weights.sync_group import SyncGroup
 
@@ -66,8 +66,8 @@ class Stream:
 def device(monkeypatch):
     device = Device()
     sides = {purpose: SideStream(Stream(device, purpose)) for purpose in ("fill", "send")}
-    fake = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda of: device.current(), stream=device.stream))
-    monkeypatch.setattr(cuda_streams, "torch", fake)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda of: device.current())
+    monkeypatch.setattr("torch.cuda.stream", device.stream)
     for module in (buckets, sync_group):
         monkeypatch.setattr(module, "side_stream", lambda of, purpose: sides[purpose])
     return device
@@ -165,9 +165,9 @@ def test_bucket_memory_is_two_buffers_plus_oversized_tensors():
 
 
 def test_side_streams_do_nothing_on_a_cpu():
-    side = cuda_streams.side_stream(CPU, "fill")
+    side = buckets.side_stream(CPU, "fill")
     with side.active(after=side.work_enqueued()):
         pass
     side.join()
     side.wait()
-    assert side.work_enqueued() is None and side is cuda_streams.side_stream(CPU, "fill")
+    assert side.work_enqueued() is None and side is buckets.side_stream(CPU, "fill")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron_rl.tracking.terminal.console import TrainingConsole, compact, duration, plain_line, sparkline
+from megatron_rl.tracking.console import TrainingConsole, compact, duration, plain_line, sparkline
 
 
 @pytest.mark.parametrize(

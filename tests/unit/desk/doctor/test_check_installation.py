@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_rl.desk.doctor.check_compare import Deviation, departures, describe, tolerance
+from megatron_rl.desk.doctor.check_installation import Deviation, departures, describe, tolerance
 
 
 def deviations_of(made, recorded, **options):

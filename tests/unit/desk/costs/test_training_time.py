@@ -1,4 +1,7 @@
-"""Seconds against brute force, and their laws: desk/costs: training_time, serving_time, publish_time, gpus."""
+"""Seconds against brute force, and their laws: desk/costs: training_time, serving_time, publish_time, gpus.
+
+Closed forms of a step's seconds: megatron_rl/desk/costs/training_time.py.
+"""
 
 import random
 
@@ -8,7 +11,6 @@ from transformers import AutoConfig
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.desk.costs.gpus import gpu
-from megatron_rl.desk.costs.publish_time import PublishCosts, publish_seconds
 from megatron_rl.desk.costs.serving_time import (
     ServerCosts,
     decode_seconds,
@@ -18,7 +20,16 @@ from megatron_rl.desk.costs.serving_time import (
     prefill_seconds,
     stream_seconds,
 )
-from megatron_rl.desk.costs.training_time import Efficiency, TrainingBatchWork, bubble, training_seconds
+from megatron_rl.desk.costs.training_time import (
+    Efficiency,
+    PublishCosts,
+    TrainingBatchWork,
+    asynchronous_step_seconds,
+    bubble,
+    publish_seconds,
+    straggler_factor,
+    training_seconds,
+)
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
@@ -180,3 +191,32 @@ def test_gpus_are_described_whole(tmp_path):
     own.write_text("mine: {source: x}\n")
     with pytest.raises(ConfigError, match="mine: expected the fields flops, hbm_bandwidth"):
         gpu("mine", own)
+
+
+def test_equal_sequences_have_no_stragglers():
+    assert straggler_factor([2.0] * 64, num_replicas=4, sequences_per_update=16) == pytest.approx(1.0)
+    assert straggler_factor([1.0, 9.0, 3.0], num_replicas=1, sequences_per_update=1) == pytest.approx(1.0)
+
+
+def test_one_long_sequence_delays_all_replicas_of_its_update():
+    """15 of cost 1 and one of 17: two updates of 8 on 4 replicas take 2 and 18 instead of 4 each when balanced."""
+    assert straggler_factor([1.0] * 15 + [17.0], num_replicas=4, sequences_per_update=8) == pytest.approx(20 / 8)
+
+
+def test_a_heavy_tail_gains_little_from_more_replicas():
+    rng = random.Random(0)
+    costs = [rng.paretovariate(1.15) for _ in range(2048)]
+
+    def seconds(replicas: int) -> float:
+        return straggler_factor(costs, num_replicas=replicas, sequences_per_update=256) / replicas
+
+    assert seconds(4) > seconds(8) > seconds(32) > seconds(4) / 8
+    one_update = straggler_factor(costs, num_replicas=8, sequences_per_update=2048)
+    assert one_update < straggler_factor(costs, num_replicas=8, sequences_per_update=256)
+
+
+def test_an_asynchronous_step_is_its_slowest_part():
+    assert asynchronous_step_seconds(train=10, stream=7, publish=1) == 11
+    assert asynchronous_step_seconds(train=10, stream=17, publish=1) == 18
+    assert asynchronous_step_seconds(train=10, stream=7, publish=1, batch=30, staleness=1) == 31
+    assert asynchronous_step_seconds(train=10, stream=7, publish=1, batch=30, staleness=8) == 11

@@ -1,1 +1,0 @@
-"""Rewards per line of a program, from a process reward model."""

@@ -1,1 +1,0 @@
-"""Shows a training run on the terminal."""
