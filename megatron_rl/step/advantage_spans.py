@@ -82,7 +82,7 @@ def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfi
 
 
 def terminal_rewards(pieces: Sequence[AdvantageSpan], cu_pieces: Tensor) -> Tensor:
-    """[W] float32, zero but for the outcome on the last token of each non-empty piece; cu_pieces [P+1]."""
+    """Return [W] float32: the outcome on the last token of each non-empty span, 0 elsewhere. ``cu_pieces``: [P+1]."""
     outcomes = torch.tensor([p.outcome for p in pieces])
     rewards = torch.from_numpy(np.zeros(int(cu_pieces[-1]), np.float32))  # touched where something is put
     nonempty = cu_pieces[1:] > cu_pieces[:-1]

@@ -42,8 +42,8 @@ def policy_batch(
 ) -> tuple[PackedBatch, dict[str, float]]:
     """Build the policy loss's batch, and the metrics of the mismatch between trainer and servers (by the correction).
 
-    Without recomputed log-probs there is nothing to tell them apart by: no metrics. Nor with ``is_partial``: updates give the
-    old log-probs that are missing (``config.schedule_facts.reuses_first_logprobs``), and the loss takes the weights from them.
+    There are no metrics without recomputed log-probs. Nor are there any with ``is_partial``: the first update then computes the
+    missing old log-probs (``config.schedule_facts.reuses_first_logprobs``), and the loss derives the weights from them.
 
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction, or
     ``rollout_logprobs``; ``kl_fields`` (``KlPenalty``) with a KL term in the loss, and then ``window``, the tokens whose

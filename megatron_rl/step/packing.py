@@ -43,7 +43,7 @@ def window_batch(
 ) -> PackedBatch:
     """Pack prompts and responses so far. Fields: ``mask``, on for the tokens generated in ``step``, and ``rollout_logprobs``.
 
-    ``step`` None: on all that the model generated.
+    ``step`` None: the mask is on for all generated tokens.
 
     Every window of a response needs the prompt's images again.
     """
@@ -99,10 +99,10 @@ class Stretches:
         self._is_short = len(borders) * _SHORT_STRETCH > len(mask)
 
     def on_mask(self, values: Tensor) -> Tensor:
-        """[T]: ``values`` [W] where the mask is on, 0 elsewhere."""
+        """Return [T]: ``values`` [W] where the mask is on, 0 elsewhere."""
         found = torch.from_numpy(np.zeros(len(self._mask), values.numpy().dtype))
         if self._is_short:
-            # One pass; putting at the places of a mask first makes a list of them.
+            # masked_scatter_ is one pass, while indexing by a mask first lists its indices.
             return found.masked_scatter_(self._mask, values)
         to, of = found.numpy(), values.numpy()
         for first, end, start in zip(self._starts.tolist(), self._ends.tolist(), self._offsets.tolist(), strict=False):
