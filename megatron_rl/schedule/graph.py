@@ -95,9 +95,9 @@ def _check_leads_to(graph: Sequence[Stage], goals: Collection[str]) -> None:
 
 
 def _check_for_circles(graph: Sequence[Stage]) -> None:
-    """ValueError where stages wait for each other over a total distance of no step, or of steps to come."""
+    """Raise ValueError if stages wait for each other over a total distance of 0 or less."""
     maker = {product: stage.name for stage in graph for product in stage.products}
-    # Bellman-Ford: with a step as long as this, only such a circle gets shorter each time round.
+    # Bellman-Ford: with steps of this length, only such a circle gets shorter in every pass.
     step = len(graph) + 1
     length = dict.fromkeys(maker.values(), 0)
     for _ in range(step):

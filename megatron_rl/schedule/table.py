@@ -3,11 +3,11 @@
 The loop runs the table, the simulator puts it on a clock, and planner, console, report and docs read it; ``row_of`` raises for a
 stage that it lacks. A row's function is ``run`` in the file of its name in ``step/stages/``.
 
-The needs of earlier steps stand in four columns, one per ``Overlap``; an empty cell repeats ``before``. ``needs_colocated`` are
-further needs of the same step if servers and trainer share devices. ``x?`` counts only if some stage makes x.
+The needs of earlier steps are in four columns, one per ``Overlap``; an empty cell repeats ``before``. ``needs_colocated`` adds
+needs of the same step if servers and trainer share devices. ``x?`` counts only if some stage makes x.
 
-Of the stages that may run, the first of the table goes first. The critic's come before the policy's: the critic is still on the
-device from its update, and the policy then comes once, for its old log-probs, its update and the publish.
+Among the stages that may run, the first row goes first. The critic's rows precede the policy's, because the critic is still on the
+device from its update. The policy is then reloaded once, for its old log-probs, its update and the publish.
 """
 
 from collections.abc import Collection, Sequence

@@ -19,19 +19,19 @@ PACKAGE = Path(megatron_rl.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 NAMED_STAGES = {row.name for row in ROWS} - {"score", "values", "advantages", "old_logprobs", "reference_logprobs", "checkpoint", "record"}
-"""Names that are of stages alone: the others are also fields of batches, commands or files."""
+"""Names used only for stages; the other stage names are also fields of batches, commands or files."""
 MEAN_A_STAGE = {
     "schedule/table.py": "the table",
     "step/metrics.py": "passes/<stage>: a stage's tokens are counted by its products",
     "step/stages/generate.py": "its own facts beside its span",
     "desk/doctor/check_compare.py": "where a deviation that is first seen in a stage comes from",
     "desk/doctor/step_replay.py": "the stages that a replay runs, and the quantities of each",
-    "commands/check.py": "the prompts and tokens of a recorded step",
+    "desk/doctor/check_installation.py": "the prompts and tokens of a recorded step",
 }
 OTHER_MEANINGS = {
     "commands/__init__.py": "the command evaluate",
     "commands/evaluate.py": "the command evaluate",
-    "config/checks/paths.py": "the command evaluate",
+    "config/checks/data_settings.py": "the command evaluate",
     "config/checks/model_folder.py": "the command evaluate",
     "config/schema/commands.py": "the command evaluate",
     "desk/watch/watch_screen.py": "a heading",
