@@ -1,4 +1,4 @@
-"""Costs of a run that nobody has made yet: from the model's config.json, the layout and a GPU's peaks. Pure.
+"""Estimates the costs of a run without measurements: from the model's config.json, the layout and a GPU's peaks. Pure.
 
 The formulas of ``megatron_rl.desk.costs``; docs/estimates.md says how far they are from what others measured.
 """
