@@ -166,7 +166,7 @@ def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
 
 
 def _colocated(search: PlanSearch, num_gpus: int) -> Iterator[Config]:
-    """Trainers whose servers take turns with them, which no window ahead can."""
+    """Yield trainers with colocated servers, which exclude windows ahead."""
     if overlap_of(search.config.schedule) >= Overlap.training:
         return
     sizes = [*_server_sizes(search, num_gpus)]
@@ -222,7 +222,7 @@ def _served(search: PlanSearch, placement: Placement, num_ranks: int, size: int,
 
 
 def _trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
-    """Those that fit; ``config`` says how many ranks there are, and what serves."""
+    """Yield fitting trainers; ``config`` sets the number of ranks and the servers."""
     found = False
     per_machine = search.gpu.per_machine
     # Tensors and contexts are shared on one machine wherever that is enough: what a network costs the estimates do not know.
@@ -239,7 +239,7 @@ def _trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
 
 
 def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily) -> Iterator[Config]:
-    """Experts, tensors and contexts are shared further only for less recomputation: all else would be no faster."""
+    """Yield the trainers of one layout family. More splitting is tried only for less recomputation, its only speed gain."""
     num_ranks, stages = config.parallel.num_ranks, kind.stages
     slowest = Recompute.full
     for experts in expert_sizes(search.shape, num_ranks):
