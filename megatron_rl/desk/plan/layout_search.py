@@ -79,7 +79,7 @@ def layouts(shape: ModelShape, kind: LayoutFamily, num_ranks: int, per_machine: 
 
 
 def cut_layers(num_layers: int, num_chunks: int) -> list[int]:
-    """parallel.pipeline_layers; empty where all chunks have the same number."""
+    """Return parallel.pipeline_layers; empty if all chunks have the same number of layers."""
     least, more = divmod(num_layers, num_chunks)
     if not more:
         return []
