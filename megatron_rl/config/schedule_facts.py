@@ -1,4 +1,4 @@
-"""The facts that a configuration's schedule comes to, derived once: everything outside this file reads facts in place of the mode."""
+"""The facts of a configuration's schedule, derived once: all code outside this file reads facts instead of the mode."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,7 +18,7 @@ from megatron_rl.config.schema import (
 
 
 class Overlap(IntEnum):
-    """The work that runs while the servers generate the next window; each member includes the ones before it."""
+    """The work that runs while the servers generate the next window; each member includes all smaller members."""
 
     nothing = 0
     critic = 1
@@ -31,46 +31,46 @@ class Overlap(IntEnum):
 
 @dataclass(frozen=True)
 class Facts:
-    """The schedule of a run, and the models that it has besides the policy."""
+    """The schedule of a run, and the models that it has in addition to the policy."""
 
     overlap: Overlap = Overlap.critic
     colocated: bool = False
-    """Servers and trainer share devices, and use them in turns."""
+    """True if servers and trainer time-share the same devices."""
     critic: bool = True
     reference: bool = False
     process_rewards: bool = False
     whole_responses: bool = False
-    """The policy trains on responses that have ended, over all their windows."""
+    """True if the policy trains on finished responses, over all their windows."""
     whole_groups: bool = False
-    """The responses to a prompt train together, in the step in which the last one ends."""
+    """True if the responses to a prompt train together, in the step in which the last one ends."""
 
     @property
     def windows(self) -> bool:
-        """A response may continue in the next step; without windows each step generates full responses."""
+        """True if a response may continue in the next step; without windows each step generates full responses."""
         return self.overlap > Overlap.nothing
 
     @property
     def ahead(self) -> int:
-        """Steps between generation and training, so also the policy updates that a window's weights are behind."""
+        """Number of steps between generation and training, which is also the staleness of a window's weights."""
         return int(self.overlap >= Overlap.training)
 
     @property
     def in_flight(self) -> bool:
-        """New weights reach the servers while they generate a window."""
+        """True if the servers receive new weights while they generate a window."""
         return self.overlap >= Overlap.publish
 
     @property
     def alternates(self) -> bool:
-        """Servers and trainer never work at the same time."""
+        """True if servers and trainer never work at the same time."""
         return self.colocated or self.overlap is Overlap.nothing
 
     def trained_window(self, step: int) -> int | None:
-        """The step whose tokens ``step`` trains on; None: whole responses, over all their windows."""
+        """Return the step whose tokens ``step`` trains on, or None for whole responses over all their windows."""
         return None if self.whole_responses else step
 
 
 def overlap_of(schedule: ScheduleConfig) -> Overlap:
-    """The meaning of a mode. No other function compares modes: a new one fails the type checker here until it has a meaning."""
+    """Return the overlap of a mode. Only this function matches on modes, so that the type checker reports an unhandled new mode."""
     match schedule.mode:
         case Mode.sync:
             return Overlap.nothing
@@ -85,7 +85,7 @@ def overlap_of(schedule: ScheduleConfig) -> Overlap:
 
 
 def why_not_ahead(schedule: ScheduleConfig) -> str:
-    """The key, with its value, because of which no window is generated while the trainer trains."""
+    """Return the key=value because of which no window is generated while the trainer trains."""
     return f"max_staleness={schedule.max_staleness}" if schedule.mode is Mode.async_ else f"mode={schedule.mode.value}"
 
 
@@ -104,7 +104,7 @@ def facts_of(config: Config) -> Facts:
 
 
 def placement_problem(config: Config) -> str:
-    """The reason why the servers' placement forbids the schedule, with its remedy; "" if it does not."""
+    """Return the reason why the servers' placement forbids the schedule, with its remedy, or an empty string."""
     if overlap_of(config.schedule) < Overlap.training or not server_placement(config.rollout).shares_devices:
         return ""
     return (
@@ -114,7 +114,7 @@ def placement_problem(config: Config) -> str:
 
 
 def window_jitter_tokens(config: Config) -> int:
-    """First windows have from window - this + 1 to window tokens; 0 without windows."""
+    """Return the jitter of first windows, which have from window - jitter + 1 to window tokens; 0 without windows."""
     window = effective_window_tokens(config)
     if overlap_of(config.schedule) is Overlap.nothing or window >= config.batch.max_response_tokens:
         return 0
@@ -122,10 +122,10 @@ def window_jitter_tokens(config: Config) -> int:
 
 
 def reuses_first_logprobs(config: Config) -> bool:
-    """The log-probs of a step's first policy update are its old log-probs, so that no pass of their own computes them.
+    """Return whether the log-probs of a step's first policy update serve as its old log-probs, without a separate pass.
 
-    Not so if something before the update reads them: a penalty in the rewards, routes that a pass records, a correction over the
-    whole batch, or slots that are kept before the update together with the divergence of their windows.
+    False if a reader before the update needs them: a penalty in the rewards, routes recorded by a pass, a correction over the
+    whole batch, or slots that are stored before the update together with the divergence of their windows.
     """
     correction, kl_place = config.algorithm.correction, config.algorithm.kl.place
     is_per_token = correction.weight in ("none", "token", "sequence", "icepop") and not correction.normalize

@@ -1,8 +1,8 @@
 """The mechanics of the step graph: its stages, the check of a graph, and the stages that may run now. Pure.
 
-A stage waits for products, each at a step distance: 0 is its own step, 1 the step before, n the n-th step before, -n the
-n-th step after, or the last one of the run. How far one step may and must run ahead of another follows from these
-numbers alone.
+A stage waits for products, each at a step distance: 0 is its own step, 1 the previous step, n the n-th step before it, and
+-n the n-th step after it, or the run's last step if that is earlier. These distances alone determine how far one step may
+and must run ahead of another.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ class Stage:
     needs: str = ""
     """Products of the same step."""
     needs_before: str = ""
-    """Products of the step before, of the n-th step before (``x:n``), which the first step of a run finds given, or of the
-    n-th step after (``x:-n``)."""
+    """Products of the previous step, of the n-th step before (``x:n``), or of the n-th step after (``x:-n``). Products of steps
+    before the run's first step count as given."""
     only_with: str = ""
     """The fact without which the stage does not exist."""
     shares_devices: bool = False
@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def waits_for(self) -> tuple[tuple[str, int], ...]:
-        """(product, step distance) of everything that must be there before it starts."""
+        """(product, step distance) of every product that must exist before the stage starts."""
         before = (word.partition(":") for word in self.needs_before.split())
         return (
             *((product, 0) for product in self.needs.split()),
@@ -66,13 +66,13 @@ class StageRun:
 
 
 def check_graph(graph: Sequence[Stage], goals: Collection[str] = ()) -> None:
-    """Raises ValueError when a name is doubled, a product is made twice or never, a step waits for itself, or a stage leads to none
-    of the stages ``goals``: such a stage could still run when its step's state is gone."""
+    """Check a graph. Raises ValueError for a duplicate name, a product made twice or never, a step that waits for itself, or a stage
+    that leads to none of the stages ``goals``, because it could still run after its step's state is deleted."""
     products = [product for stage in graph for product in stage.products]
     for kind, items in (("stage", [stage.name for stage in graph]), ("product", products)):
-        doubled = sorted(item for item, count in Counter(items).items() if count > 1)
-        if doubled:
-            raise ValueError(f"stage graph: {kind} {doubled} is declared twice")
+        duplicate = sorted(item for item, count in Counter(items).items() if count > 1)
+        if duplicate:
+            raise ValueError(f"stage graph: {kind} {duplicate} is declared twice")
     for stage in graph:
         missing = {product for product, _ in stage.waits_for} - set(products)
         if missing:
@@ -95,9 +95,9 @@ def _check_leads_to(graph: Sequence[Stage], goals: Collection[str]) -> None:
 
 
 def _check_for_circles(graph: Sequence[Stage]) -> None:
-    """ValueError where stages wait for each other over a total distance of no step, or of steps to come."""
+    """Raise ValueError if stages wait for each other over a total distance of 0 or less."""
     maker = {product: stage.name for stage in graph for product in stage.products}
-    # Bellman-Ford: with a step as long as this, only such a circle gets shorter each time round.
+    # Bellman-Ford: with steps of this length, only such a circle gets shorter in every pass.
     step = len(graph) + 1
     length = dict.fromkeys(maker.values(), 0)
     for _ in range(step):
@@ -115,7 +115,7 @@ def _check_for_circles(graph: Sequence[Stage]) -> None:
 class Frontier:
     """Bookkeeping of the stage runs that may start: ``ready()`` lists them, ``start()`` and ``finish()`` advance.
 
-    Where several stages are ready for one resource, the earlier step goes first, then the earlier row. A step opens
+    If several stages are ready for one resource, the earlier step goes first, then the earlier row. A step opens
     when one of its first stages starts. With a longest distance of n, at most n + 1 steps have stages that have not
     started yet.
     """
@@ -140,7 +140,7 @@ class Frontier:
         return tuple(self._running)
 
     def ready(self) -> list[StageRun]:
-        """Runs that may start now, in order of precedence, at most one for each free resource."""
+        """Return the runs that may start now, in order of precedence, at most one for each free resource."""
         busy = {resource for run in self._running for resource in run.stage.occupies}
         found: list[StageRun] = []
         for run in self._candidates():
@@ -159,19 +159,19 @@ class Frontier:
     def finish(self, run: StageRun) -> None:
         self._running.remove(run)
         self._made.update((product, run.step) for product in run.stage.products)
-        # The oldest open step is newest - reach and looks back by reach: nothing waits for older products.
+        # The oldest open step is newest - reach and needs products at most reach steps back, so older products can go.
         self._made = {(product, step) for product, step in self._made if step >= self._newest - 2 * self._reach}
 
     def stop_after(self, step: int) -> None:
-        """Open no step after ``step``; an already open later step still runs to its end."""
+        """Open no step after ``step``; a later step that is already open still completes."""
         self._last_step = min(self._last_step, max(step, self._newest))
 
     def finish_open_steps(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
-        """Drops the runs that the newest consistent state does not need; returns the running ones that it does need.
+        """Drop the runs that the newest consistent state does not need; return the running ones that it needs.
 
-        ``lasting`` are products of which there is one, ``keeper`` is the stage that keeps a step's state. Of the newest
-        step that has begun to make lasting products, what ``keeper`` waits for is still made, but for the products
-        ``left_out``, and nothing else.
+        ``lasting``: products that exist once per run. ``keeper``: the stage that stores a step's state. For the newest
+        step that has started to make lasting products, only the products that ``keeper`` waits for are still made,
+        except ``left_out``.
         """
         makes_them = [stage for stage in self._graph if not set(lasting).isdisjoint(stage.products)]
         begun = [
@@ -190,7 +190,7 @@ class Frontier:
         return frozenset(still_running)
 
     def _what_leads_to(self, goals: Iterable[StageRun], left_out: Collection[str]) -> set[StageRun]:
-        """Runs that have not ended, without which ``goals`` cannot start; the products ``left_out`` are not asked for."""
+        """Return the unfinished runs that ``goals`` need in order to start, ignoring the products ``left_out``."""
         maker = {product: stage for stage in self._graph for product in stage.products}
         found: set[StageRun] = set()
         unseen = list(goals)
@@ -212,5 +212,5 @@ class Frontier:
         return self._made.issuperset(self._waits_for(run))
 
     def _waits_for(self, run: StageRun) -> list[tuple[str, int]]:
-        """(product, step); what a later step than the run's last would make, that one makes."""
+        """Return (product, step) pairs; a need of a step after the run's last one is a need of the last one."""
         return [(product, min(run.step - distance, self._last_step)) for product, distance in run.stage.waits_for]

@@ -3,11 +3,11 @@
 The loop runs the table, the simulator puts it on a clock, and planner, console, report and docs read it; ``row_of`` raises for a
 stage that it lacks. A row's function is ``run`` in the file of its name in ``step/stages/``.
 
-The needs of earlier steps stand in four columns, one per ``Overlap``; an empty cell repeats ``before``. ``needs_colocated`` are
-further needs of the same step if servers and trainer share devices. ``x?`` counts only if some stage makes x.
+The needs of earlier steps are in four columns, one per ``Overlap``; an empty cell repeats ``before``. ``needs_colocated`` adds
+needs of the same step if servers and trainer share devices. ``x?`` counts only if some stage makes x.
 
-Of the stages that may run, the first of the table goes first. The critic's come before the policy's: the critic is still on the
-device from its update, and the policy then comes once, for its old log-probs, its update and the publish.
+Among the stages that may run, the first row goes first. The critic's rows precede the policy's, because the critic is still on the
+device from its update. The policy is then reloaded once, for its old log-probs, its update and the publish.
 """
 
 from collections.abc import Collection, Sequence
@@ -67,9 +67,9 @@ class StageRow:
     """The fact, a name of ``Facts``, without which the stage does not exist."""
     cost: Cost = Cost.fixed
     model: str = ""
-    """The model that is on the trainer's devices: policy, critic, reference or process."""
+    """The model on the trainer's devices: policy, critic, reference or process."""
     work: DeviceWork = DeviceWork.none
-    """The work of that model; with it the planner adds up memory."""
+    """The work of that model, from which the planner computes memory."""
     servers_awake: bool = False
     """Colocated servers have their weights and caches on the devices."""
     color: str = "grey"
@@ -138,7 +138,7 @@ ROWS = (
         needs_colocated="free_devices", cost=Cost.checkpoints, color="red"),
     StageRow("record", HOST, "recorded", "saved served_weights evaluation", before="recorded", color="slate", style="grey50"),
 )  # fmt: skip
-# Why the cells of the columns for windows ahead are what they are:
+# Reasons for the cells in the columns for windows ahead:
 # - generate: always the weights of two steps before, never newer ones, so tokens depend on no stage's duration and a resumed run is
 #   the same run. In flight they may be newer, and no token is more than one update old when it trains.
 # - publish: waits for the next window, so it meets no running request; in flight those requests pause instead, and it waits for an
@@ -161,32 +161,32 @@ RUN_PRODUCTS = {
 """Products that outlive a step; the others are fields of its ``StepState``."""
 
 LASTING = ("policy", "critic")
-"""Products that exist once per run: a step that has begun to make them must end before the run can stop."""
+"""Products that exist once per run: a step that has started to make them must end before the run can stop."""
 GENERATE, OLD_LOGPROBS, UPDATE_POLICY, PUBLISH, UPDATE_CRITIC = "generate", "old_logprobs", "update_policy", "publish", "update_critic"
 """Stages that readers of the table mean by name; for everything else they read columns."""
 KEEPER = "checkpoint"
-"""The stage that keeps a step's state; a run that stops makes everything that it waits for."""
+"""The stage that stores a step's state; a stopping run still makes every product that this stage waits for."""
 LAST = "record"
-"""The stage after which only the part of a step that a checkpoint needs is left."""
+"""The last stage of a step; after it only the part of the step that a checkpoint needs is kept."""
 OUTPUT_ONLY = ("recorded",)
-"""Products that a stopping run does not wait for: it leaves a long evaluation, and writes its rows at the end."""
+"""Products that a stopping run does not wait for, so that it does not wait for a long evaluation; it writes its records at the end."""
 
 
 def row_of(stage: str) -> StageRow:
-    """Raises DataError for a name that no row has, in a file of costs or in the folder of a run of another version."""
+    """Return the row of a stage. Raises DataError for an unknown name, from a file of costs or a run of another version."""
     if stage not in _ROW_OF:
         raise DataError(f"no stage is called {stage!r}; the table (schedule/table.py) has {', '.join(_ROW_OF)}")
     return _ROW_OF[stage]
 
 
 def in_table_order(stages: Collection[str]) -> list[str]:
-    """The given stages in the order of the rows; raises DataError."""
+    """Return the given stages in the order of the rows. Raises DataError for an unknown name."""
     return sorted(stages, key=lambda stage: ROWS.index(row_of(stage)))
 
 
 @cache
 def make_graph(facts: Facts) -> tuple[Stage, ...]:
-    """The stages of a step under ``facts``, their needs resolved; raises ValueError for facts that exclude each other."""
+    """Return the stages of a step under ``facts``, with resolved needs. Raises ValueError for contradictory facts."""
     if facts.colocated and facts.ahead:
         raise ValueError(f"facts: overlap={facts.overlap.name} needs devices that servers and trainer do not share")
     rows = [row for row in ROWS if row.exists(facts)]
@@ -197,7 +197,7 @@ def make_graph(facts: Facts) -> tuple[Stage, ...]:
 
 
 def table_markdown(facts: Facts | None = None) -> str:
-    """The table for README: all columns that graphs are made from. With ``facts`` the stages that run in one mode."""
+    """Return the table as Markdown: all columns that determine a graph or, with ``facts``, the stages that run in one mode."""
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (_table_cells() if facts is None else _graph_cells(make_graph(facts))))
 
 

@@ -1,6 +1,6 @@
-"""The pieces over which one advantage estimate runs: windows of responses, or of the turns of a dialogue. Pure.
+"""The token spans over which one advantage estimate runs: windows of responses, or of a dialogue's turns. Pure.
 
-A dialogue with independent turns (PAG, arXiv 2506.10406) is cut at the turns' borders: every turn is an episode.
+A dialogue with independent turns (PAG, arXiv 2506.10406) is split at the turns' borders: every turn is an episode.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from megatron_rl.data.trajectory import POLICY, Trajectory, Turn
 
 @dataclass(frozen=True)
 class ResponseRules:
-    """How the responses of a run are built; the default is one response without an environment."""
+    """The structure of a run's responses; the default is a single response without an environment."""
 
     independent_turns: bool = False
-    """No advantage or return crosses a turn's border."""
+    """True if no advantage or return crosses a turn's border."""
     masks_hot_tokens: bool = False
-    """FIRE's hot tokens leave the policy loss."""
+    """True if the policy loss excludes FIRE's hot tokens."""
 
 
 SINGLE_RESPONSE = ResponseRules()
@@ -31,16 +31,16 @@ SINGLE_RESPONSE = ResponseRules()
 
 @dataclass(frozen=True)
 class AdvantageSpan:
-    """Generated tokens over which one advantage estimate runs: a response's window, or one turn's part of it."""
+    """The generated tokens over which one advantage estimate runs: a response's window, or one turn's share of it."""
 
     row: int
     """Index of the trajectory."""
     num_tokens: int
     length: int
-    """Generated tokens of the whole response or turn so far."""
+    """Number of generated tokens of the whole response or turn so far."""
     ended: bool
     outcome: float
-    """Reward on the last token; 0 where the piece has not ended or could not be scored."""
+    """Reward on the last token; 0 if the span has not ended or is unscored."""
     scored: bool
     role: str
 
@@ -48,9 +48,9 @@ class AdvantageSpan:
 def window_pieces(
     trajectories: Sequence[Trajectory], step: int | None, algorithm: AlgorithmConfig, rules: ResponseRules
 ) -> list[AdvantageSpan]:
-    """The pieces of a step's window in the order of its tokens; a trajectory without new tokens has none.
+    """Return the spans of a step's window in the order of its tokens; a trajectory without new tokens has none.
 
-    ``step`` None: of all windows.
+    ``step`` None selects all windows.
     """
     pieces = []
     for row, trajectory in enumerate(trajectories):
@@ -69,20 +69,20 @@ def window_pieces(
 
 
 def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[AdvantageSpan]:
-    """The pieces of a finished response over all its windows."""
+    """Return the spans of a finished response over all its windows."""
     if not rules.independent_turns:
         return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
     return [_turn_piece(row, trajectory, turn, turn.num_tokens) for turn in trajectory.turns()]
 
 
 def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> dict[int, float]:
-    """Group -> reward of its greedy response, shaped like the others'; groups without a score for it are missing."""
+    """Map each group id to the shaped reward of its greedy response; groups whose greedy response is unscored are missing."""
     greedy = [t for t in trajectories if t.greedy and t.finished]
     return {t.group_id: _shaped(t.reward, t, algorithm) for t in greedy if t.reward is not None}
 
 
 def terminal_rewards(pieces: Sequence[AdvantageSpan], cu_pieces: Tensor) -> Tensor:
-    """[W] float32, zero but for the outcome on the last token of each non-empty piece; cu_pieces [P+1]."""
+    """Return [W] float32: the outcome on the last token of each non-empty span, 0 elsewhere. ``cu_pieces``: [P+1]."""
     outcomes = torch.tensor([p.outcome for p in pieces])
     rewards = torch.from_numpy(np.zeros(int(cu_pieces[-1]), np.float32))  # touched where something is put
     nonempty = cu_pieces[1:] > cu_pieces[:-1]
@@ -98,7 +98,7 @@ def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: A
 
 
 def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
-    """The reward of a finished response and, near the end of the budget, DAPO's soft penalty (arXiv 2503.14476, eq. 13)."""
+    """Return a finished response's reward with DAPO's soft penalty near the end of the budget (arXiv 2503.14476, eq. 13)."""
     outcome = float(reward)
     if algorithm.overlong is Overlong.soft:
         penalty = algorithms.soft_overlong_penalty(
@@ -114,7 +114,7 @@ def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -
     score = trajectory.turn_scores.get(turn.index)
     value = None if score is None else score.value
     ended = turn.ended or trajectory.finished
-    # A turn without a score has not been asked about: it trains with outcome 0. One whose grader failed does not.
+    # A turn that the environment did not submit for scoring trains with outcome 0. A turn whose scoring failed does not train.
     scored = score is None or value is not None
     outcome = float(value) if ended and value is not None else 0.0
     return AdvantageSpan(row, num_tokens, turn.num_tokens, ended, outcome, scored, turn.role)

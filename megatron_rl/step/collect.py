@@ -1,9 +1,9 @@
-"""Which responses a step works on: one window per slot, over-sampling with abort, or groups with a mixed outcome.
+"""Chooses the responses of a step: one window per slot, over-sampling with abort, or groups with a mixed outcome.
 
-Laws: windows (``schedule.mode=tppo`` or ``async``) keep every token: a response that was aborted has a shorter window and
-goes on in the next step. Without a critic a group trains in the step in which its last response ends, and with dynamic
-sampling not at all where its rewards are equal. Full responses (``sync``) are taken in whole groups: what over-sampling
-cut short and what dynamic sampling sorted out leaves the pool and is counted.
+Laws: windows (``schedule.mode=tppo`` or ``async``) keep every token: an aborted response has a shorter window and continues
+in the next step. Without a critic a group trains in the step in which its last response ends; with dynamic sampling a group
+with equal rewards does not train. Full responses (``sync``) train in whole groups: responses that over-sampling aborted or
+dynamic sampling discarded leave the pool and are counted.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Group = list[Trajectory]
 
 
 class Collector:
-    """Fills the pool's slots and has them generated; the only one who decides what a step works on."""
+    """Fills the pool's slots and has them generated; the only component that chooses a step's responses."""
 
     def __init__(self, config: Config, pool: SlotPool, rollout: RolloutService, grader: ResponseScorer) -> None:
         self._config = config
@@ -33,16 +33,16 @@ class Collector:
         self._window_tokens = effective_window_tokens(config)
         self._in_windows = overlap_of(config.schedule) > Overlap.nothing
         self._num_greedy = int(needs_greedy(config))
-        # Where all prompts have the same number of samples, a block is a group.
+        # If all prompts have the same number of samples, a block is a group.
         self._block_size = block_size(config.batch) + self._num_greedy
         self._num_blocks = num_responses_per_step(config) // block_size(config.batch)
         self.rounds: list[dict[str, int | str]] = []
-        """What the newest step had generated, also of what it discarded (``work.generated_rows``)."""
+        """The newest step's rounds of requests, including discarded responses (``stage_facts.generated_rows``)."""
 
     async def collect(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
-        """Generate the step's responses, and say how; with dynamic sampling they are graded too.
+        """Generate the step's responses, and return them with metrics; with dynamic sampling they are also scored.
 
-        The metrics count the responses that go on from an earlier step, and what was discarded.
+        The metrics count the responses continued from an earlier step, and the discarded ones.
         """
         self.rounds = []
         sorts_out = self._config.algorithm.dynamic_sampling.enabled
@@ -53,7 +53,7 @@ class Collector:
         metrics = {"rollout/num_carried": float(num_carried)}
         if step > self._pool.newest_generated:
             await self._generate(trajectories, step)
-        else:  # a checkpoint has brought its tokens
+        else:  # the window's tokens were restored from a checkpoint
             self.rounds.append(generated_rows(trajectories, step, {}))
         if sorts_out:
             await self._grader.grade(trajectories, step)
@@ -65,10 +65,9 @@ class Collector:
         return kept, metrics | {"rollout/num_discarded": float(num_discarded)}
 
     def ended_groups(self, step: int) -> list[Trajectory]:
-        """The responses that train, where groups train whole: of the groups whose last one ended in ``step``.
+        """Return the responses that train if groups train whole: the groups whose last response ended in ``step``.
 
-        With dynamic sampling only groups whose rewards differ; what it leaves out has had its slots, and no other prompt
-        takes its place in this step.
+        With dynamic sampling, only groups with differing rewards train. The others are not replaced by other prompts in this step.
         """
         settings, groups = self._config.algorithm.dynamic_sampling, self._pool.ended_groups(step)
         if settings.enabled:
@@ -76,7 +75,7 @@ class Collector:
         return list(chain(*groups))
 
     def _kinds(self, groups: Sequence[Group]) -> dict[str, float]:
-        """What dynamic sampling makes of the groups that ended in a step."""
+        """Return the share of each kind of group (``classify_group``) among the groups that ended in a step."""
         if not groups:
             return {}
         kinds = [classify_group(group, self._config.algorithm.dynamic_sampling.correct_from) for group in groups]
@@ -131,7 +130,7 @@ class Collector:
 
     async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
         def is_enough() -> bool:
-            """As many windows or, of full responses, groups are complete as the step wants."""
+            """True if as many windows (or groups of full responses) are complete as the step needs."""
             if not self._in_windows:
                 return len(self._blocks(self._complete_groups(trajectories))) >= self._num_blocks
             num_complete = sum(t.finished or t.remaining_window(step, self._window_tokens) <= 0 for t in trajectories)
@@ -151,7 +150,7 @@ class Collector:
         return full_blocks(groups, self._block_size)
 
     def _complete_groups(self, trajectories: Sequence[Trajectory]) -> list[Group]:
-        """Groups with every member here and finished, in the order in which they were started."""
+        """Return the groups whose members are all present and finished, in the order in which they were started."""
         groups: dict[int, Group] = {}
         for trajectory in trajectories:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -171,10 +170,10 @@ class Collector:
 
 
 def classify_group(group: Sequence[Trajectory], correct_from: float) -> str:
-    """mixed when the rewards differ, all_right or all_wrong when they are equal, unscored when a member has none.
+    """Return mixed if the rewards differ, all_right or all_wrong if they are equal, unscored if a member has no score.
 
-    By the score before any shaping. With rewards of 0 and 1 this is DAPO's rule; partial credit and judges' scores
-    differ without being right or wrong, and teach all the same.
+    The comparison uses scores before any shaping. With rewards of 0 and 1 this is DAPO's rule; partial credit and judgments
+    may differ without being right or wrong, and still give a gradient.
     """
     sampled = [t for t in group if not t.greedy]
     rewards = [t.reward for t in sampled if t.reward is not None]

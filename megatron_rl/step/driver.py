@@ -1,7 +1,7 @@
-"""Reinforcement learning and value pretraining, from a checked configuration to their last file.
+"""Runs reinforcement learning and value pretraining, from a checked configuration to the last file.
 
-Every rank calls the same function. Rank 0, the driver, owns the servers, graders, files and the display; the others
-serve its commands until it says stop, and end when it is gone.
+Every rank calls the same function. Rank 0, the driver, owns the servers, reward workers, files and the display. The other
+ranks serve its commands until it sends stop, and end if it exits.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ _STALL_MARGIN_S = 60.0
 
 @dataclass(frozen=True)
 class _RunContext:
-    """The surroundings of the loop: what its components are made from."""
+    """The objects that the loop's components are built from."""
 
     config: Config
     group: TrainerGroup
@@ -71,9 +71,9 @@ class _RunContext:
 
 
 def train(config: Config, spawned: ServerPool | None = None, write_report: WriteReport | None = None) -> None:
-    """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir.
+    """Run the configured reinforcement learning; write metrics, report, checkpoints and the policy to run.output_dir.
 
-    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``). ``write_report``: None: no report.html.
+    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``). ``write_report``: None writes no report.html.
     """
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config), signals) as group:
@@ -84,10 +84,10 @@ def train(config: Config, spawned: ServerPool | None = None, write_report: Write
 
 
 def critic_pretrain(config: Config, spawned: ServerPool | None = None, write_report: WriteReport | None = None) -> None:
-    """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has settled.
+    """Run value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has converged.
 
-    It starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
-    that `train` takes as critic.path. Its checkpoints in run.output_dir hold the critic alone; run.resume goes on.
+    Training starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
+    that `train` takes as critic.path. Checkpoints in run.output_dir contain the critic alone; run.resume continues from them.
     """
     output_path, config = config.critic_pretrain.output_path, pretraining_config(config)
     signals = StopSignals(config.run.stop_grace_s)
@@ -98,13 +98,13 @@ def critic_pretrain(config: Config, spawned: ServerPool | None = None, write_rep
 
 
 def pretraining_config(config: Config) -> Config:
-    """The configuration of a value pretraining: full responses as the policy gives them, the critic's own steps and learning rate."""
+    """Return the configuration of a value pretraining: full responses of the policy, the critic's own steps and learning rate."""
     pretrain = config.critic_pretrain
     return replace(
         config,
         run=replace(config.run, num_steps=pretrain.num_steps, stop_after_s=0.0, keep_policy_every_s=0.0),
         critic=replace(config.critic, optimizer=pretrain.optimizer),
-        # The critic is to know the policy's responses as they come, not those of mixed groups or the quick ones.
+        # The critic must learn from all of the policy's responses, so mixed groups and short responses are not preferred.
         algorithm=replace(config.algorithm, dynamic_sampling=replace(config.algorithm.dynamic_sampling, enabled=False)),
         rollout=replace(config.rollout, over_sampling=1.0),
         batch=replace(config.batch, window_tokens=0),
@@ -122,7 +122,7 @@ def _drive(
     *,
     freeze_policy: bool,
 ) -> RunSummary:
-    """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
+    """Run the driver's side, from the locked folder to the summary. Raises StopRequested if a signal ended the run."""
     back: Rollback | None = None
     while True:
         try:
@@ -130,11 +130,11 @@ def _drive(
         except Rollback as found:
             back, spawned = found, None  # stopped with the attempt
             group.release()
-            # Goes on in its own folder: what it had been told about an earlier run there is done.
+            # The run resumes in its own folder; an earlier run in that folder has been handled already.
             config = replace(config, run=replace(config.run, resume="auto", overwrite=False))
             folder = Path(config.run.output_dir)
             shutil.copyfile(folder / "metrics.jsonl", folder / f"rolled_back_{found.number}.jsonl")
-            # What these have logged cannot be taken back there.
+            # Trackers cannot delete logged steps, so each one starts a new run.
             start_new_runs(folder, f"rolled_back_{found.number}.")
 
 
@@ -148,7 +148,7 @@ def _drive_until_it_dies(
     *,
     freeze_policy: bool,
 ) -> RunSummary:
-    """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
+    """Run one attempt. ``back``: the rollback that this attempt starts from. Raises Rollback if another one is needed."""
     with ExitStack() as stack:
         folder = stack.enter_context(lock_output_dir(config))
         inputs = make_inputs(config)
@@ -169,7 +169,7 @@ def _drive_until_it_dies(
         rewards = stack.enter_context(build_rewards(config.reward))
         context = _RunContext(config, group, inputs, recorder, runner, event_loop)
         rollout = stack.enter_context(_rollout(context, spawned))
-        # The weights of a checkpoint are published under the number that they had.
+        # A checkpoint's weights are published under the version that they had.
         rollout.weight_version = max(0, restored["weight_version"] - 1)
         rollout.add_restart_counts(restored.get("server_restarts", []))
         components = _components(context, rollout, rewards, checkpointer, freeze_policy=freeze_policy)
@@ -181,7 +181,7 @@ def _drive_until_it_dies(
             recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
         last_step = _before_first_step(components, runner, first_step)
         recorder.start_clock()
-        disable_memory_trim()  # not earlier: what models were loaded from is given back
+        disable_memory_trim()  # not earlier, so that the memory used for loading models is returned first
         with signals.defer_signals(runner.wake), gc_young_only():
             runner.run(loop.actions(runner.graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
@@ -232,7 +232,7 @@ def _checkpoint_note(config: Config, first_step: int | None) -> str:
 
 
 def _beginning(pool: SlotPool) -> dict[str, Any]:
-    """The driver's state in a checkpoint of a run that has not begun."""
+    """Return the driver's checkpoint state of a run that has not started."""
     return {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
 
 
@@ -298,7 +298,7 @@ def _rollout(context: _RunContext, spawned: ServerPool | None) -> AbstractContex
 
 
 def _with_fleet(stack: ExitStack, context: _RunContext, components: LoopComponents) -> LoopComponents:
-    """The components with the evaluation servers, if the configuration names some."""
+    """Return the components with the evaluation servers, if the configuration names some."""
     config, inputs = context.config, context.inputs
     if not (config.eval.urls and eval_sets(config)):
         return components
@@ -328,9 +328,9 @@ def _trainer_side(context: _RunContext) -> TrainerHooks:
 
 
 def _before_first_step(components: LoopComponents, runner: StageRunner, first_step: int) -> int:
-    """Current weights on every server, the two engines compared, and where the policy starts from.
+    """Publish the weights, run the parity check, and evaluate the initial policy.
 
-    Returns the last step of the run: one that reached its goal before it was stopped has none left.
+    Returns the last step of the run, which is the previous step if the run reached its goal before it was stopped.
     """
     config, parity = components.config, components.health.parity
     rollout, recorder, evaluator = components.rollout, components.recorder, components.evaluator
@@ -356,7 +356,7 @@ def _before_first_step(components: LoopComponents, runner: StageRunner, first_st
 
 @contextmanager
 def event_loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """An asyncio loop on a thread of its own: generation and grading run there while the main thread trains."""
+    """Run an asyncio loop on its own thread, so that generation and scoring proceed while the main thread trains."""
     event_loop = asyncio.new_event_loop()
     thread = threading.Thread(target=event_loop.run_forever, name="rollout", daemon=True)
     thread.start()
@@ -374,8 +374,8 @@ def _title(config: Config, freeze_policy: bool) -> str:
 
 
 def stall_timeout_s(config: Config) -> float:
-    """Longest honest silence of the rollout side: every retry of a request, and a server's restart."""
+    """Return the longest legitimate silence of the rollout in seconds: every retry of a request, and a server's restart."""
     rollout = config.rollout
-    # A request may take longer than its time-out while tokens come.
+    # A request may take longer than its timeout while tokens arrive.
     answer_s = max(rollout.request_timeout_s, answer_timeout_s(0.0, config.batch.max_response_tokens))
     return answer_s * (rollout.max_retries + 1) + rollout.start_timeout_s + _STALL_MARGIN_S

@@ -1,7 +1,7 @@
-"""Evaluates policies that lie as Hugging Face folders, one after the other, on servers that start once.
+"""Evaluates policies stored as Hugging Face folders, one at a time, on servers that start once.
 
-Laws: every policy answers the same prompts with the same seeds, whatever was measured before it; ``evaluation.json``
-in its folder says with which settings, and what has been measured with the same ones is not measured again.
+Laws: every policy gets the same prompts with the same seeds, regardless of earlier measurements. ``evaluation.json`` in a
+policy's folder records the settings, and a policy that was measured with the same settings is skipped.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ Say = Callable[[str], None]
 
 
 def missing_evaluations(config: Config, folders: Sequence[Path]) -> list[Path]:
-    """The folders that have not been measured with these settings."""
+    """Return the folders that have not been measured with these settings."""
     wanted = _settings(config)
     return [folder for folder in folders if _read(folder).get("settings") != wanted]
 
 
 def evaluate_policies(config: Config, folders: Sequence[Path], say: Say) -> Iterator[tuple[Path, dict[str, float]]]:
-    """Each folder with its metrics, once they are written; all of them hold models of the shape of ``policy.path``."""
-    # The servers have all devices, and read the weights themselves.
+    """Yield each folder with its metrics, once they are written. All models must have the shape of ``policy.path``."""
+    # There is no trainer: the servers use all devices, and read the weights from the folders.
     config = replace(config, rollout=replace(config.rollout, placement=Placement.disaggregated))
     with ExitStack() as stack:
         inputs = make_eval_inputs(config)
@@ -78,7 +78,7 @@ def _evaluator(config: Config, inputs: EvalInputs, rollout: RolloutService, rewa
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What the numbers depend on besides the weights."""
+    """Return the settings, in addition to the weights, that determine the metrics."""
     settings = {
         "sets": {name: asdict(one) | {"sha256": _digests(one.files)} for name, one in eval_sets(config).items()},
         "seed": config.run.seed,
@@ -90,7 +90,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _digests(files: Sequence[str]) -> list[str]:
-    """Of what is one file; a data set in a folder is known by its name alone."""
+    """Return the digests of the files; a data set in a folder is identified by its name alone."""
     return [hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else "" for file in files]
 
 

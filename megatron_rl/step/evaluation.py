@@ -1,8 +1,8 @@
 """Evaluation: full responses (never windows) to held-out prompts, scored by the run's own reward.
 
-Laws: every prompt of every set gets its own number of responses, each with a seed of its own that is the same in every
-evaluation of a run, so that a resumed run measures what an uninterrupted one would have; a set's numbers do not depend
-on the other sets. Prompts count alike, however many of their responses could be scored.
+Laws: every response has its own seed, which is the same in every evaluation of a run, so that a resumed run measures the
+same values as an uninterrupted one. A set's metrics do not depend on the other sets. All prompts have equal weight,
+regardless of how many of their responses could be scored.
 """
 
 import asyncio
@@ -25,23 +25,24 @@ from megatron_rl.step.scoring import ResponseScorer
 _LOOK_S = 1.0
 
 Samples = list[list[Trajectory]]
-"""By prompt."""
+"""The responses to each prompt."""
 
 
 @dataclass
 class EvaluationServers:
-    """Servers for evaluation alone. Training goes on without them where they are lost."""
+    """Servers for evaluation alone. If they are lost, training continues without them."""
 
     rollout: RolloutService
     wait_for: Callable[[Coroutine[Any, Any, Any]], Any]
-    """Runs a coroutine to its end from inside a trainer stage (``StageRunner.wait_for``)."""
+    """Runs a coroutine to completion from inside a trainer stage (``StageRunner.wait_for``)."""
     warn: Callable[[str], None]
     has: int = -1
-    """The step whose weights it got last."""
+    """The step whose weights the servers received last, or -1."""
 
     def take(self, step: int, evaluator: "Evaluator") -> None:
-        """The present weights, for an evaluation of this step (main thread); what stands in the way is said."""
-        self.wait_for(evaluator.idle(serves=lambda: self.rollout.num_live_servers > 0))  # it has the weights of its step
+        """Publish the current weights for an evaluation of ``step`` (main thread); warns if that fails."""
+        # An evaluation in progress must finish first, because it needs the weights of its own step.
+        self.wait_for(evaluator.idle(serves=lambda: self.rollout.num_live_servers > 0))
         problem: object = ""
         if not self.wait_for(self.rollout.check_servers()):
             problem = f"none of {', '.join(self.rollout.urls)} (eval.urls) answers"
@@ -56,9 +57,10 @@ class EvaluationServers:
 
 
 class Evaluator:
-    """``prompts`` by set; ``start`` makes a fresh trajectory; ``stop_after`` is called at eval.stop_at_accuracy.
+    """Evaluates the served policy. ``prompts`` by set; ``start`` creates an empty trajectory.
 
-    ``on_accuracy`` hears of every evaluation: steps done, accuracy over all sets, its standard error.
+    ``stop_after`` is called at eval.stop_at_accuracy, and ``on_accuracy`` after every evaluation with the steps done, the
+    accuracy over all sets and its standard error.
     """
 
     def __init__(
@@ -84,18 +86,18 @@ class Evaluator:
         self._given_up = "the run ends"
 
     def move_to(self, rollout: RolloutService) -> None:
-        """Other servers answer from now on."""
+        """Send all later requests to other servers."""
         self._rollout = rollout
 
     def due(self, step: int) -> bool:
-        """After every eval.every_steps steps and after the last one, when there is something to evaluate on."""
+        """True after every eval.every_steps steps and after the last one, if there are sets to evaluate on."""
         last = step + 1 == self._config.run.num_steps
         return bool(self._sets) and (last or is_due(step + 1, self._config.eval.every_steps))
 
     def begin(self, step: int, add: Callable[[int, dict[str, float], float], None], warn: Callable[[str], None]) -> None:
-        """``evaluate`` beside training (on the event loop), on servers that ``idle`` has waited for.
+        """Start ``evaluate`` in the background (on the event loop), after ``idle`` has waited for the servers.
 
-        ``add(step done, metrics, Unix seconds at its begin)`` gets what it measures. What fails is said and left out: training goes on.
+        ``add(steps done, metrics, Unix seconds at the start)`` receives the metrics. A failure is a warning: training continues.
         """
 
         async def evaluate() -> None:
@@ -109,7 +111,7 @@ class Evaluator:
         self._beside = asyncio.create_task(evaluate())
 
     async def idle(self, *, at_once: bool = False, serves: Callable[[], bool] = lambda: True) -> None:
-        """Return once no evaluation is in progress that was begun; ``at_once``, or where nobody ``serves`` it: it is given up."""
+        """Wait for the background evaluation, if there is one. Cancels it if ``at_once`` is set or ``serves`` returns False."""
         begun, self._beside = self._beside, None
         if begun is None:
             return
@@ -122,7 +124,7 @@ class Evaluator:
             begun.result()
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics over all sets, and over each that has a name. Step -1: before training."""
+        """Evaluate, and return metrics over all sets and over each named one. Step -1 is before training."""
         samples = {name: self._fresh(name, one) for name, one in self._sets.items()}
         tasks = [asyncio.create_task(self._generate(name, samples[name], step)) for name in self._sets]
         try:
@@ -138,14 +140,14 @@ class Evaluator:
         accuracy = metrics["eval/accuracy"]
         self._on_accuracy(step + 1, accuracy, metrics.get("eval/accuracy_stderr"))
         goal = self._config.eval.stop_at_accuracy
-        # The evaluation before training ends nothing: there would be no step to stop after.
+        # The evaluation before training cannot end the run, because there is no step to stop after.
         if step >= 0 and goal and accuracy >= goal:
             self._stop_after(step)
         return metrics
 
     def _fresh(self, name: str, one: EvalSet) -> Samples:
         prompts = self._prompts[name]
-        # Sample 0 of a prompt has the same seed whatever the number of samples is.
+        # Sample 0 of a prompt has the same seed for any number of samples.
         return [
             [self._start(prompt, sample * len(prompts) + index) for sample in range(one.num_samples)]
             for index, prompt in enumerate(prompts)
@@ -171,10 +173,10 @@ class Evaluator:
 
 
 def score_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """accuracy (avg@k), its standard error over prompts and pass@k, from the scores of each prompt's responses.
+    """Return accuracy (avg@k), its standard error over prompts, and pass@k, from the scores of each prompt's responses.
 
-    A prompt without a score says nothing, one with fewer than k nothing about pass@k; a number that no prompt says
-    anything about is left out, but for the accuracy, which is nan then.
+    Prompts without a score are skipped; pass@k also skips prompts with fewer than k scores. Metrics without any prompt are
+    omitted, except the accuracy, which is then nan.
     """
     known = [list(of_prompt) for of_prompt in scores if of_prompt]
     accuracy, error = mean_and_error([sum(of_prompt) / len(of_prompt) for of_prompt in known])

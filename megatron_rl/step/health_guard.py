@@ -30,7 +30,7 @@ class HealthGuard:
         self._examined = -1
 
     def examine(self, step: int, state: StepState) -> None:
-        """Raises TrainingCollapsed or Rollback; a step that was examined before is not examined again."""
+        """Examine a step's metrics, once per step. Raises TrainingCollapsed or Rollback."""
         if step <= self._examined:
             return
         self._examined = step
@@ -40,7 +40,7 @@ class HealthGuard:
         self._handle_findings(findings)
 
     def check_parity(self, step: int, state: StepState) -> None:
-        """Compares the trainer's log-probs with the servers', if a parity check is due."""
+        """Compare the trainer's log-probs with the servers', if a parity check is due."""
         if not self.parity.due(step):
             return
         try:
@@ -52,7 +52,7 @@ class HealthGuard:
             state.metrics |= parity.metrics()
 
     def _handle_findings(self, findings: Sequence[Finding]) -> None:
-        """Warns, or ends the run; the severest action wins."""
+        """Warn about the findings, or end the run; the most severe action wins."""
         messages = {action: [f.message for f in findings if f.action is action] for action in HealthAction}
         for message in messages[HealthAction.warn]:
             self._recorder.console.warning(message)

@@ -1,11 +1,11 @@
-"""Checks of what a run reads, before it starts: prompts, mixtures, reward types, environment, profiled stages."""
+"""Checks a run's inputs before it starts: prompts, mixtures, reward types, environment, profiled stages."""
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError, DataError
 
 
 def check_rl_inputs(config: Config) -> None:
-    """Data rows, the rewards and their options, the environment: of the commands that generate responses."""
+    """Check data rows, rewards with their options, and the environment, for commands that generate responses."""
     from megatron_rl.config.derived import model_has_vision
     from megatron_rl.data.prompts import check_files
     from megatron_rl.data.sampler import check_mixtures
@@ -37,7 +37,7 @@ def _check_profiled_stages(config: Config) -> None:
 
 
 def check_eval_inputs(config: Config) -> None:
-    """The same without prompts to train on."""
+    """Same as ``check_rl_inputs``, but without prompts to train on."""
     from megatron_rl.config.derived import eval_sets, model_has_vision
     from megatron_rl.data.prompts import check_files
     from megatron_rl.environments import environment_registry as environments

@@ -1,4 +1,4 @@
-"""What the policy pays for leaving the reference: a KL penalty in the rewards, or a KL term in the loss."""
+"""Penalizes the policy's divergence from the reference: a KL penalty in the rewards, or a KL term in the loss."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +16,17 @@ from megatron_rl.step.state import StepState
 
 @dataclass(frozen=True)
 class KlCharge:
-    """How far the policy was from the reference in one step, and where it is charged."""
+    """The policy's divergence from the reference in one step, as inputs of the rewards or the loss."""
 
     token_rewards: Tensor | None
-    """[T] float32: the rewards of lines less the penalty; None where there are neither."""
+    """[T] float32: the line rewards minus the penalty; None if there are neither."""
     loss_fields: dict[str, Tensor] = field(default_factory=dict)
     """With the term in the loss: ``reference_logprobs`` and ``kl_coefs``, both [T] float32."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class KlPenalty:
-    """Owns the coefficient, which moves with ``algorithm.kl.target``."""
+    """Owns the KL coefficient, which adapts to ``algorithm.kl.target``."""
 
     def __init__(self, settings: KlConfig) -> None:
         self._settings = settings
@@ -37,7 +37,7 @@ class KlPenalty:
         )
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps; None for a constant coefficient."""
+        """Return the state for a checkpoint; None for a constant coefficient."""
         return self._controller.state() if self._controller else None
 
     def load_state(self, state: dict[str, Any] | None) -> None:
@@ -45,7 +45,7 @@ class KlPenalty:
             self._controller.load_state(state)
 
     def measure(self, state: StepState) -> dict[str, float]:
-        """The step's divergence on the window's tokens, as metrics; moves the coefficient for the next step."""
+        """Return the step's divergence on the window's tokens as metrics, and adapt the coefficient for the next step."""
         kl, window = self._settings, Stretches(state.batch.fields["mask"])
         logprobs, reference = window.within(state.old_logprobs), window.within(state.reference_logprobs)
         divergence = algorithms.kl_estimate(logprobs, reference, kl.estimator, kl.estimator_options)
@@ -58,9 +58,9 @@ class KlPenalty:
         return self._controller.coef if self._controller else self._settings.coef
 
     def _measure(self, state: StepState, by_row: Tensor) -> dict[str, float]:
-        """KL of finished responses, each summed over its windows (``by_row`` [N] is of this step's).
+        """Return the KL of finished responses, each summed over its windows. ``by_row``: [N] the KL of this step's window.
 
-        Where it moves the coefficient, of those that are charged by it: a prompt type may have one of its own.
+        An adaptive coefficient follows only the responses that it applies to, because a prompt type may have its own coefficient.
         """
         for trajectory, of_row in zip(state.trajectories, by_row.tolist(), strict=True):
             trajectory.reference_kl.append(of_row)
@@ -80,7 +80,7 @@ class KlPenalty:
         return {"kl/reference_per_response": per_response}
 
     def charge(self, state: StepState) -> KlCharge:
-        """Charge the step's divergence on the window's tokens, and measure it where all old log-probs are known."""
+        """Charge the step's divergence on the window's tokens, and measure it if all old log-probs are known."""
         kl = self._settings
         if kl.place is KlPlace.none:
             return KlCharge(state.line_rewards)

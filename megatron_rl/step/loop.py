@@ -38,7 +38,7 @@ from megatron_rl.training.trainer_group import TrainerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class LoopComponents:
-    """Everything that outlives a step, under the names by which stages take it."""
+    """The objects that outlive a step, under the names that stages take as keywords."""
 
     config: Config
     facts: Facts
@@ -56,17 +56,17 @@ class LoopComponents:
     saver: StepSaver
     warmup: CriticWarmup
     stop_after: Callable[[int], None]
-    """Opens no step after the given one."""
+    """Ends the run after the given step."""
     store_samples: Callable[[StepState, int], None]
     fleet: EvaluationServers | None = None
-    """Servers for evaluation alone: with them evaluation runs beside training."""
+    """Servers for evaluation alone, on which evaluation runs during training; None if there are none."""
     rules: ResponseRules = SINGLE_RESPONSE
     vision: ImageProcessor | None = None
     children: ChildCpuClock = field(default_factory=ChildCpuClock)
 
 
 class TrainingLoop:
-    """The stages of the driver (rank 0); ``actions`` gives them to the stage runner."""
+    """Binds the stages to the driver's components (rank 0); ``actions`` returns them for the stage runner."""
 
     def __init__(self, components: LoopComponents) -> None:
         self._components = components
@@ -74,10 +74,10 @@ class TrainingLoop:
         self._num_trainer_stages_left: dict[int, int] = {}
         """Step -> trainer stages that have not run."""
         self._newest_trained = -1
-        """The newest step of this process that has begun to change the models; -1: no step yet."""
+        """The newest step of this process that has started to change the models, or -1."""
 
     def actions(self, graph: Sequence[Stage]) -> dict[str, Callable[[int], Any]]:
-        """Stage name -> its action, called with the step. Raises AttributeError for a stage that takes an unknown component."""
+        """Map each stage's name to its action, a function of the step. Raises AttributeError for an unknown component."""
         num_trainer_stages = sum(stage.resource is Resource.trainer for stage in graph)
         self._num_trainer_stages_left = defaultdict(lambda: num_trainer_stages)
         return {stage.name: self._action(stage) for stage in graph}
@@ -150,7 +150,7 @@ class TrainingLoop:
 
 
 def share_out(config: Config, group: TrainerGroup, state: StepState, step: int) -> None:
-    """Assigns the step's sequences to the trainer's replicas, once per step, so that every update to come is even."""
+    """Assign the step's sequences to the trainer's replicas, once per step, so that every update of the step is balanced."""
     if state.is_shared_out:
         return
     state.is_shared_out, ids = True, state.batch.ids

@@ -1,8 +1,7 @@
-"""What the two losses read: the policy's batch of one window, the critic's batch of whole responses. Pure.
+"""Builds the inputs of both losses: the policy's batch of one window, and the critic's batch of whole responses. Pure.
 
-Laws: the policy trains on this step's window; the critic sees a finished response once, over all its windows, with
-the values that were read when its tokens were generated (T-PPO, arXiv 2506.15050); what could not be scored trains
-nothing.
+Laws: the policy trains on this step's window. The critic trains on a finished response once, over all its windows, with
+the values computed in the step of each token (T-PPO, arXiv 2506.15050). Unscored responses do not train.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,10 +40,10 @@ def policy_batch(
     *,
     is_partial: bool = False,
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """What the policy loss reads, and how far trainer and engine are apart (the correction's metrics).
+    """Build the policy loss's batch, and the metrics of the mismatch between trainer and servers (by the correction).
 
-    Without recomputed log-probs there is nothing to tell them apart by: no metrics. Nor with ``is_partial``: updates give the
-    old log-probs that are missing (``config.schedule_facts.reuses_first_logprobs``), and the loss takes the weights from them.
+    There are no metrics without recomputed log-probs. Nor are there any with ``is_partial``: the first update then computes the
+    missing old log-probs (``config.schedule_facts.reuses_first_logprobs``), and the loss derives the weights from them.
 
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction, or
     ``rollout_logprobs``; ``kl_fields`` (``KlPenalty``) with a KL term in the loss, and then ``window``, the tokens whose
@@ -65,12 +64,12 @@ def policy_batch(
     if algorithm.positive_lm_coef:
         positive = _positive_mask(trajectories, algorithm, rules)
         fields["lm_mask"] = positive & (fields["mask"] | ~in_window)
-        batch = replace(batch, spans=None)  # it speaks of earlier windows, too
+        batch = replace(batch, spans=None)  # the positive mask also covers earlier windows
     return batch.only(ROUTES).with_fields(**fields), metrics
 
 
 def mismatch(batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """The metrics of ``policy_batch``, once all old log-probs are known; ``mask``: its own."""
+    """Return the metrics of ``policy_batch``, once all old log-probs are known. ``mask``: the policy batch's mask."""
     return _correction(batch, old_logprobs, mask, algorithm).metrics
 
 
@@ -101,9 +100,9 @@ def response_batch(
     rules: ResponseRules = SINGLE_RESPONSE,
     vision: ImageProcessor | None = None,
 ) -> PackedBatch | None:
-    """Finished responses over all windows: mask, returns of ``lambda_critic`` and the values of generation time.
+    """Pack finished responses over all windows, with mask, returns (``lambda_critic``) and the values of each token's step.
 
-    None when none of them could be scored.
+    Returns None if every one is unscored.
     """
     trajectories = critic_responses(trajectories, algorithm)
     pieces = [p for row, t in enumerate(trajectories) for p in response_pieces(t, row, algorithm, rules)]
@@ -129,7 +128,7 @@ def response_batch(
 
 
 def critic_responses(finished: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[Trajectory]:
-    """Those that a critic of whole responses learns from, as far as they can be scored."""
+    """Return the finished responses that a critic of whole responses trains on if they are scored."""
     return [t for t in finished if algorithm.overlong is not Overlong.filter or t.ended_naturally]
 
 
@@ -142,9 +141,9 @@ def window_critic_batch(
     algorithm: AlgorithmConfig,
     rules: ResponseRules = SINGLE_RESPONSE,
 ) -> PackedBatch | None:
-    """The tokens of this step's window for a critic that learns from each window at once: as ``response_batch``.
+    """Same as ``response_batch``, but with this step's window, for a critic that trains on each window immediately.
 
-    Targets are V + A^lambda_critic with EGAE where a response goes on (arXiv 2506.15050, eq. 6). None when no token counts.
+    Targets are V + A^lambda_critic, with EGAE if a response continues (arXiv 2506.15050, eq. 6). Returns None if no token counts.
     """
     if signals.values is None:
         raise ValueError("window_critic_batch: expected values of the window's tokens, got none")
@@ -175,28 +174,28 @@ def window_critic_batch(
 
 
 def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """[W] V + A^lambda of finished pieces; Monte-Carlo returns at lambda 1 (VC-PPO, arXiv 2503.01491)."""
-    if algorithm.lambda_critic == 1.0:  # the same, without the values' rounding
+    """Return [W] V + A^lambda of finished spans; Monte Carlo returns at lambda 1 (VC-PPO, arXiv 2503.01491)."""
+    if algorithm.lambda_critic == 1.0:  # equal in exact arithmetic, and free of the values' rounding
         return algorithms.monte_carlo_returns(rewards, cu_pieces, gamma=algorithm.gamma)
     advantages = algorithms.gae(rewards, old_values, cu_pieces, gamma=algorithm.gamma, lam=algorithm.lambda_critic)
     return advantages + old_values
 
 
 def store_model_outputs(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: ModelOutputs, step: int | None) -> None:
-    """Each trajectory remembers its new tokens' values (the anchor of the value clip) and rewards for the critic.
+    """Store each trajectory's new values (the reference point of the value clip) and token rewards for the critic.
 
-    ``step`` None: all of its tokens are new here.
+    ``step`` None: all tokens are new.
     """
     windows, window = [t.window_tokens(step) for t in trajectories], Stretches(batch.fields["mask"])
     for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
         if values is not None:
             for trajectory, new_values in zip(trajectories, window.within(values).split(windows), strict=True):
-                if len(new_values):  # a copy: a part would hold the whole step's in memory
+                if len(new_values):  # a copy, because a view would keep the whole step's values in memory
                     getattr(trajectory, name).append(new_values.to(torch.float32).numpy().copy())
 
 
 def store_untrained(trajectories: Sequence[Trajectory], batch: PackedBatch, trained: Tensor) -> None:
-    """Each trajectory remembers which of its new tokens the policy's mask ``trained`` [T] does not hold."""
+    """Store in each trajectory which of its new tokens the policy's mask ``trained`` [T] excludes."""
     rows = (batch.fields["mask"] & ~trained).split(batch.lengths.tolist())
     for trajectory, row in zip(trajectories, rows, strict=True):
         offsets = row.nonzero()[:, 0] - len(trajectory.prompt.token_ids)
@@ -205,15 +204,15 @@ def store_untrained(trajectories: Sequence[Trajectory], batch: PackedBatch, trai
 
 
 def _noted(by_trajectory: Iterable[Sequence[np.ndarray]]) -> Tensor:
-    """[all generated tokens] float32: what trajectories remember of theirs."""
+    """Concatenate the values stored in trajectories to [all generated tokens] float32."""
     return torch.from_numpy(joined(chain.from_iterable(by_trajectory), np.float32))
 
 
 def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
-    """[T] bool: tokens of finished responses with the full reward, over all windows, that the policy's masks held.
+    """Return [T] bool: tokens, over all windows, of finished responses with the full reward that the policy's masks included.
 
-    Of a dialogue whose turns are scored one by one: of the turns with the full score. What overlong=filter takes out
-    is taken out with all its windows.
+    In a dialogue with separately scored turns, the tokens of turns with the full score count. Responses that overlong=filter
+    excludes are excluded with all their windows.
     """
     threshold, masks = algorithm.positive_lm_threshold, []
     for t in trajectories:

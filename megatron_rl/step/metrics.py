@@ -1,4 +1,4 @@
-"""What a step says about itself, computed from its trajectories and batches. Pure; names as in docs/metrics.md."""
+"""Computes a step's metrics from its trajectories and batches. Pure; the names are documented in docs/metrics.md."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ from megatron_rl.step.window_advantages import Advantages
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[str, float]:
-    """Lengths are of finished responses; tokens are those that this step generated."""
+    """Return the metrics of generation. Lengths cover finished responses; tokens are the ones generated in this step."""
     finished = [t for t in trajectories if t.finished]
     metrics = {
         "rollout/num_slots": len(trajectories),
@@ -40,9 +40,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], step: int | None, version: int) -> dict[str, float]:
-    """Policy updates between the weights that sampled a token and ``version``, which it trains.
+    """Return mean and maximum of the policy updates between the weights that sampled a token and ``version``, which it trains.
 
-    Over the tokens that the model generated in ``step``; None: in any step.
+    The tokens are the ones that the model generated in ``step``, or in any step if None.
     """
     segments = [s for t in trajectories for s in t.segments if s.generated and step in (None, s.step)]
     num_tokens = sum(len(s.token_ids) for s in segments)
@@ -54,13 +54,13 @@ def staleness_metrics(trajectories: Sequence[Trajectory], step: int | None, vers
 
 
 def _num_spans(trajectory: Trajectory) -> int:
-    """Stretches of tokens that one weight version sampled."""
+    """Count the spans of tokens that one weight version sampled."""
     versions = [s.weight_version for s in trajectory.segments if s.generated and len(s.token_ids)]
     return 1 + sum(one != two for one, two in pairwise(versions))
 
 
 def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Over finished responses alone; an accuracy where every reward is 0 or 1, as verifiers give them."""
+    """Return the reward metrics of finished responses, with an accuracy if every reward is 0 or 1."""
     rewards = [t.reward for t in finished if t.reward is not None]
     metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
     if finished:
@@ -73,9 +73,9 @@ def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def passes_metrics(state: StepState) -> dict[str, float]:
-    """Tokens that went forward through a model, prompts and earlier windows too, for each one that the step generated.
+    """Return the tokens processed by forward passes per generated token, by trainer stage and in all.
 
-    By trainer stage, and in all; of a step whose stages have run.
+    Prompts and earlier windows count too. All stages of the step must have run.
     """
     num_generated, batch = state.metrics.get("step/tokens_generated", 0.0), state.batch
     if not num_generated:
@@ -95,7 +95,7 @@ def passes_metrics(state: StepState) -> dict[str, float]:
 
 
 def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, float]:
-    """Mean and spread before normalisation, of the tokens the policy trains on, split by finished and unfinished."""
+    """Return mean and standard deviation of advantages before normalization, separately for finished and unfinished responses."""
     counted, ended = within(advantages.mask, batch.fields["mask"]), advantages.ended
     metrics: dict[str, float] = {}
     for name, group in (("finished", counted & ended), ("unfinished", counted & ~ended)):
@@ -111,10 +111,10 @@ _NUM_POSITIONS = 4
 
 
 def critic_metrics(batch: PackedBatch) -> dict[str, float]:
-    """How well the values of generation time predicted the returns.
+    """Return how well the values from generation time predicted the returns.
 
-    ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response; a critic without
-    initialisation bias has no slope there (VC-PPO).
+    ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response. A critic without
+    initialization bias shows no slope over the quarters (VC-PPO).
     """
     values, returns, mask = (batch.fields[name] for name in ("old_values", "returns", "mask"))
     positions = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, _NUM_POSITIONS)

@@ -1,4 +1,4 @@
-"""Trajectories as packed batches: prompts and responses back to back, and arrays over their tokens. Pure."""
+"""Packs trajectories into batches: prompts and responses concatenated, with arrays over their tokens. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import ImageProcessor
 
 _SHORT_STRETCH = 32
-"""Tokens, on average: shorter ones take longer to copy one by one than by a list of all their tokens."""
+"""Mean tokens per span below which one copy by token index is faster than one copy per span."""
 
 
 def pack(
@@ -23,10 +23,10 @@ def pack(
     vision: ImageProcessor | None = None,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> PackedBatch:
-    """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` finds the images of the prompts.
+    """Pack prompts and responses so far with per-token ``fields`` [T]; ``vision`` finds the prompts' images.
 
-    Tokens stay where they are (``PackedBatch.parts``), and images are files (``Images.sources``). ``spans``: of each trajectory,
-    where the fields speak of its tokens; None: of its response.
+    Tokens are not copied (``PackedBatch.parts``), and images are files (``Images.sources``). ``spans``: the token range of each
+    trajectory that the fields cover; None means its response.
     """
     if spans is None:
         spans = [(len(t.prompt.token_ids), t.num_tokens) for t in trajectories]
@@ -41,9 +41,9 @@ def pack(
 def window_batch(
     trajectories: Sequence[Trajectory], step: int | None, vision: ImageProcessor | None = None
 ) -> PackedBatch:
-    """Prompt and response so far; ``mask`` is on the tokens that ``step`` generated, rollout_logprobs next to it.
+    """Pack prompts and responses so far. Fields: ``mask``, on for the tokens generated in ``step``, and ``rollout_logprobs``.
 
-    ``step`` None: on all that the model generated.
+    ``step`` None: the mask is on for all generated tokens.
 
     Every window of a response needs the prompt's images again.
     """
@@ -64,10 +64,9 @@ def window_batch(
 
 
 def window_routes(trajectories: Sequence[Trajectory], step: int) -> Rows | None:
-    """[layers, k] of each token: the experts that the engine chose in ``step`` (``data.batch.ROUTES``), 0 where it
-    said nothing.
+    """Return [layers, k] per token: the experts that the server chose in ``step`` (``data.batch.ROUTES``), 0 where unknown.
 
-    None when no trajectory has a record of this step.
+    Returns None if no trajectory has routes of this step.
     """
     records = [t.routes.routes if t.routes is not None and t.routes.step == step else None for t in trajectories]
     if not any(record is not None for record in records):
@@ -76,34 +75,34 @@ def window_routes(trajectories: Sequence[Trajectory], step: int) -> Rows | None:
 
 
 def with_routes(batch: PackedBatch, routes: Rows | None) -> PackedBatch:
-    """The batch with the experts that the policy's passes over it are to follow; None: it chooses by itself."""
+    """Return the batch with the experts that the policy's passes must replay; ``routes`` None: the policy chooses."""
     return batch if routes is None else replace(batch, parts={**batch.parts, ROUTES: routes})
 
 
 def response_field(parts: Sequence[np.ndarray], trajectories: Sequence[Trajectory], dtype: type = np.float32) -> Tensor:
-    """[T]: one array over each response's tokens, zeros on the prompts."""
-    rows: list[np.ndarray] = [np.zeros(0, dtype)]  # so that no trajectory at all is an empty field
+    """Concatenate the responses' arrays to a field [T], with zeros on the prompts."""
+    rows: list[np.ndarray] = [np.zeros(0, dtype)]  # so that a batch without trajectories gives an empty field
     for part, trajectory in zip(parts, trajectories, strict=True):
         rows += [np.zeros(len(trajectory.prompt.token_ids), dtype), part.astype(dtype, copy=False)]
     return torch.from_numpy(np.concatenate(rows))
 
 
 class Stretches:
-    """The runs of True in a mask [T] bool, found once for all that is read and put there. W tokens are on."""
+    """The spans of True in a mask [T] bool, computed once for repeated reads and writes. W tokens are on."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask
         borders = edges(mask.numpy())
         self._starts, self._ends = borders[::2], borders[1::2]
         self._offsets = np.concatenate([[0], np.cumsum(self._ends - self._starts)])
-        # Short ones are read and put all at once: nothing is gained by going from one to the next.
+        # Many short spans are faster to copy by one index of their tokens than span by span.
         self._is_short = len(borders) * _SHORT_STRETCH > len(mask)
 
     def on_mask(self, values: Tensor) -> Tensor:
-        """[T]: ``values`` [W] where the mask is on, 0 elsewhere."""
+        """Return [T]: ``values`` [W] where the mask is on, 0 elsewhere."""
         found = torch.from_numpy(np.zeros(len(self._mask), values.numpy().dtype))
         if self._is_short:
-            # One pass; putting at the places of a mask first makes a list of them.
+            # masked_scatter_ is one pass, while indexing by a mask first lists its indices.
             return found.masked_scatter_(self._mask, values)
         to, of = found.numpy(), values.numpy()
         for first, end, start in zip(self._starts.tolist(), self._ends.tolist(), self._offsets.tolist(), strict=False):
@@ -111,7 +110,7 @@ class Stretches:
         return found
 
     def within(self, values: Tensor) -> Tensor:
-        """[W]: ``values`` [T] where the mask is on."""
+        """Return [W]: ``values`` [T] where the mask is on."""
         if self._is_short:
             return values[self._mask]
         of = values.numpy()
@@ -119,7 +118,7 @@ class Stretches:
         return torch.from_numpy(np.concatenate([of[:0], *parts]))
 
     def borders(self, cu_seqlens: Tensor) -> Tensor:
-        """[N+1] int64: where each sequence starts in what ``within`` gives."""
+        """Return [N+1] int64: the start of each sequence in the result of ``within``."""
         ends, place = self._offsets[1:], cu_seqlens.numpy()
         stretch = np.searchsorted(self._ends, place)  # the first that does not end before the place
         before = np.append(self._offsets[:-1], self._offsets[-1])[stretch]
@@ -128,10 +127,10 @@ class Stretches:
 
 
 def on_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """[T]: ``values`` [number of True in mask] where ``mask`` [T] is on, 0 elsewhere."""
+    """Return [T]: ``values`` [number of True in mask] where ``mask`` [T] is on, 0 elsewhere."""
     return Stretches(mask).on_mask(values)
 
 
 def within(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` [T] where ``mask`` [T] is on: the inverse of ``on_mask``."""
+    """Return ``values`` [T] where ``mask`` [T] is on: the inverse of ``on_mask``."""
     return Stretches(mask).within(values)

@@ -1,8 +1,7 @@
-"""The same sampled tokens must have about the same log-probs in Megatron and in SGLang: before training, and again during it.
+"""The parity check: sampled tokens must have about the same log-probs in Megatron and SGLang, before and during training.
 
-How far apart they may be is said by four figures, for no single one sees everything: the mean moves with a fault that
-touches all tokens, outliers and k3 with one that touches few, and the largest difference says something where both sides
-compute exactly (``parity_bounds``).
+Four figures are bounded, because no single one detects everything. The mean detects an error in all tokens; outliers and k3
+detect an error in a few. The largest difference is useful if trainer and servers compute exactly (``parity_bounds``).
 """
 
 import math
@@ -28,7 +27,7 @@ from megatron_rl.training.trainer_group import TrainerGroup
 _MAX_TOKENS = 64
 """Sampled tokens per prompt: enough to reach positions, caches and norms, few enough to start quickly."""
 _MUCH_MORE = 10.0
-"""Times that answers to images must be further off than those to text, on average, for the images to be at fault."""
+"""Ratio of the mean differences, prompts with images to text prompts, above which the images are reported as the cause."""
 _KEYS = {
     "mean": "rollout.parity_bounds.mean",
     "k3": "rollout.parity_bounds.k3",
@@ -39,18 +38,18 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Parity:
-    """How well the two engines agree on the sampled tokens, and how well they have to."""
+    """The mismatch of trainer and servers on the sampled tokens, and its bounds."""
 
     figures: MismatchStats
     bounds: MismatchStats
-    """Infinite where there is none."""
+    """The largest figures that pass; infinite for a figure without a bound."""
     num_tokens: int
 
     def __str__(self) -> str:
         return ", ".join(self._said(name) for name in _WORDS)
 
     def too_large(self) -> list[str]:
-        """Names of the figures beyond their bounds."""
+        """Return the names of the figures beyond their bounds."""
         return [name for name in _WORDS if not getattr(self.figures, name) <= getattr(self.bounds, name)]
 
     def metrics(self) -> dict[str, float]:
@@ -63,7 +62,7 @@ class Parity:
 
 
 _WORDS = {"mean": ("mean difference", ".2g"), "k3": ("k3", ".2g"), "outliers": ("beyond ln 2", ".2%"), "max": ("largest", ".2g")}
-"""Figure -> what it is called, and how it is written."""
+"""Maps a figure to its label and its number format."""
 
 
 class EngineMismatch(UserError):
@@ -75,7 +74,7 @@ class EngineMismatch(UserError):
 
 
 class ParityCheck:
-    """Compares the engines on fresh responses to the first prompts. The servers must hold the trainer's weights."""
+    """Compares trainer and servers on fresh responses to the first prompts. The servers must have the trainer's weights."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class ParityCheck:
         vision: ImageProcessor | None,
         wait_for: Callable[[Coroutine[Any, Any, Any]], Any],
     ) -> None:
-        """``wait_for`` runs a coroutine on the asyncio thread to its end."""
+        """``wait_for`` runs a coroutine on the asyncio thread and returns its result."""
         self._config = config
         self._prompts = prompts
         self._group = group
@@ -96,7 +95,7 @@ class ParityCheck:
         self._wait_for = wait_for
 
     def due(self, step: int) -> bool:
-        """After every rollout.parity_every_steps steps, if engines are compared at all."""
+        """True after every rollout.parity_every_steps steps, if the parity check is enabled."""
         return self.wanted and is_due(step + 1, self._config.rollout.parity_every_steps)
 
     @property
@@ -104,7 +103,7 @@ class ParityCheck:
         return self._config.rollout.max_logprob_difference != 0
 
     def compare(self) -> Parity:
-        """On the main thread, collective; the servers are awake before and after. EngineMismatch beyond a bound."""
+        """Run the check (main thread, collective). The servers are awake before and after. Raises EngineMismatch beyond a bound."""
         rollout, trajectories = self._rollout, sample_for_parity(self._config, self._prompts)
         self._wait_for(rollout.generate(trajectories, step=0, window_tokens=_MAX_TOKENS, kind="parity"))
         rollout.sleep()
@@ -117,7 +116,7 @@ class ParityCheck:
 
 
 def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Trajectory]:
-    """Fresh responses to the first prompts; where there are prompts with images, half of them have images."""
+    """Return fresh responses to the first prompts; if there are prompts with images, half of the responses are to those."""
     budget = min(_MAX_TOKENS, config.batch.max_response_tokens)
     number = config.rollout.num_parity_prompts
     with_images = [prompt for prompt in prompts if prompt.images][: (number + 1) // 2]
@@ -135,8 +134,8 @@ def compare_logprobs(
     differing_weights: Callable[[], list[str]],
     vision: ImageProcessor | None = None,
 ) -> Parity:
-    """Raise EngineMismatch beyond a bound of ``parity_bounds``; ``differing_weights`` is asked only then."""
-    # Without ids: these are no sequences of the step.
+    """Compare log-probs; raises EngineMismatch beyond a bound of ``parity_bounds``. ``differing_weights`` is called only then."""
+    # Without ids, because these sequences do not belong to a step.
     batch = replace(window_batch(trajectories, 0, vision), ids=())
     mask = batch.fields["mask"]
     ours = group.logprobs(batch, temperature=config.rollout.temperature)[mask]
@@ -163,7 +162,7 @@ def _computed(config: Config) -> str:
 
 
 def _worst_prompt(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: Tensor) -> str:
-    """Which prompt the worst token belongs to, and whether it is the images; empty without images."""
+    """Describe the prompt of the worst token, and whether only images are affected; an empty string without images."""
     with_images = torch.tensor([bool(t.prompt.images) for t in trajectories])
     if not with_images.any():
         return ""

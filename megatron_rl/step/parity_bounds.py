@@ -1,6 +1,6 @@
-"""How far trainer and servers may be apart on the same sampled tokens, by what they compute with.
+"""Bounds of the parity check between trainer and servers on the same sampled tokens, by numeric format.
 
-The numbers are measured ones with a margin: docs/agreement.md has both, ``tools/measure_agreement.py`` measures them.
+The bounds are measured values with a margin: docs/agreement.md lists both, and ``tools/measure_agreement.py`` measures them.
 """
 
 import math
@@ -18,7 +18,7 @@ _DENSE = {
     "bfloat16": MismatchStats(mean=0.05, k3=3e-3, outliers=0.002, max=math.inf),
     "fp8": MismatchStats(mean=0.4, k3=0.1, outliers=0.1, max=math.inf),
 }
-"""By kind of numbers. In exact float32 one bound on the largest difference bounds the others."""
+"""Maps a numeric format to its bounds. In exact float32 one bound on the largest difference bounds the others."""
 _EXPERTS = {
     "float32": _DENSE["float32"],
     "TF32": MismatchStats(mean=0.02, k3=5e-4, outliers=0.003, max=math.inf),
@@ -29,7 +29,7 @@ _EXPERTS = {
 
 
 def numeric_format(config: Config, *, on_gpu: bool) -> str:
-    """float32, TF32 (what float32 products are on a GPU with Transformer Engine), bfloat16 or fp8."""
+    """Return float32, TF32 (the precision of float32 products on a GPU with Transformer Engine), bfloat16 or fp8."""
     if config.policy.fp8 is not Fp8.none:
         return "fp8"
     if config.policy.dtype is Dtype.float32:
@@ -38,7 +38,7 @@ def numeric_format(config: Config, *, on_gpu: bool) -> str:
 
 
 def has_expert_layers(config: Config) -> bool:
-    """Whether the policy is a mixture of experts; False where there is no model folder yet."""
+    """True if the policy is a mixture of experts; False if there is no model folder yet."""
     if not (Path(config.policy.path) / "config.json").is_file():
         return False
     model = policy_model(config)
@@ -46,7 +46,7 @@ def has_expert_layers(config: Config) -> bool:
 
 
 def parity_bounds(config: Config, *, on_gpu: bool) -> MismatchStats:
-    """The largest figures that pass; what the configuration gives takes the place of what is known of its dtype."""
+    """Return the largest figures that pass. Bounds given in the configuration replace the defaults of its dtype."""
     bounds = (_EXPERTS if has_expert_layers(config) else _DENSE)[numeric_format(config, on_gpu=on_gpu)]
     given = {**vars(config.rollout.parity_bounds), "max": config.rollout.max_logprob_difference}
     return replace(bounds, **{name: value for name, value in given.items() if value is not None})

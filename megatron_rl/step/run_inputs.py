@@ -1,4 +1,4 @@
-"""What a run works on: its prompts, the slots they fill, and the environment that answers them."""
+"""Loads the inputs of a run: its prompts, the slots that they fill, and the environment that replies to responses."""
 
 import functools
 import math
@@ -28,25 +28,25 @@ from megatron_rl.rollout.sampling import text_digest
 
 @dataclass(frozen=True, kw_only=True)
 class EvalInputs:
-    """What an evaluation works on."""
+    """The inputs of an evaluation."""
 
     tokenizer: Tokenizer
     environment: Environment | None
     start: Callable[..., Trajectory]
-    """A response to a prompt that has not begun, as the run's environment and budgets want it."""
+    """Creates an empty response to a prompt, with the run's environment and budgets."""
     eval_sets: dict[str, PromptSet]
-    """By name; that of data.eval_files is empty."""
+    """Maps set names to prompts; the set of data.eval_files has the empty name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs(EvalInputs):
-    """What a run works on."""
+    """The inputs of a training run."""
 
     train_set: PromptSet
     pool: SlotPool
 
     def go_on_from(self, pool: dict[str, Any]) -> None:
-        """Responses in progress, as a checkpoint holds them; their images must be among the data still."""
+        """Restore the responses in progress from a checkpoint; their images must still be in the data."""
         self.pool.load_state(pool)
         if self.tokenizer.vision is not None:
             self.tokenizer.vision.check_known(image for prompt in self.pool.prompts for image in prompt.images)
@@ -63,7 +63,7 @@ def make_inputs(config: Config) -> RunInputs:
 
 
 def make_eval_inputs(config: Config) -> EvalInputs:
-    """Tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
+    """Load tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
     tokenizer = Tokenizer(config.policy.path)
     environment = _environment(config)
     data = with_reward_fields(config.data, wanted_row_fields(config.reward))
@@ -95,7 +95,7 @@ def _new_trajectory(
     group_id: int | None = None,
     sample_index: int = 0,
 ) -> Trajectory:
-    """A response that has not begun, as the run's environment and budgets want it."""
+    """Create an empty response to a prompt, with the run's environment and budgets."""
     return Trajectory(
         id=id,
         prompt=prompt,
@@ -109,9 +109,9 @@ def _new_trajectory(
 
 
 def first_window_tokens(config: Config, trajectory_id: int) -> int:
-    """Most tokens of a response's first window (batch.window_jitter_tokens); 0: as the others.
+    """Return the most tokens of a response's first window (batch.window_jitter_tokens); 0 if it is like the others.
 
-    By run.seed and the response alone, so that it does not matter when or where it starts.
+    The value depends on run.seed and the response alone, and not on the time or slot in which the response starts.
     """
     jitter = window_jitter_tokens(config)
     if not jitter:
@@ -121,7 +121,7 @@ def first_window_tokens(config: Config, trajectory_id: int) -> int:
 
 
 def describe_prompts(inputs: RunInputs) -> Iterator[str]:
-    """A line on each set of prompts: how many there are of each type, and how many were left out."""
+    """Yield one line per set of prompts: its number of prompts of each type, and the number skipped for each reason."""
     sets = {"train on": inputs.train_set}
     sets |= {f"evaluate on ({name})" if name else "evaluate on": one for name, one in inputs.eval_sets.items()}
     for purpose, prompts in sets.items():
@@ -154,7 +154,7 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
             curriculum=data.curriculum,
         ),
         start_for_training,
-        # A greedy response comes on top of those that train; then all groups have one size.
+        # A greedy response is added to the responses that train; all groups then have one size.
         num_slots=math.ceil(num_started / block) * (block + with_greedy),
         num_samples_per_prompt=num_samples,
         num_samples_by_type=batch.num_samples_by_type,

@@ -1,11 +1,11 @@
 """Runs the stage graph: trainer stages on the calling thread, the others on threads next to it.
 
-Whichever thread ends a stage launches the rollout and host stages that became ready, so that generation starts while
+The thread that ends a stage launches the rollout and host stages that became ready, so that generation starts while
 the calling thread is inside a trainer stage.
 
-Who waits for whom: the calling (main) thread waits for completions of rollout and host stages; coroutines that need
-the Megatron ranks (a restarted server wants its weights) wait for the main thread through ``call_on_trainer``. A wait
-that lasts longer than ``stall_timeout_s`` ends with an error that names the running stages.
+The calling (main) thread waits for completions of rollout and host stages. Coroutines that need the Megatron ranks
+(to send weights to a restarted server) wait for the main thread through ``call_on_trainer``. A wait longer than
+``stall_timeout_s`` ends with an error that names the running stages.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ class StageRunner:
     ) -> None:
         """
         Args:
-            on_span: hears of every stage that has run: name, resource, step, start and end in seconds.
-            stop_requested: whether the run is asked to end; looked at between stages, and after ``wake``.
+            on_span: called after every stage with name, resource, step, start and end in Unix seconds.
+            stop_requested: returns a true value if the run must stop; checked between stages, and after ``wake``.
         """
         self.graph = graph
         self._actions: Mapping[str, _Action] = {}
@@ -63,9 +63,9 @@ class StageRunner:
     def run(self, actions: Mapping[str, _Action], first_step: int, last_step: int) -> None:
         """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
 
-        ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function. A run that
-        is asked to stop returns early: with models and slots as the last step leaves them that began to change the
-        models, and without what else that step and later ones had still to do.
+        ``actions`` maps every stage's name to a function of the step, plain or a coroutine function. A run that is
+        requested to stop returns early. Models and slots are then in the state after the last step that started to
+        change the models; the remaining work of that step and of later ones is dropped.
         """
         missing = [stage.name for stage in self.graph if stage.name not in actions]
         if missing:
@@ -93,11 +93,11 @@ class StageRunner:
                     self._next_event()
         finally:
             with self._lock:
-                self._ended = True  # what still runs launches nothing any more
+                self._ended = True  # stages that are still running launch no others
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wake(self) -> None:
-        """Look again whether the run is asked to stop (from any thread)."""
+        """Make the main thread check again for a requested stop (from any thread)."""
         self._events.put(lambda: None)
 
     def _finish_open_steps(self) -> None:
@@ -110,17 +110,17 @@ class StageRunner:
             futures[stage_run].cancel()
 
     def running(self) -> list[tuple[str, float]]:
-        """(stage, seconds so far) of the stages in progress (from any thread)."""
+        """Return (stage, seconds so far) of each stage in progress (from any thread)."""
         now_s = time.time()
         return [(stage_run.stage.name, now_s - started_s) for stage_run, started_s in list(self._started_s.items())]
 
     def stop_after(self, step: int) -> None:
-        """Open no further step (called by a stage's action)."""
+        """Open no step after ``step`` (called by a stage's action)."""
         with self._lock:
             self._frontier.stop_after(step)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine outside the graph to its end, lending it the main thread as ``run`` does."""
+        """Run a coroutine outside the graph and return its result; the main thread serves ``call_on_trainer`` meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
         future.add_done_callback(lambda done: self._events.put(lambda: None))
         while not future.done():
@@ -168,7 +168,7 @@ class StageRunner:
                 if abandoned or (not done.cancelled() and done.exception() is None):
                     self._complete(stage_run, time.time())
             finally:
-                # Wakes the calling thread; a failure is raised there, but not that of what nobody waits for any more.
+                # Wake the calling thread, which raises the stage's failure unless the stage was abandoned.
                 self._events.put((lambda: None) if abandoned else done.result)
 
         future.add_done_callback(completed)

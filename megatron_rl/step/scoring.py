@@ -1,7 +1,7 @@
-"""Scores for what ended in a step: whole responses, or the turns of dialogues.
+"""Scores the responses that ended in a step, whole or by the turns of a dialogue.
 
-Laws: everything that ended is graded once, in the step in which it ended; what could not be graded keeps a score
-without a value. A dialogue's environment says which texts the reward grades and what each turn's reward is.
+Laws: every ended response is scored once, in the step in which it ended; an unscored one keeps a score without a value.
+A dialogue's environment selects the texts that the reward scores, and determines each turn's reward.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from megatron_rl.rewards.router import RewardRouter, ScoreItem
 
 
 class ResponseScorer:
-    """Asks the run's reward, and the environment where there is one; scores are put on the trajectories."""
+    """Calls the run's reward and the environment, if there is one, and stores the scores in the trajectories."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ResponseScorer:
         stop_on_errors: bool = True,
         texts: Callable[[Sequence[TokenParts]], Awaitable[list[str]]] | None = None,
     ) -> None:
-        """``stop_on_errors`` False: too many errors are left to the watchdog. ``texts``: ``decode`` of many, elsewhere."""
+        """``stop_on_errors`` False leaves too many errors to the watchdog. ``texts`` decodes many sequences in other processes."""
         self._rewards = rewards
         self._decode = decode
         self._texts = texts or self._texts_here
@@ -38,7 +38,7 @@ class ResponseScorer:
         self._max_error_rate = config.max_error_rate if stop_on_errors else 1.0
 
     async def grade(self, trajectories: Sequence[Trajectory], step: int) -> None:
-        """Score what ended in ``step`` and has no score yet; RewardAlarm when too much of it cannot be scored."""
+        """Score the responses that ended in ``step`` and have no score yet. Raises RewardAlarm if too many cannot be scored."""
         if self._environment is not None:
             await self._grade_turns(self._environment, trajectories, step)
             return
@@ -49,7 +49,7 @@ class ResponseScorer:
             trajectory.score = score
 
     async def _texts_here(self, sequences: Sequence[TokenParts]) -> list[str]:
-        # Not on the event loop: a step's responses take seconds.
+        # Decoding a step's responses takes seconds, which would block the event loop.
         return await asyncio.to_thread(lambda: [self._decode(np.asarray(one).tolist()) for one in sequences])
 
     async def _grade_turns(self, environment: Environment, trajectories: Sequence[Trajectory], step: int) -> None:
@@ -83,7 +83,7 @@ class ResponseScorer:
         return scores
 
     def metrics(self, finished: Sequence[Trajectory]) -> dict[str, float]:
-        """Means over the finished responses of what rewards and environment say besides the score."""
+        """Return means over the finished responses of the extra metrics of rewards and environment."""
         values: dict[str, list[float]] = defaultdict(list)
         for trajectory in finished:
             scores = [trajectory.score, *trajectory.turn_grades.values()]

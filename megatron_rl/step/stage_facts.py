@@ -1,10 +1,10 @@
-"""What a stage had to do: facts beside its span in ``timeline.json``, by which `megatron-rl simulate` calibrates itself.
+"""The amount of work of a stage, stored with its span in ``timeline.json``; `megatron-rl simulate` calibrates with it.
 
-A generate stage says of every round of requests: ``rows`` and ``tokens`` (responses and new tokens in all), and of each
-row ``prompt`` (tokens), ``held`` (response tokens from earlier steps), ``new``, ``ended`` (0 or 1) and ``ms`` (from its
-arrival at the server to its last token, as the server says; 0: it does not). Words of numbers, in the order in which
-the requests were sent: small in memory and on disk. Of more than ``MAX_ROWS`` rows so many are kept, taken evenly from
-all of them sorted by length, the longest first.
+For every round of requests, a generate stage stores ``rows`` and ``tokens`` (responses and new tokens in all). For each
+row it stores ``prompt`` (tokens), ``held`` (response tokens from earlier steps), ``new``, ``ended`` (0 or 1) and ``ms``
+(from arrival at the server to the last token, as the server reports; 0 if unknown). Values are space-separated text in
+the order in which the requests were sent. At most ``MAX_ROWS`` rows are kept, spaced evenly over the rows sorted by length,
+longest first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ MAX_ROWS = 512
 def generated_rows(
     trajectories: Sequence[Trajectory], step: int, engine_s: Mapping[int, float]
 ) -> dict[str, int | str]:
-    """One round of requests of ``step``; O(responses). ``engine_s`` by trajectory id."""
+    """Return the facts of one round of requests of ``step``; O(responses). ``engine_s``: server seconds by trajectory id."""
     prompt = np.array([len(t.prompt.token_ids) for t in trajectories], dtype=np.int64)
     new = np.array([t.window_tokens(step) for t in trajectories], dtype=np.int64)
     held = np.array([t.num_response_tokens for t in trajectories], dtype=np.int64) - new
@@ -33,24 +33,24 @@ def generated_rows(
 
 
 def _kept(new: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Indices of the rows that are written down."""
+    """Return the indices of the rows to store."""
     num_rows = len(new)
     if num_rows <= MAX_ROWS:
         return np.arange(num_rows)
     by_length = np.lexsort((held, new))[::-1]
     even = ((np.arange(MAX_ROWS) + 0.5) * num_rows / MAX_ROWS).astype(np.int64)
-    even[0] = 0  # it lasts as long as the longest
+    even[0] = 0  # the round lasts as long as its longest row
     return by_length[even]
 
 
 class ChildCpuClock:
-    """CPU seconds of the processes that this one has started, servers and reward workers, and of theirs."""
+    """Sums the CPU seconds of this process's descendants: servers, reward workers and their children."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def cpu_s(self) -> float:
-        """Since they began; what has ended counts up to the last call."""
+        """Return the CPU seconds since the processes started; an exited process counts up to the last call."""
         for process in psutil.Process().children(recursive=True):
             try:
                 times = process.cpu_times()

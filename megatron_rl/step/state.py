@@ -15,36 +15,36 @@ _EMPTY = PackedBatch(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=tor
 
 @dataclass(repr=False, eq=False)
 class StepState:
-    """The products of a step's stages, named as in the table. A field without a default exists once a stage has made it."""
+    """The products of a step's stages, named as in the table. A field without a default is set by the stage that makes it."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """The rows of ``batch``: what grew in this step and trains."""
+    """The responses that grew in this step and train; one per sequence of ``batch``."""
     batch: PackedBatch = field(default_factory=lambda: _EMPTY)
     """Prompts and responses so far; ``mask`` is on the tokens of this step's window."""
     slots: list[Trajectory] = field(default_factory=list)
-    """All responses that the step worked on: also those aborted before their first new token, and greedy ones, which train
-    nothing; empty: as ``trajectories``."""
+    """All responses that the step worked on, including greedy ones and ones aborted before their first new token, which do
+    not train. An empty list means ``trajectories``."""
     finished: list[Trajectory] = field(init=False)
-    """Finished in this step, and scored."""
+    """Responses that finished in this step, after scoring."""
     old_logprobs: Tensor = field(init=False)
-    """[T] float32, where the batch's ``mask`` is on; those of ``first_update`` are 0 until it has been made."""
+    """[T] float32, on the tokens of the batch's ``mask``; 0 on the sequences of ``first_update`` until that update has run."""
     first_update: Sequence[int] = ()
-    """Sequences of the policy's first update, where its own log-probs are the old ones and no other pass gives them."""
+    """Sequences of the policy's first update whose old log-probs that update itself computes; empty if another pass does."""
     reference_logprobs: Tensor = field(init=False)
-    """[T] float32, likewise."""
+    """[T] float32, on the tokens of the batch's ``mask``."""
     values: Tensor | None = None
     """[T] float32, V(s_t); None without a critic."""
     final_values: Tensor | None = None
-    """[N] float32, V after the last token of each trajectory; made with ``values``."""
+    """[N] float32, V after the last token of each trajectory; set together with ``values``."""
     line_rewards: Tensor | None = None
-    """[T] float32; None without a process reward model."""
+    """[T] float32, rewards at line ends; None without a process reward model."""
     policy_batch: PackedBatch = field(init=False)
     critic_batch: PackedBatch | None = None
-    """The critic's sequences; None without a critic, and in a step without a finished, scored response."""
+    """The critic's sequences; None without a critic, and in a step in which no response finished with a score."""
     is_shared_out: bool = False
-    """The trainer's replicas know which of the batch's sequences each of them works on."""
+    """True once every sequence of the batch is assigned to a replica."""
     pool_state: Callable[[], dict[str, Any]] | None = None
-    """Gives the pool as it was when the finished responses had left it; None until then."""
+    """Returns the pool's state right after the finished responses left it; None until then."""
     kl_state: dict[str, Any] | None = None
     """The KL controller's state at the same moment."""
     trained_s: float = 0.0
@@ -56,9 +56,9 @@ class StepState:
 
     @property
     def ended(self) -> list[Trajectory]:
-        """Finished in this step, scored or not yet; greedy responses aside."""
+        """Responses that finished in this step, scored or not yet, without greedy ones."""
         return [t for t in self.slots if t.finished and not t.greedy]
 
     def saved_part(self) -> "StepState":
-        """The part that a checkpoint of this step needs; the rest may be forgotten."""
+        """Return the part that a checkpoint of this step needs; the rest may be freed."""
         return StepState(pool_state=self.pool_state, kl_state=self.kl_state, metrics=self.metrics)

@@ -1,4 +1,4 @@
-"""Checkpoints of steps: the driver's part of their state, and the background writes that are still running."""
+"""Saves checkpoints of steps: collects the driver's state, and tracks writes that still run in the background."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,10 @@ from megatron_rl.step.watchdog import Watchdog
 
 
 def snapshot_slots(step: int, state: StepState, pool: SlotPool, kl_penalty: KlPenalty) -> Callable[[], dict[str, Any]]:
-    """A function that gives the slots without the responses that ended in this step; taken once, before a later step changes them.
+    """Return a function that returns the slots without the responses that ended in this step.
 
-    The slots have all tokens that exist by then: with windows ahead also the next window's, which no later weights would sample.
+    The snapshot is taken once, before a later step changes the slots, and contains all tokens that exist by then. With windows
+    ahead that includes the next window's tokens, because later weights would sample different ones.
     """
     if state.pool_state is None:
         pool.release_finished(step)
@@ -41,7 +42,7 @@ class StepSaver:
         self._pool, self._kl_penalty, self._warmup, self._watchdog = pool, kl_penalty, warmup, watchdog
 
     def load_state(self, driver: dict[str, Any]) -> None:
-        """Restores the driver's part of a checkpoint, but for the pool."""
+        """Restore the driver's part of a checkpoint, except the pool."""
         self._kl_penalty.load_state(driver.get("kl"))
         if self._warmup.convergence and driver.get("settling"):
             self._warmup.convergence.load_state(driver["settling"])
@@ -54,14 +55,14 @@ class StepSaver:
         state.metrics["checkpoint/num_failed"] = float(self._checkpointer.num_failed)
 
     def save_last(self, step: int, state: StepState) -> None:
-        """Saves the newest step of a stopped run, unless a checkpoint has it."""
+        """Save the newest step of a stopped run, unless a checkpoint contains it already."""
         self.finish_background_save(wait=True)
         if self._checkpointer.newest_step != step:
             self._save(step, state)
             self.finish_background_save(wait=True)
 
     def finish_background_save(self, *, wait: bool) -> None:
-        """Counts a checkpoint that was being written in the background, if it is complete or ``wait`` is set."""
+        """Register the checkpoint that is written in the background, if it is complete or ``wait`` is set."""
         self._warn(self._checkpointer.finish_background_save(wait=wait))
 
     def _save(self, step: int, state: StepState) -> None:
@@ -72,7 +73,7 @@ class StepSaver:
             "settling": convergence.state() if convergence else None,
             "watchdog": self._watchdog.state(),
             "server_restarts": self._rollout.restart_counts(),
-            # A run that is killed may not have written them to its file yet.
+            # A killed run may not have written these metrics to its file yet.
             "metrics": state.metrics,
         }
         self._recorder.flush_records()

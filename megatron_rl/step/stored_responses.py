@@ -1,7 +1,7 @@
-"""Which of a step's responses are stored, and what is known of them once the policy has been updated.
+"""Chooses the responses of a step to store, and collects their columns once the policy has been updated.
 
-Laws: whole groups, chosen by ``run.seed`` and the group's number alone. So a group that is chosen stays so in all its windows while
-others come and go, every group has the same chance, and a run that goes on chooses the same.
+Laws: whole groups are chosen by ``run.seed`` and the group's id alone. A chosen group therefore stays chosen in all its windows,
+every group has the same chance, and a resumed run chooses the same groups.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron_rl.step.state import StepState
 
 
 def store_samples(config: Config, recorder: Recorder, state: StepState, step: int) -> None:
-    """Hand the chosen responses of ``step`` to the run's books; they are written beside training."""
+    """Pass the chosen responses of ``step`` to the recorder, which writes them in the background."""
     limit = config.tracking.samples_per_step
     if not limit:
         return
@@ -30,7 +30,7 @@ def store_samples(config: Config, recorder: Recorder, state: StepState, step: in
 
 
 def chosen_responses(trajectories: Sequence[Trajectory], limit: int, *, seed: int) -> list[Trajectory]:
-    """At most ``limit``, in whole groups where one fits, by group and sample."""
+    """Choose at most ``limit`` responses, in whole groups if one fits, ordered by group and sample."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -44,9 +44,9 @@ def chosen_responses(trajectories: Sequence[Trajectory], limit: int, *, seed: in
 
 
 def sample_columns(state: StepState, chosen: Sequence[tuple[Trajectory, int | None]], step: int) -> dict[str, list[Any]]:
-    """The columns of ``tracking.samples_file``, without the tokens' texts; each response with its row of the step's batch, if it has one.
+    """Return the columns of ``tracking.samples_file`` without the tokens' texts. Each response has its row of the batch, or None.
 
-    Arrays are copies of what the chosen ones need: nothing of the step's tensors stays in memory with them.
+    Arrays are copies of the chosen responses' values, so that they do not keep the step's tensors in memory.
     """
     rows = [_row(state, trajectory, row, step) for trajectory, row in chosen]
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
@@ -91,7 +91,7 @@ def _row(state: StepState, trajectory: Trajectory, row: int | None, step: int) -
 
 
 def _token_columns(state: StepState, trajectory: Trajectory, row: int | None) -> dict[str, Any]:
-    """Arrays over the response's tokens; ``row`` None: it is not in the step's batch, and trains nothing."""
+    """Return arrays over the response's tokens. ``row`` None: the response is not in the step's batch and does not train."""
     length = trajectory.num_response_tokens
     logprobs = np.where(trajectory.generated_mask(), trajectory.rollout_logprobs(), np.float32(np.nan))
     columns: dict[str, Any] = {
@@ -118,7 +118,7 @@ def _token_columns(state: StepState, trajectory: Trajectory, row: int | None) ->
     if state.old_logprobs is not batch.fields["rollout_logprobs"]:
         old = of_window(state.old_logprobs)
         if row in set(state.first_update):
-            # An update gives those that its loss reads, and a policy that rests gives none: the others are 0.
+            # An update returns log-probs of the tokens that its loss reads, and a frozen policy returns none: all others are 0.
             is_known = columns["mask"] & bool(np.nan_to_num(old).any()) | (old != 0)
             old = np.where(is_known, old, np.float32(np.nan))
         columns["trainer_logprobs"] = old
@@ -132,7 +132,7 @@ def _turn(index: int, score: Score) -> tuple[int, float | None, str, str]:
 
 
 def _end(trajectory: Trajectory) -> str:
-    """How the response ended: by itself, at its budget, before a message without room, or not yet."""
+    """Return how the response ended: naturally, at its budget, before a message that did not fit, or not yet."""
     if not trajectory.finished:
         return "open"
     return "stop" if trajectory.ended_naturally else "room" if trajectory.out_of_room else "length"

@@ -1,4 +1,4 @@
-"""A step's optimizer steps: passes over a batch in shuffled mini-batches, and what they say together."""
+"""Runs a step's updates: passes over a batch in shuffled mini-batches, and their combined metrics."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,16 +15,15 @@ from megatron_rl.training.losses import counted_tokens, critic_denominators, pol
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl"}
-"""Metrics whose prefix says the rest."""
+"""Metrics that the prefix makes unambiguous under a shorter name."""
 
 
 def train_policy(
     config: Config, group: TrainerGroup, batch: PackedBatch, step: int, *, keeps_logprobs: bool = False
 ) -> tuple[dict[str, float], Tensor | None]:
-    """One pass over the window's tokens; denominators are those of the whole mini-batch. Returns metrics.
+    """Train one pass over the window's tokens; denominators cover the whole mini-batch. Returns metrics and log-probs.
 
-    ``keeps_logprobs``: the first update takes its own log-probs for the old ones, and they are returned, too: [T], 0 outside its
-    sequences.
+    ``keeps_logprobs``: the first update uses its own log-probs as the old ones, and returns them: [T], 0 outside its sequences.
     """
     results: list[UpdateResult] = []
     kept: Tensor | None = None
@@ -59,7 +58,7 @@ def _without(batch: PackedBatch, field: str) -> PackedBatch:
 
 
 def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
-    """``critic.num_epochs`` passes over whole responses. Returns metrics."""
+    """Train ``critic.num_epochs`` passes over whole responses. Returns metrics."""
     results = []
     counts = counted_tokens(batch)
     useful = counts["mask"] > 0
@@ -72,7 +71,7 @@ def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: 
 
 
 def planned_updates(config: Config, ids: Sequence[int], ended: Sequence[int], step: int) -> dict[str, list[list[int]]]:
-    """By engine, which sequences each optimizer step of this step will be taken on; a critic learns from ``ended``."""
+    """Return, by engine, the sequence ids of each update of the step; the critic learns from ``ended``."""
     of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
     return {
         "policy": [[ids[row] for row in rows] for rows in of_policy],
@@ -81,12 +80,12 @@ def planned_updates(config: Config, ids: Sequence[int], ended: Sequence[int], st
 
 
 def policy_minibatches(config: Config, num_sequences: int, step: int) -> list[list[int]]:
-    """Of each optimizer step, which of the batch's sequences it is taken on."""
+    """Return the indices of the batch's sequences for each update of the policy."""
     return _minibatches(config, num_sequences, config.batch.policy_minibatch_size, 1, step)
 
 
 def critic_minibatches(config: Config, num_sequences: int, step: int) -> list[list[int]]:
-    """The same for the critic, over all its epochs."""
+    """Return the indices of the batch's sequences for each update of the critic, over all its epochs."""
     return _minibatches(config, num_sequences, config.batch.critic_minibatch_size, config.critic.num_epochs, step)
 
 
@@ -96,7 +95,7 @@ def _minibatches(config: Config, num_sequences: int, size: int, num_epochs: int,
 
 
 def update_metrics(prefix: str, results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over a step's optimizer steps, each metric over its own denominator; empty without a step."""
+    """Return means over a step's updates, each metric over its own denominator; empty if there was no update."""
     if not results:
         return {}
     sums: dict[str, list[float]] = {}

@@ -7,10 +7,10 @@ from megatron_rl.config.schema import Config
 
 
 class CriticWarmup:
-    """Tells in which steps the policy rests, and when the critic of a value pretraining has converged."""
+    """Decides in which steps the policy is frozen, and when the critic of a value pretraining has converged."""
 
     def __init__(self, config: Config, convergence: ValueConvergence | None = None) -> None:
-        """``convergence``: of a value pretraining, which ends when the critic's metrics are flat."""
+        """``convergence``: the test that ends a value pretraining, once the critic's metrics are flat; None otherwise."""
         self.convergence = convergence
         # In a pretraining the policy never trains.
         self._num_steps = config.run.num_steps if convergence else config.critic.warmup_steps
@@ -23,7 +23,7 @@ class CriticWarmup:
         return step < self._num_steps
 
     def critic_converged(self, metrics: Mapping[str, float]) -> bool:
-        """Adds an update's metrics; True once the critic of a value pretraining has converged."""
+        """Add a step's metrics; return True once the critic of a value pretraining has converged."""
         if self.convergence is None:
             return False
         return self.convergence.update(metrics["critic/loss"], metrics["critic/explained_variance"])

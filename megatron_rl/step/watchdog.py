@@ -1,7 +1,7 @@
-"""Says when training has died: collapsed entropy or reward, zero or non-finite gradients, a growing mismatch.
+"""Detects collapsed training: low entropy, a reward drop, zero or non-finite gradients, a growing mismatch.
 
-Pure: it reads the metrics of each step, once, in order, and keeps what it remembers in ``state`` (part of a
-checkpoint, so that a resumed run warns in the same steps). What to do is the configuration's choice (``health.*``).
+Pure: the watchdog reads each step's metrics once, in order. Its ``state`` is part of a checkpoint, so that a resumed run
+warns in the same steps. The configuration chooses the action for each sign (``health.*``).
 """
 
 import math
@@ -13,9 +13,9 @@ from megatron_rl.config.schema import HealthAction, HealthConfig
 from megatron_rl.errors import UserError
 
 MIN_ENTROPY = 1.0e-3
-"""Nats per token; below this limit the policy samples the same token nearly everywhere."""
+"""Lowest healthy entropy in nats per token; below it the policy samples the same token nearly everywhere."""
 MAX_MISMATCH = 0.1
-"""Nats per token of mismatch/k3; trainer and servers that agree stay far below."""
+"""Largest healthy mismatch/k3 in nats per token; trainer and servers that agree stay far below."""
 MAX_ROLLBACKS = 2
 """Rollbacks per run; a sign that returns after them has a cause that a rollback does not remove."""
 _MAX_REWARD_DROP = 0.5
@@ -24,7 +24,7 @@ _IMMEDIATE_SIGNS = ("reward_errors",)
 _NO_GRADIENT = 1e-10
 """Gradient norms of models that learn are larger by many orders; float32 rounding of a dead one need not be exactly 0."""
 _NUM_STANDARD_ERRORS = 6.0
-"""The best of many noisy means lies some three standard errors too high, the worst as far too low."""
+"""Twice three: the best of many noisy means is about three standard errors too high, and the worst is as far too low."""
 
 
 class TrainingCollapsed(UserError):
@@ -32,13 +32,13 @@ class TrainingCollapsed(UserError):
 
 
 class Rollback(Exception):
-    """A sign whose action is to return to the last good checkpoint."""
+    """A sign whose action is to return to the last healthy checkpoint."""
 
     def __init__(self, message: str, position: dict[str, Any], number: int) -> None:
         """
         Args:
-            position: where the prompts go on (``SlotPool.position``).
-            number: rollbacks of the run, with this one.
+            position: the position at which the prompts continue (``SlotPool.position``).
+            number: rollbacks of the run, including this one.
         """
         super().__init__(message)
         self.position = position
@@ -47,53 +47,53 @@ class Rollback(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """A sign that has held long enough to act on."""
+    """A warning sign that has lasted long enough to act on."""
 
     sign: str
-    """The key of ``HealthConfig`` that has its action."""
+    """The key of ``HealthConfig`` that sets the action."""
     action: HealthAction
     message: str
-    """What was seen, since when, and what usually helps."""
+    """The steps, the observed values and the usual remedy."""
 
 
 class Watchdog:
-    """``observe`` every step; ``healthy`` tells whether the last step showed no sign at all."""
+    """Counts warning signs. Call ``observe`` once per step; ``healthy`` is True if the last step showed no sign."""
 
     def __init__(self, config: HealthConfig, *, max_error_rate: float = 1.0) -> None:
         self._config = config
         self._max_error_rate = max_error_rate
         self._num_steps: dict[str, int] = {}
-        """By sign: steps in a row that have shown it."""
+        """Maps each sign to the number of consecutive steps that have shown it."""
         self._rewards = _Rewards(config.patience_steps)
         self._num_findings = 0
         self.num_rollbacks = 0
 
     @property
     def healthy(self) -> bool:
-        """No sign in the last step: a checkpoint of this moment is a good one."""
+        """True if the last step showed no sign, so that a checkpoint saved now is a healthy one."""
         return not self._num_steps
 
     def observe(self, step: int, metrics: Mapping[str, float], *, policy_trains: bool = True) -> list[Finding]:
-        """What is to be acted on after ``step`` (from 0); ``policy_trains`` False: the policy rests in this step."""
+        """Return the findings to act on after ``step`` (from 0). ``policy_trains``: False in a step that freezes the policy."""
         seen = dict(self._signs(metrics, policy_trains))
         self._num_steps = {sign: self._num_steps.get(sign, 0) + 1 for sign in seen}
         findings = []
-        for sign, words in seen.items():
+        for sign, symptom in seen.items():
             patience = 1 if sign in _IMMEDIATE_SIGNS else self._config.patience_steps
             held = self._num_steps[sign]
             if held % patience == 0:
                 since = f"step {step + 1}" if held == 1 else f"steps {step + 2 - held} to {step + 1}"
-                findings += self.found(sign, f"{since}: {words}")
+                findings += self.found(sign, f"{since}: {symptom}")
         return findings
 
     def found(self, sign: str, message: str) -> list[Finding]:
-        """A sign that somebody else has seen; counted, and empty if it is to be ignored."""
+        """Count a sign that another component detected, and return its finding; empty if the configuration ignores the sign."""
         self._num_findings += 1
         action: HealthAction = getattr(self._config, sign)
         return [] if action is HealthAction.ignore else [Finding(sign, action, message)]
 
     def metrics(self) -> dict[str, float]:
-        """Signs of the last step; findings and returns to an earlier checkpoint of the whole run."""
+        """Return the number of signs of the last step, and of findings and rollbacks of the whole run."""
         return {
             "health/num_signs": float(len(self._num_steps)),
             "health/num_findings": float(self._num_findings),
@@ -101,7 +101,7 @@ class Watchdog:
         }
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the state as JSON-serializable values."""
         return {
             "num_steps": self._num_steps,
             "num_findings": self._num_findings,
@@ -165,7 +165,7 @@ def _gradient_words(metrics: Mapping[str, float], policy_trains: bool) -> Iterat
 
 
 class _Rewards:
-    """The mean reward over the last ``span`` steps, against the best that such a mean has been."""
+    """Compares the mean reward over the last ``span`` steps with the best such mean so far."""
 
     def __init__(self, span: int) -> None:
         self._span = span
@@ -175,7 +175,7 @@ class _Rewards:
         self._squared_changes = 0.0
 
     def fall(self, reward: float, max_drop: float) -> tuple[float, float] | None:
-        """(best, now) if the mean that ends with ``reward`` has fallen too far; then the best stays what it was."""
+        """Add ``reward``. Return (best, current) mean if the mean has fallen too far, which leaves the best unchanged; else None."""
         if not math.isfinite(reward):
             return None
         change = reward - self._recent[-1] if self._recent else 0.0
@@ -187,7 +187,7 @@ class _Rewards:
         drop = max(max_drop * abs(best), _NUM_STANDARD_ERRORS * noise) if enough else math.inf
         if 0 < best - now >= drop:
             return best, now
-        # Noise and best are taken only while nothing has fallen, so that a fall does not hide itself.
+        # Update noise and best only while the reward has not fallen, so that a fall does not hide itself.
         self._num_changes += 1
         self._squared_changes += change * change
         if len(self._recent) == self._span:

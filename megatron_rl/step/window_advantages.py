@@ -1,7 +1,7 @@
-"""Advantages of a step's window: which tokens train the policy, and by how much. Pure.
+"""Computes the advantages of a step's window, and the mask of the tokens that train the policy. Pure.
 
-Laws: the policy sees only tokens of this step's window (T-PPO, arXiv 2506.15050); prompts and messages of an
-environment train nothing; what could not be scored trains nothing and is counted.
+Laws: the policy trains only on tokens of this step's window (T-PPO, arXiv 2506.15050). Prompts and an environment's
+messages do not train. Unscored responses do not train, and are counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,30 +29,30 @@ from megatron_rl.step.packing import Stretches
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of one window's batch; W of its T tokens are the window's, and the others have 0 and False."""
+    """Advantages of one window's batch; W of its T tokens are the window's, and all others have 0 and False."""
 
     advantages: Tensor
-    """[T] normalised, on the window's tokens."""
+    """[T] normalized, on the window's tokens."""
     mask: Tensor
     """[T] bool, the tokens that the policy loss counts."""
     raw: Tensor
-    """[W] before normalisation."""
+    """[W] before normalization."""
     ended: Tensor
     """[W] bool, tokens of responses (or turns) that ended in this step."""
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What the models said about a window's batch; all [T] but final_values [N]."""
+    """The models' outputs on a window's batch; all [T], except final_values [N]."""
 
     values: Tensor | None = None
     """V(s_t); None without a critic."""
     final_values: Tensor | None = None
     """V after the last token of each trajectory."""
     token_rewards: Tensor | None = None
-    """Rewards besides the outcome: a KL penalty, rewards of lines."""
+    """Rewards in addition to the outcome: a KL penalty, line rewards."""
     greedy_rewards: Mapping[int, float] | None = None
-    """By group: the reward of the greedy response, where there is one. A group that is missing trains nothing."""
+    """Maps group ids to the reward of the group's greedy response; a group that is missing does not train."""
 
 
 def window_advantages(
@@ -65,9 +65,9 @@ def window_advantages(
     algorithm: AlgorithmConfig,
     rules: ResponseRules = SINGLE_RESPONSE,
 ) -> Advantages:
-    """Advantages of this step's tokens: EGAE over the pieces, or the responses' outcomes against each other.
+    """Compute the advantages of this step's tokens: EGAE over the spans, or the outcomes of a group's responses compared.
 
-    ``step`` None: of the tokens of all steps, over whole responses.
+    ``step`` None selects the tokens of all steps, over whole responses.
     """
     window = Stretches(batch.fields["mask"])
     pieces = window_pieces(trajectories, step, algorithm, rules)
@@ -111,20 +111,20 @@ def window_advantages(
 
 
 class SpanTokens(NamedTuple):
-    """Pieces, and the rewards of their tokens."""
+    """The sizes of spans, and the rewards of their tokens."""
 
     sizes: Tensor
-    """[pieces] int64, tokens."""
+    """[spans] int64, tokens."""
     cu_seqlens: Tensor
-    """[pieces + 1]"""
+    """[spans + 1]"""
     ended: Tensor
-    """[pieces] bool; False where the response goes on."""
+    """[spans] bool; False if the response continues in the next step."""
     rewards: Tensor
     """[tokens]"""
 
 
 def piece_tokens(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, window: Stretches) -> SpanTokens:
-    """``window``: the pieces' tokens among those of the batch, in their order."""
+    """Return the spans' sizes and rewards. ``window``: the spans' tokens among the batch's tokens, in the order of the spans."""
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
     rewards = terminal_rewards(pieces, cu_pieces)
@@ -134,7 +134,7 @@ def piece_tokens(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, window:
 
 
 def bootstrap_values(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor | None:
-    """[pieces] V after each piece's last token, read where its response goes on; None: the last token's own (EGAE)."""
+    """Return [spans] V after each span's last token, used if its response continues; None selects the last token's own V (EGAE)."""
     if algorithm.bootstrap is not Bootstrap.critic or signals.final_values is None:
         return None
     return signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
@@ -143,7 +143,7 @@ def bootstrap_values(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, alg
 def _taken_in(
     trajectories: Sequence[Trajectory], step: int | None, algorithm: AlgorithmConfig, rules: ResponseRules
 ) -> Tensor:
-    """[W] bool: False on the tokens that the policy loss leaves out although they were generated in this step."""
+    """Return [W] bool: False on tokens of this step that the policy loss excludes."""
     counts, lengths = [], []
     for t in trajectories:
         cut = algorithm.overlong is Overlong.filter and t.finished and not t.ended_naturally
@@ -156,8 +156,8 @@ def _taken_in(
 def _lambda(pieces: Sequence[AdvantageSpan], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
     if algorithm.lambda_policy is LambdaKind.constant:
         return algorithm.lambda_value
-    # Integers: near 1 a float32 rounding, raised to the power of the length, would show.
+    # Integers, because a float32 rounding near 1 would be amplified by the power of the length.
     lengths = torch.tensor([p.length for p in pieces], dtype=torch.int64).clamp(min=1)
-    # An unfinished response is expected to go on for about half a window (T-PPO, arXiv 2506.15050).
+    # An unfinished response is expected to continue for about half a window (T-PPO, arXiv 2506.15050).
     lengths = lengths + (~ended) * (window_tokens // 2)
     return algorithms.length_adaptive_lambda(lengths, alpha=algorithm.lambda_alpha, floor=algorithm.lambda_value)

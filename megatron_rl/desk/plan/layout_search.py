@@ -1,4 +1,4 @@
-"""Every layout of a model over so many ranks that a plan looks at, and why one of them cannot be. Pure.
+"""Lists the layouts of a model over a number of ranks that a plan examines, and the reasons against a layout. Pure.
 
 Tensor parallelism stays on one machine; an expert is whole or shared like the other matrices; layers are cut as evenly as they
 can be, and the stages with the embedding and the head are the first to have one less.
@@ -21,30 +21,30 @@ _CONTEXTS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides which layouts a model can have."""
+    """The model's properties that determine its possible layouts."""
 
     layers: int
     experts: int
-    """Of a layer; 0: none."""
+    """Number of experts per layer; 0 if there are none."""
     expert_ffn: int
     shared: tuple[tuple[str, int], ...]
-    """Sizes that tensor-parallel ranks share out."""
+    """Sizes that tensor parallelism splits."""
     layers_with_images: int
     """Of the first stage at least."""
 
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """What layouts have in common that differ by tensor and context parallelism alone."""
+    """The common properties of layouts that differ only by tensor and context parallelism."""
 
     stages: int
     """Of the pipeline."""
     experts: int = 1
     """Expert-parallel size."""
     whole: bool = True
-    """Each expert lies on one rank, where other matrices are shared."""
+    """True if each expert is on a single rank while other matrices are split."""
     stride: int = 8
-    """Most ranks that share tensors and contexts."""
+    """Most ranks over which tensors and contexts are split."""
 
 
 def shape_of(facts: ModelConfig) -> ModelShape:
@@ -55,12 +55,12 @@ def shape_of(facts: ModelConfig) -> ModelShape:
 
 
 def expert_sizes(shape: ModelShape, num_ranks: int) -> Sequence[int]:
-    """Expert-parallel sizes, rising."""
+    """Return the expert-parallel sizes, increasing."""
     return [size for size in range(1, min(num_ranks, shape.experts) + 1) if shape.experts % size == 0] or [1]
 
 
 def layouts(shape: ModelShape, kind: LayoutFamily, num_ranks: int, per_machine: int) -> Iterator[ParallelConfig]:
-    """Those of a kind, the ones that share least first; also such as are refused."""
+    """Yield the layouts of a family, those with the least splitting first, including refused ones."""
     tensors = [2**power for power in range(per_machine.bit_length())]
     pairs = [(tp, cp) for tp, cp in product(tensors, _CONTEXTS) if tp <= per_machine and tp * cp <= kind.stride]
     for tp, cp in sorted(pairs, key=lambda pair: (math.prod(pair), pair[1])):
@@ -79,11 +79,11 @@ def layouts(shape: ModelShape, kind: LayoutFamily, num_ranks: int, per_machine: 
 
 
 def cut_layers(num_layers: int, num_chunks: int) -> list[int]:
-    """parallel.pipeline_layers; empty where all chunks have the same number."""
+    """Return parallel.pipeline_layers; empty if all chunks have the same number of layers."""
     least, more = divmod(num_layers, num_chunks)
     if not more:
         return []
-    # One with the embedding or the head has work besides its layers.
+    # A chunk with the embedding or the head has work in addition to its layers.
     order = [*range(1, num_chunks - 1), 0, num_chunks - 1][:more]
     return [least + (chunk in order) for chunk in range(num_chunks)]
 

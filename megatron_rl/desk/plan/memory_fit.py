@@ -1,4 +1,4 @@
-"""Whether a run fits a GPU, and which keys to change where it does not. Pure.
+"""Decides whether a run fits a GPU, and which keys to change if it does not. Pure.
 
 Changes are tried on the model of memory itself (``run_memory``), those that cost least first; what turns out not to be
 needed is taken back.
@@ -20,27 +20,27 @@ from megatron_rl.families.model_facts import dims, split_sizes, text_config
 from megatron_rl.schedule.table import GENERATE
 
 SPARE_SHARE = 0.04
-"""Of a GPU, left free by a mem-fraction-static that is recommended, and by a plan."""
+"""Share of a GPU left free by a recommended mem-fraction-static, and by a plan."""
 _SMALLEST_FRACTION, LARGEST_FRACTION = 0.1, 0.9
 _GROWTH = (2, 4, 8)
 
 Facts = Mapping[str, ModelConfig]
 Changes = Mapping[str, Any]
-"""Dotted key -> value."""
+"""Maps dotted keys to values."""
 
 
 @dataclass(frozen=True)
 class MemoryFit:
     stage: str
-    """The fullest one."""
+    """The stage that needs most memory."""
     needed: float
-    """Bytes in it; of colocated servers all that mem-fraction-static gives them."""
+    """Bytes per GPU in that stage; colocated servers count with all memory that mem-fraction-static grants."""
     kv_tokens: float
-    """That fit into the cache of one server; 0 or less: its weights do not fit."""
+    """Tokens that fit into one server's KV cache; 0 or less if its weights do not fit."""
     problem: str
     """Empty: it fits."""
     changes: Changes
-    """That make it fit; empty where it fits, and where none were found."""
+    """Changes that make the run fit; empty if it fits, or if none were found."""
     needed_after: float
 
 
@@ -66,7 +66,7 @@ def check_fit(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
 
 
 def _fullest(config: Config, memory: RunMemory, gpu: Gpu) -> tuple[str, float]:
-    """(stage, bytes). Colocated servers take what they are given, their weights included."""
+    """Return (stage, bytes). Colocated servers count with the memory granted to them, including their weights."""
     sizes = {stage.name: stage.total for stage in memory.stages}
     if GENERATE in sizes:
         sizes[GENERATE] += max(0.0, memory_fraction(config) * gpu.hbm_bytes - memory.server_weights)
@@ -75,14 +75,14 @@ def _fullest(config: Config, memory: RunMemory, gpu: Gpu) -> tuple[str, float]:
 
 
 def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
-    """Empty where all that is known here does not help."""
+    """Return changes that make the run fit; empty if no known change helps."""
 
     def helps(changes: Changes) -> bool:
         changed = _changed(config, changes)
         return _is_possible(changed, facts) and not check_fit(changed, facts, gpu).problem
 
     def needed(changes: Changes) -> Changes:
-        # What costs most goes first.
+        # The most expensive change goes first.
         for key in reversed(list(changes)):
             fewer = {name: value for name, value in changes.items() if name != key}
             changes = fewer if helps(fewer) else changes
@@ -98,7 +98,7 @@ def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
     else:
         return {}
     changes = needed(changes)
-    # Of several values the smallest that helps is tried last, and stays.
+    # Among several values, the smallest that helps is tried last and kept.
     for candidate in reversed(candidates):
         if candidate.keys() <= changes.keys() and helps({**changes, **candidate}):
             changes = {**changes, **candidate}
@@ -129,7 +129,7 @@ def _candidates(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
 
 
 def _of_servers(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
-    """What gives servers, or leaves the trainer, more of the GPU."""
+    """Changes that leave servers or trainer more of the GPU."""
     size = config.rollout.tensor_parallel_size
     if fraction := largest_fraction(run_memory(config, models_of(config, facts)), gpu):
         yield {"rollout.server_args.mem-fraction-static": fraction}
@@ -165,7 +165,7 @@ def _changed(config: Config, changes: Changes) -> Config:
 
 
 def _is_possible(config: Config, facts: Facts) -> bool:
-    """Whether layouts fit the ranks and the models, and colocated servers the ranks."""
+    """Return whether layouts fit the ranks and the models, and colocated servers fit the ranks."""
     rollout, num_ranks = config.rollout, config.parallel.num_ranks
     servers_fit = True
     if server_placement(rollout).shares_devices:

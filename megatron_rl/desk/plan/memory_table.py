@@ -25,7 +25,7 @@ from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import GENERATE
 
 _GPUS = ("H100-80G", "H20", "H200")
-"""One of each size in use: 80, 96 and 141 GB."""
+"""GPU memory sizes in use: 80, 96 and 141 GB."""
 _GIGA = 1e9
 _TIGHT_SHARE = 0.06
 """Less than this share of a GPU to spare is within the error of the estimates."""
@@ -52,7 +52,7 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
 
 
 def print_stages(console: Console, memory: RunMemory, models: Sequence[RunModel]) -> None:
-    """Of a GPU by stage, and of the machine with the driver."""
+    """Return the memory of a GPU by stage, and of the driver's node."""
     console.print(_stage_table(memory, models))
     ranks = {stage.rank for stage in memory.stages}
     which = ", ".join(f"{stage.name} {stage.rank}" for stage in memory.stages) if len(ranks) > 1 else str(*ranks)
@@ -63,7 +63,7 @@ def print_stages(console: Console, memory: RunMemory, models: Sequence[RunModel]
 
 
 def plain_table(*columns: str, texts: Container[str] = ()) -> Table:
-    """The first column and ``texts`` are words, the others numbers."""
+    """Return a table whose first column and ``texts`` are left-aligned text; all other columns are numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index and column not in texts else "left", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Which of the plans that fit finishes responses soonest. Pure, and deterministic by its seed.
+"""Ranks fitting plans by the predicted seconds per finished response. Pure, and deterministic given a seed.
 
 A step of every plan is bounded from below by its stages' seconds first; those with the lowest bounds are simulated, with the same
 functions and costs as ``megatron-rl simulate --gpu``. In no mode do a step's rows depend on how long its stages take, but for
@@ -38,28 +38,28 @@ from megatron_rl.schedule.graph import Resource
 from megatron_rl.schedule.table import GENERATE, UPDATE_CRITIC
 
 _LOOKED_AT, _SIMULATED = 4, 32
-"""Servers of a plan, for its bound and for its simulation: of many, some stand for all."""
+"""Most servers per plan in its bound and in its simulation; a sample represents all of them."""
 _RESPONSES_THAT_COUNT, _FEWEST_STEPS, _MOST_STEPS = 40_000, 6, 200
 _MORE = 4
-"""Plans that are simulated beyond those that are asked for, for their bounds may be in another order."""
+"""Number of plans simulated in addition to the requested ones, because bounds may rank plans differently."""
 _SAME = 0.005
-"""Differences below this share are less than the estimates know: the plan that asks less of the network goes first."""
+"""Relative differences below this are within the estimates' error: the plan that uses the network less goes first."""
 
 
 @dataclass(frozen=True)
 class RankedPlan:
     config: Config
-    """With all that a plan chooses."""
+    """Configuration with all keys that a plan chooses."""
     outcome: PredictedMeans
 
     @property
     def response_s(self) -> float:
-        """Seconds a finished response."""
+        """Seconds per finished response."""
         return 1 / self.outcome.finished_per_s if self.outcome.finished_per_s else float("inf")
 
     @property
     def bottleneck(self) -> str:
-        """What has to become faster for a step to."""
+        """The resource that limits a step."""
         outcome = self.outcome
         generation = outcome.stage_s[GENERATE] / outcome.step_s
         if facts_of(self.config).alternates:
@@ -74,16 +74,16 @@ class PlanRanking:
     """``workload`` on ``gpu``, by a model with these facts."""
 
     config: Config
-    """All keys that a plan does not choose."""
+    """Configuration with all keys that a plan does not choose."""
     facts: ModelConfig
     gpu: Gpu
     workload: Workload
     windows: Sequence[int]
-    """batch.window_tokens to compare."""
+    """Values of batch.window_tokens to compare."""
     seed: int = 1
 
     def best(self, found: Iterable[GpuSplit], number: int) -> list[RankedPlan]:
-        """The ``number`` fastest, without such as differ in nothing that the estimates know."""
+        """Return the ``number`` fastest plans, without plans that the estimates cannot distinguish."""
         bounds = sorted(self._bounds(found), key=lambda pair: _order(*pair))
         works: dict[tuple[int | str, ...], list[StepWork]] = {}
         chosen = [self._simulated(config, works) for config in _various([config for _, config in bounds], number + _MORE)]
@@ -92,7 +92,7 @@ class PlanRanking:
     def _bounds(self, found: Iterable[GpuSplit]) -> Iterator[tuple[float, Config]]:
         """(seconds a finished response, plan): not less than these, but for the publish, which is that of the first servers."""
         for split in found:
-            # On the trainer's GPUs servers of a size are taken with the largest cache that any trainer leaves them.
+            # Colocated servers of one size are assumed to have the largest cache that any trainer leaves them.
             rising = sorted(split.trainers, key=lambda trainer: memory_fraction(trainer))
             servers = split.servers or tuple({trainer.rollout.tensor_parallel_size: trainer for trainer in rising}.values())
             served = {server.rollout.tensor_parallel_size: self._generate_s(server) for server in servers}
@@ -106,13 +106,13 @@ class PlanRanking:
                         yield _step_bound(config, generate_s, trains) / max(settled.num_finished, 1), config
 
     def _generate_s(self, config: Config) -> dict[int, float]:
-        """By window, seconds of the slowest of some servers."""
+        """Return, by window, the seconds of the slowest sampled server."""
         scenario, timing = self._limited(config), estimated_timing(config, self.gpu, self.facts)
         return {window: max(_server_seconds(steps[-1], scenario, timing, _LOOKED_AT)) for window, steps in self._windows.items()}
 
     @cached_property
     def _windows(self) -> dict[int, list[GeneratedStep]]:
-        """What each step has to do, until the slots are mixed as they will be and some steps more."""
+        """Return the work of each step until the mix of the slots is stationary, and of some steps after that."""
         found = {}
         for window in self.windows:
             scenario = self._scenario(with_window(self.config, window))
@@ -162,7 +162,7 @@ def _num_steps(scenario: Scenario) -> int:
 
 
 def _server_seconds(window: GeneratedStep, scenario: Scenario, timing: Timing, number: int) -> tuple[float, ...]:
-    """Of ``number`` servers at most: each has its share of the same mixture."""
+    """Reduce a scenario to at most ``number`` servers, each with its share of the same mixture."""
     rows = window.generated
     prefix, owned = rows.prompt + rows.held, spread(len(rows), scenario.num_servers)[:number]
     return tuple(serve(prefix[own], rows.new[own], timing, scenario.limits).seconds for own in owned)
@@ -179,7 +179,7 @@ def _step_bound(config: Config, generate_s: float, trains: Mapping[str, float]) 
         return generate_s + total
     if facts.ahead:
         return max(generate_s, total)
-    # The critic learns while the next window is generated.
+    # The critic trains while the next window is generated.
     return max(generate_s + total - trains.get(UPDATE_CRITIC, 0.0), total)
 
 

@@ -1,8 +1,8 @@
-"""Which layouts of a run fit so many GPUs: of its trainer, and of its servers. Pure.
+"""Searches layouts of trainer and servers that fit a number of GPUs. Pure.
 
-Memory is the dry run's (``memory_verdict``). Of what fits, settings are kept that take least time: a layout recomputes and
-offloads no more than it has to, and shares tensors and contexts no further than that needs. Everything else is counted by
-its reason, with the layout that missed by least.
+Memory is computed as in the dry run. Among fitting settings the fastest are kept: a layout recomputes and offloads no more than
+necessary, and splits tensors and contexts no further than that requires. All other layouts are counted by the reason for refusal,
+with the nearest miss.
 """
 
 import math
@@ -43,15 +43,15 @@ CHOSEN = (
     *("rollout.placement", "rollout.tensor_parallel_size", "rollout.num_servers"),
     *("batch.window_tokens", "batch.max_tokens_per_microbatch"),
 )
-"""Keys that a plan chooses, but for those that are pinned."""
+"""Keys that a plan chooses, except pinned ones."""
 _PACK = "batch.max_tokens_per_microbatch"
 _FRACTION_KEY = "mem-fraction-static"
 _FRACTION_KEYS = {_FRACTION_KEY, _FRACTION_KEY.replace("-", "_")}
 _SERVER_FRACTION, _LEAST_FRACTION = 0.8, 0.01
-"""Of servers on GPUs of their own: groups that weights come through take memory after the cache has been sized."""
+"""Memory fractions of servers on separate GPUs: the process groups for weights allocate memory after the cache is sized."""
 _LEAST_PACK, _MOST_SHARES = 8192, 8
 MOST_MACHINES = 8
-"""That one server is spread over."""
+"""Most nodes that one server may span."""
 _CHUNKS, _RECOMPUTES = (4, 2), list(Recompute)
 TOO_MANY, FEW_SLOTS = "too little memory in the stage ", "more replicas than responses of an update"
 NO_CACHE = "no room in a server for one response"
@@ -59,35 +59,35 @@ NO_CACHE = "no room in a server for one response"
 
 @dataclass
 class RefusedLayouts:
-    """Layouts that one reason excludes."""
+    """The layouts that one reason excludes."""
 
     number: int = 0
     excess: float = math.inf
-    """Bytes of a GPU that the nearest of them lacks of ``PlanSearch.room``; infinite where the reason is not memory."""
+    """Bytes per GPU by which the nearest layout exceeds ``PlanSearch.room``; infinite if the reason is not memory."""
     nearest: Config | None = None
 
 
 @dataclass
 class PlanSearch:
-    """What is searched for, and what has been refused so far."""
+    """The inputs of a search, and the layouts refused so far."""
 
     config: Config
-    """All keys that a plan does not choose."""
+    """Configuration with all keys that a plan does not choose."""
     facts: Mapping[str, ModelConfig]
-    """As for ``models_of``."""
+    """Model facts, as in ``models_of``."""
     gpu: Gpu
     pinned: frozenset[str] = frozenset()
-    """Of ``CHOSEN``: those that stay as ``config`` has them."""
+    """Keys of ``CHOSEN`` that keep their values in ``config``."""
     refused: dict[str, RefusedLayouts] = field(default_factory=dict)
     settled: dict[Any, tuple[int, tuple[Recompute, Offload, int]]] = field(default_factory=dict)
-    """Layout -> (ranks that it was last asked for, the settings with which it fitted them)."""
+    """Maps a layout to its last number of ranks and the settings with which it fitted."""
     shape: ModelShape = field(init=False)
 
     def __post_init__(self) -> None:
         self.shape = shape_of(self.facts["policy"])
 
     def allows(self, config: Config, section: str) -> bool:
-        """Whether ``config`` has what is pinned of a section, or of one key."""
+        """True if ``config`` keeps the pinned values of a section or key."""
         keys = (key for key in self.pinned if key.startswith(section))
         return all(attrgetter(key)(config) == attrgetter(key)(self.config) for key in keys)
 
@@ -99,7 +99,7 @@ class PlanSearch:
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that a plan may fill: estimates are not exact."""
+        """Bytes of a GPU that a plan may fill, less than all because estimates are not exact."""
         return (1 - SPARE_SHARE) * self.gpu.hbm_bytes
 
     @property
@@ -114,11 +114,11 @@ class GpuSplit:
 
     trainers: tuple[Config, ...]
     servers: tuple[Config, ...]
-    """Empty where servers have the trainer's GPUs: they stand in ``trainers``."""
+    """Configurations of the servers; empty if servers share the trainer's GPUs and are part of ``trainers``."""
 
 
 def splits(search: PlanSearch, num_gpus: int) -> Iterator[GpuSplit]:
-    """All that fits, servers on the trainer's GPUs first. ConfigError for a mem-fraction-static that is none."""
+    """Yield all fitting splits, colocated servers first. Raises ConfigError for an invalid mem-fraction-static."""
     if trainers := tuple(_colocated(search, num_gpus)):
         yield GpuSplit(trainers, ())
     for num_ranks in _trainer_shares(num_gpus, search.gpu.per_machine):
@@ -129,7 +129,7 @@ def splits(search: PlanSearch, num_gpus: int) -> Iterator[GpuSplit]:
 
 
 def fewest_gpus(search: PlanSearch, most: int = 4096) -> int:
-    """The fewest GPUs that anything fits; 0 where ``most`` are not enough. Beyond one machine in whole ones."""
+    """Return the fewest GPUs that some layout fits, in whole nodes beyond one node; 0 if ``most`` are not enough."""
     counting, per_machine = replace(search, refused={}, settled={}), search.gpu.per_machine
     policy = models_of(search.config, search.facts)[0]
     states = sum(parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
@@ -141,7 +141,7 @@ def fewest_gpus(search: PlanSearch, most: int = 4096) -> int:
 
 
 def _machines(per_machine: int, most: int) -> Iterator[int]:
-    """Multiples of a machine, of many machines every sixteenth part."""
+    """Yield multiples of a node's GPUs; steps grow to a sixteenth of the total for many nodes."""
     number = per_machine
     while number <= most:
         yield number
@@ -157,7 +157,7 @@ def _anything_fits(search: PlanSearch, num_gpus: int) -> bool:
 
 
 def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
-    """Numbers of GPUs that train where the others serve: whole machines, of many machines eighths."""
+    """Return numbers of GPUs for training, with the others serving: whole nodes, or eighths of many nodes."""
     if num_gpus <= per_machine:
         return list(range(1, num_gpus))
     machines = num_gpus // per_machine
@@ -166,7 +166,7 @@ def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
 
 
 def _colocated(search: PlanSearch, num_gpus: int) -> Iterator[Config]:
-    """Trainers whose servers take turns with them, which no window ahead can."""
+    """Yield trainers with colocated servers, which exclude windows ahead."""
     if overlap_of(search.config.schedule) >= Overlap.training:
         return
     sizes = [*_server_sizes(search, num_gpus)]
@@ -180,7 +180,7 @@ def _colocated(search: PlanSearch, num_gpus: int) -> Iterator[Config]:
 
 
 def _servers(search: PlanSearch, num_ranks: int, num_gpus: int) -> Iterator[Config]:
-    """Servers on ``num_gpus`` GPUs of their own that have room for a response; over several machines where one is too small."""
+    """Yield servers on ``num_gpus`` separate GPUs with KV cache for a response, spanning several nodes if one is too small."""
     found, per_machine = False, search.gpu.per_machine
     for size in (*_server_sizes(search, num_gpus), *_server_sizes(search, num_gpus, machines=True)):
         if found and size > per_machine:
@@ -192,7 +192,7 @@ def _servers(search: PlanSearch, num_ranks: int, num_gpus: int) -> Iterator[Conf
 
 
 def _holds_a_response(search: PlanSearch, config: Config, fraction: float) -> bool:
-    """Whether a server does that may use so much of each of its GPUs; one that does not is counted."""
+    """True if a server with this memory fraction can hold a response; otherwise the refusal is counted."""
     policy, size = models_of(search.config, search.facts)[0], config.rollout.tensor_parallel_size
     weights = policy.number_bytes * num_parameters(policy.facts) / size
     missing = weights + search.longest * kv_bytes(policy.facts, size) - fraction * search.gpu.hbm_bytes
@@ -202,7 +202,7 @@ def _holds_a_response(search: PlanSearch, config: Config, fraction: float) -> bo
 
 
 def _server_sizes(search: PlanSearch, num_gpus: int, *, machines: bool = False) -> Iterator[int]:
-    """Tensor-parallel sizes of servers that fill ``num_gpus`` GPUs: on one machine, or on two and more whole ``machines``."""
+    """Yield tensor-parallel sizes of servers that fill ``num_gpus`` GPUs: on one node, or on two or more whole nodes."""
     model, per_machine = vars(search.facts["policy"]), search.gpu.per_machine
     most, smallest = (MOST_MACHINES, 2 * per_machine) if machines else (per_machine, 1)
     for size in (smallest * 2**power for power in range(most.bit_length() - machines)):
@@ -222,7 +222,7 @@ def _served(search: PlanSearch, placement: Placement, num_ranks: int, size: int,
 
 
 def _trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
-    """Those that fit; ``config`` says how many ranks there are, and what serves."""
+    """Yield fitting trainers; ``config`` sets the number of ranks and the servers."""
     found = False
     per_machine = search.gpu.per_machine
     # Tensors and contexts are shared on one machine wherever that is enough: what a network costs the estimates do not know.
@@ -239,7 +239,7 @@ def _trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
 
 
 def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily) -> Iterator[Config]:
-    """Experts, tensors and contexts are shared further only for less recomputation: all else would be no faster."""
+    """Yield the trainers of one layout family. More splitting is tried only for less recomputation, its only speed gain."""
     num_ranks, stages = config.parallel.num_ranks, kind.stages
     slowest = Recompute.full
     for experts in expert_sizes(search.shape, num_ranks):
@@ -258,7 +258,7 @@ def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily) -> Iterator
 
 
 def _placed(search: PlanSearch, config: Config, parallel: ParallelConfig, slowest: Recompute) -> Config | None:
-    """``config`` in a layout, with the settings that cost least time; None where that is refused, or recomputes more."""
+    """Return ``config`` in a layout with its fastest settings; None if the layout is refused or recomputes more."""
     parallel = replace(parallel, collective_timeout_s=config.parallel.collective_timeout_s)
     config = replace(config, parallel=parallel, critic=replace(config.critic, parallel=None))
     if not search.allows(config, "parallel."):
@@ -272,7 +272,7 @@ def _placed(search: PlanSearch, config: Config, parallel: ParallelConfig, slowes
 
 
 def _settled(search: PlanSearch, config: Config, slowest: Recompute) -> Config | None:
-    """No recomputation rather than offloading, and of neither more than it has to be."""
+    """Return the fitting configuration with the least recomputation, then the least offloading; None if none fits."""
     stays = Offload.auto if server_placement(config.rollout).shares_devices else Offload.never
     fastest = _with_long_pack(search, _with_settings(search, config, Recompute.none, stays))
     layout = (str(replace(config.parallel, num_ranks=0)), config.rollout.placement, config.rollout.tensor_parallel_size)
@@ -294,7 +294,7 @@ def _settled(search: PlanSearch, config: Config, slowest: Recompute) -> Config |
 
 
 def _fastest_that_fits(search: PlanSearch, config: Config, fits: Recompute) -> Config:
-    """With models that wait in host memory, and no more recomputation than ``fits``, which is known to fit."""
+    """Return the fastest fitting configuration with offloaded models, and at most the recomputation ``fits``, known to fit."""
     for recompute in _RECOMPUTES:
         rung = _with_settings(search, config, recompute, Offload.auto)
         if recompute is fits:
@@ -309,7 +309,7 @@ def _settings(config: Config) -> tuple[Recompute, Offload, int]:
 
 
 def _misses(search: PlanSearch, config: Config) -> bool:
-    """Whether it does not fit, which is counted."""
+    """True if ``config`` does not fit; the refusal is counted."""
     config = _shared(search, config)
     least = _least_bytes(search, config) - search.room
     if least > 0:
@@ -326,7 +326,7 @@ def _misses(search: PlanSearch, config: Config) -> bool:
 
 
 def _least_bytes(search: PlanSearch, config: Config) -> float:
-    """Of an update, without what depends on the batch: most layouts that do not fit hold too much of the model alone."""
+    """Return an update's bytes without the batch's share, because the model alone rules out most layouts."""
     policy = models_of(config, search.facts)[0]
     states = parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)
     ranks = memory_by_rank(policy.facts, policy.parallel, PassSettings(0), num_ranks=config.parallel.num_ranks, states=states)
@@ -334,7 +334,7 @@ def _least_bytes(search: PlanSearch, config: Config) -> float:
 
 
 def _with_long_pack(search: PlanSearch, config: Config) -> Config:
-    """Without a pipeline, the packs that are given: fewer passes, and no bubble that grows with them."""
+    """Use the given micro-batch size without a pipeline: fewer passes, and no bubble that grows with the size."""
     return config if config.parallel.pipeline_parallel_size > 1 else _with_pack(config, max(_packs(search)))
 
 
@@ -355,7 +355,7 @@ def _with_pack(config: Config, tokens: int) -> Config:
 
 
 def _packs(search: PlanSearch) -> list[int]:
-    """Tokens of packs to choose from, falling: what is given, its half and so on."""
+    """Return the micro-batch sizes (tokens) to try, decreasing: the given size, its half and so on."""
     own = search.config.batch.max_tokens_per_microbatch
     if _PACK in search.pinned:
         return [own]
@@ -369,7 +369,7 @@ def _fitting(search: PlanSearch, config: Config) -> Config | None:
 
 
 def _shared(search: PlanSearch, config: Config) -> Config:
-    """``config``, whose servers on the trainer's GPUs take what it leaves them."""
+    """Return ``config`` with colocated servers that use the memory left by the trainer."""
     rollout = config.rollout
     if not server_placement(rollout).shares_devices or _FRACTION_KEYS & search.config.rollout.server_args.keys():
         return config

@@ -1,4 +1,4 @@
-"""What `megatron-rl plan` prints: the ranked plans, one of them in full, and why the rest was refused."""
+"""Prints the result of `megatron-rl plan`: the ranked plans, the chosen one in full, and the reasons for refusals."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _TIGHT_SHARE = 0.06
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What was asked, and what came out."""
+    """The inputs and the result of a plan."""
 
     search: PlanSearch
     plans: Sequence[RankedPlan]
@@ -35,7 +35,7 @@ class PlanReport:
 
     @property
     def title(self) -> str:
-        """The question in a line."""
+        """One line that describes the request."""
         config, facts = self.search.config, self.search.facts["policy"]
         return (
             f"{config.policy.path} ({num_parameters(facts) / 1e9:.1f} billion parameters) on {self.num_gpus} {self.gpu_name}; "
@@ -63,7 +63,7 @@ def print_plans(planned: PlanReport) -> None:
 
 
 def layout_text(parallel: ParallelConfig) -> str:
-    """Sizes above 1 by their short names, data parallelism among them."""
+    """Return the sizes above 1 by their short names, including data parallelism."""
     sizes = {short: getattr(parallel, name) for short, name in SHORT_NAMES.items()}
     if parallel.expert_parallel_size == 1:
         sizes.pop("etp")
@@ -72,7 +72,7 @@ def layout_text(parallel: ParallelConfig) -> str:
 
 
 def start_command(planned: PlanReport, recipe: str) -> str:
-    """How the chosen plan is started, on one machine or under SLURM."""
+    """Return the command that starts the chosen plan, on one node or under SLURM."""
     config, per_machine = planned.chosen.config, planned.search.gpu.per_machine
     if planned.num_gpus <= per_machine:
         return f"megatron-rl train --config {recipe}"
@@ -86,7 +86,7 @@ def start_command(planned: PlanReport, recipe: str) -> str:
 
 
 def no_plan_message(search: PlanSearch, num_gpus: int, gpu_name: str, fewest: int) -> str:
-    """Why there is no plan, and what would help."""
+    """Return the reasons why there is no plan, with remedies."""
     facts = search.facts["policy"]
     size = f"{num_parameters(facts) / 1e9:.1f} billion parameters"
     lines = [f"{search.config.policy.path}: nothing that trains its {size} fits {num_gpus} {gpu_name}"]
@@ -129,7 +129,7 @@ def _servers(config: Config) -> str:
 
 
 def _lines(planned: PlanReport) -> Iterator[str]:
-    """The chosen plan in keys, what fills its GPUs and what holds it up."""
+    """Yield the chosen plan's keys, its memory use and its bottleneck."""
     config, search = planned.chosen.config, planned.search
     parallel, rollout = config.parallel, config.rollout
     sizes = {name: getattr(parallel, name) for name in ("num_ranks", *SHORT_NAMES.values(), "sequence_parallel", "pipeline_layers")}
@@ -163,7 +163,7 @@ def _refusals(search: PlanSearch) -> Table:
 
 
 def _reasons(search: PlanSearch) -> Iterator[tuple[str, int, str]]:
-    """(reason, layouts, the nearest of them), those of memory first."""
+    """Yield (reason, number of layouts, nearest miss), memory reasons first."""
     for reason, refused in sorted(search.refused.items(), key=lambda item: (item[1].excess == math.inf, -item[1].number)):
         yield reason, refused.number, _miss(reason, refused)
 

@@ -1,4 +1,4 @@
-"""A configuration as a recipe: what it says beyond its preset and the schema's defaults."""
+"""Writes a configuration as a recipe: the keys that differ from its preset and the schema's defaults."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_rl.desk.plan.plan_tables import PlanReport, start_command
 
 
 def recipe_text(planned: PlanReport) -> str:
-    """YAML that ``load_config`` reads back to the chosen plan's configuration; its head says what was predicted."""
+    """Return YAML that ``load_config`` reads back to the chosen plan's configuration; its header has the prediction."""
     config, one = planned.chosen.config, planned.chosen
     head = [
         f"By `megatron-rl plan`: {planned.title}.",

@@ -1,1 +1,1 @@
-"""What a run would take: its own stage table on a clock, over lengths and costs that were measured or are assumed."""
+"""Predicts a run's time: its own stage table on a simulated clock, with measured or assumed lengths and costs."""

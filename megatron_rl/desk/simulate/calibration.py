@@ -1,7 +1,7 @@
-"""The costs of a run, from the seconds and the facts in its timeline.
+"""Fits the costs of a run to the seconds and facts in its timeline.
 
-``server_costs.py`` finds what the servers cost; here stand the trainer's and the driver's stages: seconds against tokens.
-One run hardly tells a fixed part from one per token where all its steps are alike; what it leaves open is taken as mostly
+``server_costs.py`` fits the servers' costs; this module fits the trainer's and the driver's stages: seconds against tokens.
+If all steps of a run are alike, fixed costs cannot be separated from costs per token; the cost is then taken as mostly
 per token (``_PRIOR``).
 """
 
@@ -24,11 +24,11 @@ from megatron_rl.errors import UserError
 from megatron_rl.schedule.table import GENERATE, OLD_LOGPROBS, ROWS, UPDATE_POLICY, Cost, DeviceWork, row_of
 
 _PRIOR = {"token_s": 0.7, "row_s": 0.15, "fixed_s": 0.15, "update_s": 0.3}
-"""Shares of a stage's seconds that each part has where the run does not tell them apart."""
+"""Each part's share of a stage's seconds, used if the run cannot separate them."""
 
 
 def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
-    """``scenario``: the run's own. Raises UserError for a run whose timeline does not say what its stages did."""
+    """Return the run's fitted costs. ``scenario``: the run's own. Raises UserError if the timeline has no facts of its stages."""
     steps = [step for step in run.steps if step in run.rounds]
     if len(steps) > 3:
         steps = steps[1:]  # the first one compiles, loads and fills caches
@@ -50,7 +50,7 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
     passes = [row.name for row in ROWS if row.work is DeviceWork.forward and row.model != "process"]
     forward_s = max((stages[name].token_s for name in passes if name in stages), default=0.0)
     if OLD_LOGPROBS not in stages and UPDATE_POLICY in stages:
-        # It never ran, and so says nothing of a forward pass's seconds; forward and backward are three times as much.
+        # The pass never ran, so its seconds come from the update: forward and backward cost three forward passes.
         update = stages[UPDATE_POLICY]
         stages[OLD_LOGPROBS] = replace(update, token_s=update.token_s / 3, update_s=0.0)
     prefill, rest = non_decode_costs(run, scenario, timing, shared, forward_s)
@@ -59,7 +59,7 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
 
 
 def recorded_window(rounds: Sequence[RequestRound], scenario: Scenario, timing: Timing) -> GeneratedStep:
-    """The responses of a recorded generate stage, and the seconds of its servers under ``timing``."""
+    """Return the responses of a recorded generate stage, with its servers' seconds under ``timing``."""
     rows, server_s = [], np.zeros(scenario.num_servers)
     for one in rounds:
         whole = all_rows(one)
@@ -68,7 +68,7 @@ def recorded_window(rounds: Sequence[RequestRound], scenario: Scenario, timing: 
     generated = rows[0]
     for more in rows[1:]:
         generated += more
-    # What over-sampling discarded a run does not say; groups are unknown, so that no response waits for its own.
+    # A run does not record which responses over-sampling discarded, nor groups, so no response waits for its group.
     trains = replace(scenario, num_slots=scenario.num_trained, facts=replace(scenario.facts, whole_groups=False))
     return GeneratedStep(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
 
@@ -78,7 +78,7 @@ def recorded_work(rounds: Sequence[RequestRound], step: int, scenario: Scenario,
 
 
 def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork], scenario: Scenario) -> LinearCost | None:
-    """A stage's fitted costs, or None where the run does not tell them; the servers' costs come from ``engine_costs``."""
+    """Return a stage's fitted costs, or None if the run does not determine them; ``server_costs.py`` fits the servers' costs."""
     cost, steps = row_of(name).cost, sorted(seconds)
     first = scenario.critic_warmup_steps + 1 if cost is Cost.policy_updates else 0
     steps = [step for step in steps if step >= first]
@@ -118,7 +118,7 @@ def _due_cost(measured: np.ndarray, due: np.ndarray) -> LinearCost:
 
 
 def _fitted(measured: np.ndarray, **amounts: Sequence[float]) -> LinearCost:
-    """The ``measured`` seconds of each step, divided among the units whose ``amounts`` each step had."""
+    """Fit the ``measured`` seconds of each step to the ``amounts`` of each unit in that step."""
     units = {unit: np.array(amount, dtype=np.float64) for unit, amount in amounts.items()}
     mean = float(measured.mean())
     if mean <= 0:
@@ -128,7 +128,7 @@ def _fitted(measured: np.ndarray, **amounts: Sequence[float]) -> LinearCost:
 
 
 def _between_s(run: RecordedRun, scenario: Scenario) -> float:
-    """From the moment a stage could start to its start: what it needs was made, and its resource was free."""
+    """Return the seconds from the moment a stage could start (needs made, resource free) to its start."""
     makers = {product: stage for stage in scenario.graph for product in stage.products}
     spans = {(span.name, span.step): span for span in run.spans}
     busy = {lane: sorted(s.end_s for s in run.spans if s.lane == lane) for lane in ("rollout", "trainer", "host")}

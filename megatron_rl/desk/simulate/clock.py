@@ -1,7 +1,7 @@
-"""The step graph on a clock: the run's own ``Frontier`` says what may start, durations say when it ends. Pure.
+"""Runs the step graph on a simulated clock: the run's own ``Frontier`` starts stages, and durations end them. Pure.
 
-Stages that share cores: each wants some (``Load.cores``); while those that run want more than the machine has, all of them
-slow down alike, as under a fair scheduler. While weights are published into a window, its servers stand still.
+Each stage wants a number of cores (``StageLoad.cores``). While the running stages want more than the node has, all of them
+slow down by the same factor, as under a fair scheduler. While weights are published into a window, its servers pause.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from megatron_rl.schedule.table import GENERATE, PUBLISH
 from megatron_rl.tracking.timeline import Span
 
 FULL_SHARE = 0.85
-"""Of the cores: stages that together want more than this share slow each other down beyond the cores that they lack."""
+"""Share of the cores above which concurrent stages slow each other down by more than the missing cores."""
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """One stage run."""
+    """The load of one stage run."""
 
     seconds: float
-    """Where nothing slows it down."""
+    """Duration without contention."""
     cores: float = 0.0
-    """That it keeps busy meanwhile; 0: it neither slows others down nor is slowed down."""
+    """Cores that the stage keeps busy; 0 if it takes no part in contention."""
     then: "StageLoad | None" = None
-    """What the same stage goes on with."""
+    """The load with which the same stage continues."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ def run_clock(
     overlap_rate: float = 1.0,
     between_s: float = 0.0,
 ) -> list[Span]:
-    """Spans of all stages of steps 0..num_steps-1, in the order in which they end; steps count from 1 in spans.
+    """Return the spans of all stages of steps 0..num_steps-1, in the order in which they end; spans count steps from 1.
 
-    ``load_of`` is asked when a stage starts, so of each stage in the order of the steps. ``cores``: of the machine, 0 for
-    any number; where several stages nearly fill them, they run at ``overlap_rate`` of what is left to each. ``between_s`` passes
-    before each stage begins to work.
+    ``load_of`` is called when a stage starts, and so for each stage in the order of the steps. ``cores``: cores of the node, 0 for
+    no limit; stages that nearly fill them run at ``overlap_rate`` of their share. ``between_s``: seconds before each stage
+    starts to work.
     """
     frontier = Frontier(graph, 0, num_steps - 1)
     active: list[_Active] = []
@@ -82,7 +82,7 @@ def run_clock(
 
 
 def _moving(active: Sequence[_Active]) -> list[_Active]:
-    """Those that get on: a generate stage does not while a publish pauses it."""
+    """Return the stages that make progress; a generate stage does not while a publish pauses it."""
     publishes = any(one.run.stage.name == PUBLISH for one in active)
     return [one for one in active if not (publishes and one.run.stage.name == GENERATE)]
 
@@ -94,6 +94,6 @@ def _rate(active: Sequence[_Active], cores: float, overlap_rate: float) -> float
 
 
 def _less(value: float, taken: float) -> float:
-    """What is left; 0 for what rounding leaves of it."""
+    """Return the difference, or 0 if only rounding error is left."""
     left = value - taken
     return left if left > 1e-9 * max(value, 1e-3) else 0.0

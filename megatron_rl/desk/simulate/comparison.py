@@ -1,4 +1,4 @@
-"""A simulated run beside a real one: the same stages with measured seconds, with fitted ones, and over drawn lengths."""
+"""Compares a simulated run with a real one: with measured seconds, with fitted costs, and with sampled lengths."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,24 +17,24 @@ from megatron_rl.schedule.table import LAST
 
 @dataclass(frozen=True)
 class Replayed:
-    """The steps of a real run on the clock."""
+    """A real run's steps, replayed on the simulated clock."""
 
     step_s: np.ndarray
     real_step_s: np.ndarray
 
     @property
     def error(self) -> float:
-        """Of the whole time, as a share of the real one."""
+        """Relative error of the total time."""
         return float(self.step_s.sum() / self.real_step_s.sum() - 1)
 
     @property
     def step_error(self) -> float:
-        """Median over the steps of each one's error, without its sign."""
+        """Median over the steps of the absolute relative error."""
         return float(np.median(np.abs(self.step_s / self.real_step_s - 1)))
 
 
 def observed(run: RecordedRun, scenario: Scenario, timing: Timing) -> Prediction:
-    """A real run in the form of a simulated one; only its steps with facts count."""
+    """Return a real run in the form of a prediction; only its steps with facts count."""
     begin_s = min(span.start_s for span in run.spans)
     place = {step: index + 1 for index, step in enumerate(run.steps)}
     spans = [
@@ -48,25 +48,25 @@ def observed(run: RecordedRun, scenario: Scenario, timing: Timing) -> Prediction
 
 
 def recorded_works(run: RecordedRun, scenario: Scenario, timing: Timing) -> list[StepWork]:
-    """By step, in order; how old its tokens are a run does not record, so the age is 0."""
+    """Return the work of each step, in order. A run does not record the age of its tokens, so the age is 0."""
     return [recorded_work(run.rounds[step], step, scenario, timing) for step in run.steps]
 
 
 def replay_measured(run: RecordedRun, scenario: Scenario) -> Replayed:
-    """Every stage takes what it took: what is left of an error is the schedule's."""
+    """Replay with each stage's measured seconds, so that any remaining error comes from the schedule."""
     seconds = {stage.name: run.seconds(stage.name) for stage in scenario.graph}
     return _replayed(run, scenario, lambda name, step: StageLoad(seconds[name].get(step, 0.0)), {})
 
 
 def replay_fitted(run: RecordedRun, scenario: Scenario, timing: Timing) -> Replayed:
-    """Every stage takes what the costs say of the rows that it had."""
+    """Replay with seconds predicted by the fitted costs from each stage's rows."""
     works = dict(zip(run.steps, recorded_works(run, scenario, timing), strict=True))
 
     def load_of(name: str, step: int) -> StageLoad:
         return stage_load(name, works[step], step - 1, scenario, timing, last=step == run.steps[-1])
 
     found = _replayed(run, scenario, load_of, timing.sharing)
-    # The first one compiles and fills caches, which no costs know.
+    # The first step compiles and fills caches, which the costs do not include.
     return Replayed(found.step_s[1:], found.real_step_s[1:]) if run.num_steps > 1 else found
 
 

@@ -1,12 +1,12 @@
-"""Generation and training on the cores of one machine: how much each wants, and how much they slow each other down.
+"""Contention of generation and training for one node's cores: the cores that each wants, and their mutual slowdown.
 
-The timeline says the CPU seconds of a stage; over the seconds that it would take alone these are the cores that it wants.
-Where generation overlaps trainer stages all of them are taken to run at a common rate r:
+The timeline has the CPU seconds of a stage; divided by its seconds without contention, they are the cores that it wants.
+While generation overlaps trainer stages, all of them are assumed to run at a common rate r:
 
     r = k min(1, cores / (servers * c_g + c_t)), c = CPU seconds / seconds alone, seconds alone = measured - overlap (1 - r)
 
-k is 1 where they find room next to each other, as servers on GPUs of their own do; on full cores it is what the run's rows
-say, or _FULL_RATE: two busy CPUs share more than cores.
+k is 1 if the cores suffice for both, as with servers on separate GPUs. On full cores k is fitted to the run's rows, or is
+_FULL_RATE, because busy CPUs also share caches and memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ _FULL_RATE = 0.8
 @dataclass(frozen=True)
 class Contention:
     cores: float
-    """Of the machine; 0: the run does not say."""
+    """Cores of the node; 0 if the run does not record them."""
     rate: float
-    """At which stages ran while generation and the trainer overlapped."""
+    """Speed of stages, relative to no contention, while generation and the trainer overlapped."""
     trainer: Sequence[Span]
     generate: Sequence[Span]
     num_servers: int
     busy_s: float
-    """Of all servers together in the generate stages, as they were."""
+    """Measured busy seconds of all servers together in the generate stages."""
     beside_s: Mapping[tuple[str, int], float]
     """(stage, step) -> seconds for which generation and a trainer stage overlapped."""
 
@@ -44,7 +44,7 @@ class Contention:
 
     @property
     def overlaps(self) -> bool:
-        """Enough of them that the run tells how much they slow each other down."""
+        """True if the run has enough overlap to measure the slowdown."""
         return self.cores > 0 and self.overlap_s > 0.05 * sum(map(_seconds, self.generate))
 
     @property
@@ -52,7 +52,7 @@ class Contention:
         """Cores that all servers and the trainer want together, at ``rate``."""
         lost_s = (1 - self.rate) * self.overlap_s
         server = sum(map(_cpu_s, self.generate)) / max(self.busy_s - self.num_servers * lost_s, 1e-9)
-        # The trainer's stages that overlap are those that count, where some do.
+        # If some trainer stages overlap generation, only those count.
         overlaps = self.overlaps
         spans = [s for s in self.trainer if not overlaps or self.beside_s[s.name, s.step] > 0]
         trainer = sum(map(_cpu_s, spans)) / max(sum(map(_seconds, spans)) - lost_s, 1e-9)
@@ -60,18 +60,18 @@ class Contention:
 
     @property
     def share_of_cores(self) -> float:
-        """That is left to each while they overlap."""
+        """Share of the wanted cores that each gets while they overlap."""
         return min(1.0, self.cores / max(self.wanted, 1e-9)) if self.cores else 1.0
 
     @property
     def overlap_rate(self) -> float:
-        """k: the rate, over the share of the cores."""
+        """The factor k: the rate divided by the share of the cores."""
         if self.overlaps:
             return min(self.rate / self.share_of_cores, 1.0)
         return _FULL_RATE if self.wanted > FULL_SHARE * self.cores > 0 else 1.0
 
     def alone(self, run: RecordedRun, name: str) -> dict[int, float]:
-        """Seconds of a stage by step, as if nothing had run next to it."""
+        """Return a stage's seconds by step, without contention."""
         found: dict[int, float] = {}
         for span in run.spans:
             if span.name == name:
@@ -80,14 +80,14 @@ class Contention:
         return found
 
     def undisturbed(self, starts_s: np.ndarray, ends_s: np.ndarray) -> np.ndarray:
-        """[intervals] seconds of generation between two moments, without what the trainer took away."""
+        """Return [intervals] seconds of generation between two moments, without the trainer's slowdown."""
         lost = np.zeros(len(starts_s))
         for other in self.trainer:
             lost += (np.minimum(ends_s, other.end_s) - np.maximum(starts_s, other.start_s)).clip(0)
         return ends_s - starts_s - (1 - self.rate) * lost
 
     def stage_cores(self, run: RecordedRun) -> dict[str, float]:
-        """Cores that each stage keeps busy where nothing else runs, of generate those of each server."""
+        """Return the cores that each stage keeps busy without contention; for generate, per server."""
         if not self.cores:
             return {}
         lost_s = (1 - self.rate) * self.overlap_s * self.num_servers
@@ -100,7 +100,7 @@ class Contention:
 
 
 def fit_contention(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
-    """With the rate that CPU seconds speak for."""
+    """Fit the rate to the CPU seconds."""
     chosen = set(steps)
     generate = [span for span in run.spans if span.name == GENERATE and span.step in chosen]
     trainer = [span for span in run.spans if span.lane == "trainer" and span.args.get("cpu_s") and span.step in chosen]
@@ -118,7 +118,7 @@ def fit_contention(run: RecordedRun, steps: Sequence[int], num_servers: int) -> 
 
 
 def _busy_s(run: RecordedRun, span: Span, num_servers: int) -> float:
-    """Seconds of a generate stage in which servers had requests, summed over the servers."""
+    """Return the seconds of a generate stage in which servers had requests, summed over the servers."""
     rounds = run.rounds.get(span.step, [])
     if len(rounds) != 1 or len(rounds[0].new) < rounds[0].num_rows or not rounds[0].seconds.any():
         return num_servers * _seconds(span)
@@ -141,7 +141,7 @@ def _overlap_s(span: Span, others: Sequence[Span]) -> float:
 
 
 def _beside_s(spans: Sequence[Span], others: Sequence[Span]) -> dict[tuple[str, int], float]:
-    """Seconds that each of ``spans`` overlapped ``others``; by name and step, of neighbouring steps alone."""
+    """Return the seconds that each of ``spans`` overlapped ``others``, by (name, step); only neighboring steps are compared."""
     by_step: dict[int, list[Span]] = {}
     for other in others:
         by_step.setdefault(other.step, []).append(other)

@@ -1,8 +1,8 @@
-"""How long the servers take for a step's requests, by events: a request ends, another one begins. Pure.
+"""Simulates how long the servers take for a step's requests, by events: a request ends, or another starts. Pure.
 
-The engine, as SGLang schedules it: requests are taken in order; a prefill stops decoding, computes the whole prefix and
-gives the first token; then every running request grows by a token per decode step, until one ends. ``ServerLimits`` say how many
-may run. Between two events a decode step's time grows evenly with the context, so whole stretches are added up at once.
+The model follows SGLang's scheduler: requests start in order; a prefill stops decoding, computes the whole prefix and
+returns the first token; then every running request grows by one token per decode step, until one ends. ``ServerLimits`` bound
+the running requests. Between two events a decode step's time grows linearly with the context, so intervals are summed in closed form.
 """
 
 import heapq
@@ -16,38 +16,38 @@ from megatron_rl.desk.simulate.timing import Timing
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Of one server; 0: none."""
+    """Limits of one server; 0 means unlimited."""
 
     running: int = 0
     """Requests that decode at the same time (SGLang's max-running-requests)."""
     kv_tokens: int = 0
-    """Tokens that its cache holds (max-total-tokens). A request takes the place of all tokens that it will have."""
+    """Tokens that the KV cache holds (max-total-tokens). A request reserves all tokens that it will have."""
     inflight: int = 0
-    """Requests that the client has sent and that have not come back (rollout.max_inflight_requests)."""
+    """Requests that the client has sent and that have no reply yet (rollout.max_inflight_requests)."""
     http_batch: int = 32
-    """Requests that travel together; the client's place of each is taken until the longest of them ends."""
+    """Requests per HTTP request; each counts as in flight until the longest of them ends."""
 
 
 @dataclass(frozen=True)
 class ServerTrace:
-    """What one server did for its requests."""
+    """The simulated progress of one server on its requests."""
 
     finish_s: np.ndarray
-    """[requests] when each has its last token."""
+    """[requests] time in seconds of each request's last token."""
     begin_steps: np.ndarray
-    """[requests] decode steps done before it began to run."""
+    """[requests] decode steps done before the request started to run."""
     clock_s: np.ndarray
-    """Times at which ``clock_steps`` decode steps were done, rising."""
+    """Times in seconds at which ``clock_steps`` decode steps were done, increasing."""
     clock_steps: np.ndarray
     context_token_steps: float
-    """Tokens held, summed over decode steps."""
+    """Tokens in the context, summed over decode steps."""
 
     @property
     def seconds(self) -> float:
         return float(self.clock_s[-1])
 
     def tokens_at(self, time_s: float, new: np.ndarray) -> np.ndarray:
-        """[requests] tokens that each has at a moment; decode steps between two events are taken as equally long."""
+        """Return [requests] the tokens of each at a moment, assuming decode steps of equal length between two events."""
         steps = np.interp(time_s, self.clock_s, self.clock_steps)
         begun = self.begin_steps <= steps
         made = np.where(begun, np.floor(1 + steps - self.begin_steps), 0).astype(np.int64)
@@ -55,7 +55,7 @@ class ServerTrace:
 
 
 def serve(prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: ServerLimits) -> ServerTrace:
-    """One server. prefix, new: [requests] tokens to prefill and to generate; a request without new tokens is not sent."""
+    """Simulate one server. prefix, new: [requests] tokens to prefill and to generate. Requests without new tokens are not sent."""
     sent = np.flatnonzero(new > 0)
     some = _served_at_once(prefix[sent], new[sent], timing) if _all_fit(prefix[sent], new[sent], limits) else None
     if some is None:
@@ -66,7 +66,7 @@ def serve(prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: ServerLim
 
 
 def spread(num_requests: int, num_servers: int) -> list[np.ndarray]:
-    """Which requests go to which server: each to the least loaded one, so in turns."""
+    """Return the requests of each server: every request goes to the least loaded one, which is round-robin."""
     return [np.arange(server, num_requests, num_servers) for server in range(num_servers)]
 
 
@@ -81,7 +81,7 @@ def _prefill_s(prefix: np.ndarray, timing: Timing) -> np.ndarray:
 
 
 def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> ServerTrace:
-    """All requests run from the beginning: prefills first, then decode steps with fewer and fewer of them."""
+    """Simulate requests that all run from the start: prefills first, then decode steps with fewer and fewer requests."""
     order = np.argsort(new, kind="stable")
     steps = new[order] - 1  # the first token comes with the prefill
     prefills_s = _prefill_s(prefix, timing)
@@ -89,7 +89,7 @@ def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> Serv
     ends, first = np.unique(steps, return_index=True)
     running = (len(new) - first).astype(np.float64)
     stretch = np.diff(ends, prepend=0).astype(np.float64)
-    # Context before each stretch: prefixes of those that still run, and what they have made.
+    # Context before each interval: prefixes and generated tokens of the requests that still run.
     left_prefix = np.cumsum(prefix[order][::-1])[::-1][first].astype(np.float64)
     made = 1.0 + np.concatenate([[0], ends[:-1]])
     context_steps = stretch * (left_prefix + running * made) + running * stretch * (stretch - 1) / 2
@@ -109,7 +109,7 @@ def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> Serv
 
 
 class _Queue:
-    """More requests than may run."""
+    """Simulates a server with more requests than may run at the same time."""
 
     def __init__(self, prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: ServerLimits) -> None:
         self._prefix, self._new = prefix.tolist(), new.tolist()
@@ -126,7 +126,7 @@ class _Queue:
         self._running: list[tuple[int, int]] = []
         """(decode step after which it ends, request)"""
         self._held = 0
-        """Tokens that the running ones will have."""
+        """Tokens that the running requests will have at their ends."""
         self._context = 0
         self._now_s, self._steps = 0.0, 0
         self._context_steps = 0.0
@@ -171,7 +171,7 @@ class _Queue:
             self._num_inflight -= self._batch_size[batch]
 
     def _admit(self) -> None:
-        """Send what the client may, and begin what the server may; one that ends with its prefill makes room again."""
+        """Send and start as many requests as the limits allow; a request that ends with its prefill frees its capacity."""
         while True:
             self._send()
             if not self._waiting or not self._has_room(self._waiting[0]):

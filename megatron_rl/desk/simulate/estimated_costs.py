@@ -1,4 +1,4 @@
-"""Costs of a run that nobody has made yet: from the model's config.json, the layout and a GPU's peaks. Pure.
+"""Estimates the costs of a run without measurements: from the model's config.json, the layout and a GPU's peaks. Pure.
 
 The formulas of ``megatron_rl.desk.costs``; docs/estimates.md says how far they are from what others measured.
 """
@@ -23,11 +23,11 @@ from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.schedule.table import ROWS, DeviceWork, StageRow
 
 _NODES = tuple(2.0**power for power in range(13))
-"""Running responses between which a decode step's time is taken as linear."""
+"""Numbers of running responses between which a decode step's time is interpolated linearly."""
 
 
 def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> Timing:
-    """``facts``: the policy's; None: from policy.path.
+    """Estimate a run's costs. ``facts``: the policy's model facts, read from policy.path if None.
 
     Raises ConfigError where the configuration does not say enough, ModelError for what policy.path holds.
     """
@@ -70,7 +70,7 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
 
 
 def estimated_kv_tokens(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> int:
-    """Tokens that one server's cache holds; ConfigError where its weights do not fit."""
+    """Return the tokens that one server's KV cache holds. Raises ConfigError if its weights do not fit."""
     size, fraction = config.rollout.tensor_parallel_size, memory_fraction(config)
     model = facts or _model(config)
     tokens = int(kv_tokens(model, gpu, num_gpus=size, memory_fraction=fraction))
@@ -94,7 +94,7 @@ def _model(config: Config) -> ModelConfig:
 def _passes(
     model: ModelConfig, gpu: Gpu, layout: ParallelConfig, number: float, num_ranks: int, pack_tokens: int
 ) -> LinearCost:
-    """``number`` forward passes' worth on all ranks. Filling and draining the pipeline takes as long for few packs as for many."""
+    """Return the cost of ``number`` forward passes on all ranks. Filling and draining a pipeline is a fixed cost of its own."""
 
     def seconds(length: int, ranks: int = num_ranks) -> float:
         return training_seconds(model, layout, gpu, Batch([length], number), num_ranks=ranks, efficiency=REINFORCEMENT)
@@ -107,7 +107,7 @@ def _passes(
 
 
 def _quadratic(seconds: Callable[[int], float]) -> LinearCost:
-    """The two costs of what is ``a * length + b * length**2``."""
+    """Return the token and square costs of a quadratic ``a * length + b * length**2``."""
     length = 1024
     square_s = (seconds(2 * length) - 2 * seconds(length)) / (2 * length**2)
     return LinearCost(token_s=seconds(length) / length - square_s * length, square_s=square_s)
@@ -119,7 +119,7 @@ def _publish_s(config: Config, model: ModelConfig, gpu: Gpu) -> float:
     return publish_seconds(
         2 * num_parameters(model),
         gpu,
-        # Colocated servers take their parts on the device; the gather before is the same.
+        # Colocated servers read their shards on the device; the gather before it is the same.
         way="point_to_point" if server_placement(config.rollout).shares_devices else "broadcast",
         num_stages=config.parallel.pipeline_parallel_size,
         num_server_gpus=size * number,

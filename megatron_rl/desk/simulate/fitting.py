@@ -1,17 +1,17 @@
-"""Least squares with coefficients of at least 0, in which single disturbed measurements count little."""
+"""Robust least squares with nonnegative coefficients."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
 _PULL = 0.01
-"""Of expected coefficients, as a share of what the rows weigh, times the share of them that no coefficients explain."""
+"""Weight of the expected coefficients, relative to the rows' weight times the rows' unexplained share."""
 _PRIOR_WEIGHT = 0.25
-"""Of a prior, in measurements."""
+"""Weight of a prior, in measurements."""
 
 
 def nonnegative(features: np.ndarray, targets: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """[features] coefficients >= 0 of least weighted squares (Lawson and Hanson's active set, 1974).
+    """Return [features] coefficients >= 0 of least weighted squares (Lawson and Hanson's active set, 1974).
 
     features: [rows, features]; targets, weights: [rows].
     """
@@ -54,7 +54,7 @@ def robust(
     expected: np.ndarray | None = None,
     num_rounds: int = 4,
 ) -> np.ndarray:
-    """As ``nonnegative``, with Huber's weights: beyond 2 deviations a row counts with its residual's first power.
+    """Same as ``nonnegative``, but with Huber's weights: beyond 2 deviations a row counts with its residual's first power.
 
     ``expected``: [features] coefficients that the found ones are drawn to a little, which decides what the rows leave open.
     """
@@ -81,7 +81,7 @@ def robust(
 
 
 def mixture(units: Mapping[str, np.ndarray], measured: np.ndarray, prior: Mapping[str, float]) -> dict[str, float]:
-    """Costs of each unit, so that their sum is what was measured; its mean is kept.
+    """Return the cost of each unit so that the costs add up to the measurements; the mean is preserved.
 
     units: name -> [measurements]. ``prior``: the part of the mean that each unit has where the measurements do not tell
     them apart, because all of them are alike.
@@ -93,7 +93,7 @@ def mixture(units: Mapping[str, np.ndarray], measured: np.ndarray, prior: Mappin
     weights = np.concatenate([np.full(len(measured), deviation**-2), np.full(len(expected), _PRIOR_WEIGHT * mean**-2)])
     rows = np.concatenate([matrix, np.diag(matrix.mean(axis=0))])
     found = robust(rows, np.concatenate([measured, expected]), weights)
-    # Disturbed steps count little in the shape, but they are part of what steps take on this machine.
+    # Outlier steps count little in the shape, but they are part of the steps' mean time on this node.
     explained = float((matrix @ found).mean())
     found = found * mean / explained if explained > 0 else expected / np.maximum(matrix.mean(axis=0), 1e-300)
     return dict(zip(units, found.tolist(), strict=True))

@@ -10,7 +10,7 @@ from megatron_rl.desk.simulate.recorded_run import RecordedRun, read_run, respon
 from megatron_rl.errors import UserError
 
 DEFAULT_PROMPTS = "fixed:length=200"
-"""Of a run that says nothing of its prompts."""
+"""Prompt lengths of a run that does not record its prompts."""
 
 
 def config_of_run(run: RecordedRun) -> Config:

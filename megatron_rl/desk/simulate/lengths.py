@@ -1,10 +1,10 @@
-"""How long responses are: named distributions, files of lengths, and the lengths of a run.
+"""Distributions of response lengths: named ones, files of lengths, and the lengths of a run.
 
     lognormal:median=2000,sigma=1,max=24576        pareto:shape=1.15,mean=55,max=900
     bimodal:short=2000,sigma=0.5,share=0.1,long=24576        uniform:min=10,max=500        fixed:length=800
 
-A length is what the model would write without a budget; ``max`` cuts it, as ``batch.max_response_tokens`` does. A
-``mean`` is that of the lengths after this cut.
+A length is the length that the model would generate without a budget; ``max`` truncates it, as ``batch.max_response_tokens``
+does. A ``mean`` is the mean of the truncated lengths.
 """
 
 import math
@@ -25,13 +25,13 @@ _NO_MAX = float(2**31)
 @dataclass(frozen=True)
 class LengthDistribution:
     text: str
-    """Says what it is, for tables."""
+    """Description of the distribution for tables."""
     draw: Draw
-    """(generator, how many) -> int64 lengths, at least 1."""
+    """Draws int64 lengths of at least 1: (generator, number of lengths) -> lengths."""
 
 
 def empirical(values: np.ndarray, text: str) -> LengthDistribution:
-    """Lengths as they were seen, each as likely as the other."""
+    """Return the empirical distribution, in which all observed lengths are equally likely."""
     seen = np.asarray(values)
     if seen.ndim != 1 or not len(seen) or not np.all(np.isfinite(seen)) or seen.min() < 1:
         raise UserError(f"--lengths {text}: expected at least one length, each of them 1 or more, got {_shown(seen)}")
@@ -40,7 +40,7 @@ def empirical(values: np.ndarray, text: str) -> LengthDistribution:
 
 
 def read_lengths(path: Path) -> LengthDistribution:
-    """One length per line, or the array of a .npy file."""
+    """Read a file with one length per line, or the array of a .npy file."""
     try:
         if path.suffix == ".npy":
             values = np.load(path, allow_pickle=False)
@@ -54,7 +54,7 @@ def read_lengths(path: Path) -> LengthDistribution:
 
 
 def named_lengths(words: str) -> LengthDistribution:
-    """``name:key=value,...``; raises UserError for what is unknown or cannot be."""
+    """Parse ``name:key=value,...``. Raises UserError for an unknown name or an invalid value."""
     name, _, rest = words.partition(":")
     if name not in _KINDS:
         raise UserError(
@@ -127,7 +127,7 @@ def _bimodal(options: Mapping[str, float]) -> _Quantile:
     short = _lognormal({"median": options["short"], "sigma": options.get("sigma", 0.5), "max": long})
 
     def quantile(u: np.ndarray) -> np.ndarray:
-        # The lower part of u, stretched to all of 0..1, draws the short ones.
+        # The lower part of u, rescaled to 0..1, draws the short responses.
         return np.where(u < 1 - share, short(np.clip(u / max(1 - share, 1e-12), 1e-12, 1 - 1e-12)), long)
 
     return quantile
@@ -141,7 +141,7 @@ _KINDS: dict[str, tuple[str, Callable[[Mapping[str, float]], _Quantile]]] = {
     "pareto": ("shape,mean|min,[max]", _pareto),
     "bimodal": ("short,[sigma],share,long", _bimodal),
 }
-"""Name -> (its options, quantile function of them)."""
+"""Maps a name to its options and the function that makes its quantile function."""
 
 
 def _options(words: str, rest: str) -> dict[str, float]:
@@ -164,7 +164,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _scale_for(mean: float, high: float, family: Callable[[float], _Quantile]) -> float:
-    """The scale at which the family's mean, after its cut at ``high``, is ``mean``; bisection on the logarithm."""
+    """Find the scale at which the family's mean, truncated at ``high``, is ``mean``, by bisection on the logarithm."""
     _expect(mean < high, f"mean={mean:g} does not lie below max={high:g}")
     low_log, high_log = np.log(mean) - 30.0, np.log(min(high, _NO_MAX))
     for _ in range(60):
@@ -175,7 +175,7 @@ def _scale_for(mean: float, high: float, family: Callable[[float], _Quantile]) -
 
 
 def _normal_quantile(u: np.ndarray) -> np.ndarray:
-    """Inverse of the standard normal distribution between -6 and 6, on a grid."""
+    """Return the inverse of the standard normal distribution between -6 and 6, interpolated on a grid."""
     return np.interp(np.asarray(u), _GRID_U, _GRID_Z)
 
 

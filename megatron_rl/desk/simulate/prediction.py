@@ -1,4 +1,4 @@
-"""A run's steps on a clock, and what they come to. Pure and deterministic by its seed."""
+"""Predicts a run's steps on a simulated clock, and their means. Pure, and deterministic given a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -21,34 +21,34 @@ from megatron_rl.tracking.timeline import Span
 @dataclass(frozen=True)
 class Workload:
     lengths: LengthDistribution
-    """Of responses."""
+    """Distribution of response lengths."""
     prompts: LengthDistribution
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The sums that costs are taken of, and what tables tell."""
+    """A step's amounts of work, from which costs and tables are computed."""
 
     server_s: tuple[float, ...]
-    """Decode and prefill of each server, rising."""
+    """Seconds of decode and prefill of each server, increasing."""
     num_requests: int
     new_tokens: int
     prefill_tokens: int
     carried_tokens: int
-    """Of the prefill: what earlier steps had generated."""
+    """Prefilled tokens that earlier steps generated."""
     num_rows: int
     row_tokens: int
     row_squares: float
     num_finished: int
     finished_tokens: int
-    """Rows of the finished: prompt and response."""
+    """Tokens of finished rows: prompt and response."""
     finished_squares: float
     finished_new_tokens: int
     """New tokens in rows that have ended."""
     trained_tokens: int
-    """Of the rows, those that the policy learns from."""
+    """Tokens of the rows that train the policy."""
     prompt_tokens: int
-    """Of the rows."""
+    """Prompt tokens of the rows."""
     oldest_age: int
     """Versions between the oldest token of a finished response and the critic's pass over it; the policy's without a critic."""
 
@@ -80,7 +80,7 @@ def work_of(window: GeneratedStep, step: int) -> StepWork:
 def stage_seconds(
     name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False
 ) -> float:
-    """Seconds of a stage that nothing disturbs. ``last``: the run's last step, which ends with a checkpoint and an evaluation."""
+    """Return a stage's seconds without contention. ``last``: the run's last step, which ends with a checkpoint and an evaluation."""
     cost = timing.stage(name)
     rows = {"tokens": work.row_tokens, "squares": work.row_squares, "rows": work.num_rows}
     finished = {"tokens": work.finished_tokens, "squares": work.finished_squares, "rows": work.num_finished}
@@ -112,7 +112,7 @@ def stage_seconds(
 
 
 def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False) -> StageLoad:
-    """``stage_seconds`` and the cores that they take: of generate fewer and fewer, as one server after the other is through."""
+    """Return ``stage_seconds`` with the cores that the stage uses; generate uses fewer as servers finish one at a time."""
     seconds, cores = stage_seconds(name, work, step, scenario, timing, last=last), timing.stage(name).cores
     if name != GENERATE:
         return StageLoad(seconds, cores)
@@ -123,7 +123,7 @@ def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing:
 
 
 def runs_in_step(name: str, step: int, scenario: Scenario) -> bool:
-    """An evaluation or a checkpoint is due in a step."""
+    """True if the stage runs in a step: an evaluation or a checkpoint only when due."""
     every = scenario.eval_every_steps if row_of(name).cost is Cost.evaluations else scenario.save_every_steps
     return is_due(step + 1, every)
 
@@ -138,11 +138,11 @@ class Prediction:
     spans: Sequence[Span]
     works: Sequence[StepWork]
     first: int
-    """The first step that counts: the slots have settled."""
+    """The first step that counts, after the mix of the slots has become stationary."""
 
     @property
     def ends_s(self) -> np.ndarray:
-        """[steps] when each was recorded."""
+        """[steps] time in seconds at which each step was recorded."""
         return np.array([span.end_s for span in self.spans if span.name == LAST])
 
     @property
@@ -153,7 +153,7 @@ class Prediction:
 def predict(
     scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int, first: int | None = None
 ) -> Prediction:
-    """``num_steps`` steps; those from ``first`` on count, by default all but the ones in which the slots settle."""
+    """Predict ``num_steps`` steps. Steps from ``first`` count; by default, steps after the slots have become stationary."""
     works = simulated_works(scenario, workload, timing, num_steps=num_steps, seed=seed)
     return on_clock(scenario, works, timing, first=first)
 
@@ -161,7 +161,7 @@ def predict(
 def simulated_works(
     scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int
 ) -> list[StepWork]:
-    """What each step has to do. In no mode does it depend on how long other stages take."""
+    """Return the work of each step, which in no mode depends on the seconds of other stages."""
     rng = np.random.default_rng(seed)
     slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng)
     return [work_of(slots.generate(step, timing), step) for step in range(num_steps)]
@@ -169,7 +169,7 @@ def simulated_works(
 
 def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, first: int | None = None) -> Prediction:
     def load_of(run: StageRun) -> StageLoad:
-        # A run that is simulated goes on behind its last step.
+        # A simulated run continues after its last step, so that step is not treated as the last one.
         return stage_load(run.stage.name, works[run.step], run.step, scenario, timing)
 
     spans = run_clock(scenario.graph, load_of, len(works), **timing.sharing)
@@ -187,20 +187,20 @@ class PredictedMeans:
     """Seconds from start to end, per step."""
     rollout_idle: float = 0.0
     trainer_idle: float = 0.0
-    """Shares of the time."""
+    """Share of the time in which the trainer is idle."""
     finished_per_s: float = 0.0
     tokens_per_s: float = 0.0
-    """Generated."""
+    """Generated tokens per second."""
     unfinished_share: float = 0.0
-    """Of the tokens that train: those in windows after which the response goes on."""
+    """Share of the trained tokens in windows of unfinished responses."""
     prefix_share: float = 0.0
-    """Of the tokens that the policy's passes read: neither prompts nor of this window."""
+    """Share of the tokens in the policy's passes that belong to earlier windows."""
     reprefilled_per_step: float = 0.0
     oldest_age: int = 0
 
 
 def mean_outcome(outcomes: Sequence[PredictedMeans]) -> PredictedMeans:
-    """Of predictions that differ by their seed alone."""
+    """Return the mean of predictions that differ only by their seed."""
     first = outcomes[0]
     numbers = {item.name: getattr(first, item.name) for item in fields(PredictedMeans)}
     for name, value in numbers.items():
@@ -249,7 +249,7 @@ def compute_means(prediction: Prediction) -> PredictedMeans:
 
 
 def seconds_until(prediction: Prediction, *, tokens: float = 0.0, responses: float = 0.0) -> float:
-    """From the start of the first step; beyond the simulated steps at the rate of those that count."""
+    """Return seconds from the start of the first step, extrapolated at the rate of the steps that count."""
     name, target = ("new_tokens", tokens) if tokens else ("num_finished", responses)
     made = np.cumsum([getattr(work, name) for work in prediction.works])
     ends = prediction.ends_s

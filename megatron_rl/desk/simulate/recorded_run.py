@@ -1,4 +1,4 @@
-"""What a finished run's folder says: its configuration, its spans, and the rows of its generate stages."""
+"""Reads a finished run's folder: its configuration, its spans, and the rows of its generate stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from megatron_rl.tracking.timeline import Span, read_timeline
 
 @dataclass(frozen=True)
 class RequestRound:
-    """One round of requests of a generate stage; [rows] each. Of very many rows those stand for all that were written down."""
+    """One round of requests of a generate stage; arrays are [rows]. In large rounds the stored rows are a sample of all rows."""
 
     num_rows: int
     num_tokens: int
-    """New ones, of all rows."""
+    """Number of new tokens of all rows."""
     prompt: np.ndarray
     held: np.ndarray
     new: np.ndarray
     ended: np.ndarray
     """bool"""
     seconds: np.ndarray
-    """From arrival at the server to the last token; 0: unknown."""
+    """Seconds from arrival at the server to the last token; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
     folder: Path
     spans: Sequence[Span]
-    """Of the steps that ran to their end, in the order of their starts."""
+    """Spans of completed steps, in the order of their starts."""
 
     @cached_property
     def num_steps(self) -> int:
@@ -42,11 +42,11 @@ class RecordedRun:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Whole steps, rising; they count from 1."""
+        """Completed steps, increasing, counted from 1."""
         return sorted({span.step for span in self.spans if span.name == LAST})
 
     def seconds(self, name: str) -> dict[int, float]:
-        """By step; a stage that ran several times counts its sum, and ``generate`` not while a publish paused it."""
+        """Return a stage's seconds by step, summed if it ran several times; ``generate`` without the pauses of a publish."""
         found: dict[int, float] = {}
         for span in self.spans:
             if span.name == name:
@@ -64,7 +64,7 @@ class RecordedRun:
 
     @cached_property
     def rounds(self) -> dict[int, list[RequestRound]]:
-        """By step; empty for a run whose timeline does not say what its stages did."""
+        """Return the rounds of requests by step; empty if the timeline has no facts of the stages."""
         return {
             span.step: [_round_of(one) for one in span.args["rounds"]]
             for span in self.spans
@@ -73,21 +73,21 @@ class RecordedRun:
 
     @property
     def step_s(self) -> np.ndarray:
-        """[steps] from one step's record to the next one's; the first from the start of its first stage."""
+        """[steps] seconds between the records of consecutive steps; the first step counts from the start of its first stage."""
         ends = self.by_name(LAST)
         begin_s = min(span.start_s for span in self.spans)
         return np.diff([ends[step].end_s for step in self.steps], prepend=begin_s)
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Raises UserError where there is no run, or no whole step in its timeline."""
+    """Read a run's folder. Raises UserError if there is no run, or no completed step in its timeline."""
     path = folder / "timeline.json"
     if not (folder / "config.yaml").is_file() or not path.is_file():
         missing = path if (folder / "config.yaml").is_file() else folder / "config.yaml"
         raise UserError(f"--run {folder}: expected the output folder of a run (run.output_dir); there is no {missing}")
     spans = read_timeline(path)
     whole = {span.step for span in spans if span.name == LAST}
-    # The oldest steps may have lost spans, and a process that went on from a checkpoint repeats none.
+    # The oldest steps may have lost spans, and a run resumed from a checkpoint does not repeat them.
     whole &= {span.step for span in spans if span.name == GENERATE}
     kept = sorted((span for span in spans if span.step in whole), key=lambda span: span.start_s)
     if not whole:
@@ -118,7 +118,7 @@ def prompt_lengths(run: RecordedRun) -> LengthDistribution:
 
 
 def response_lengths(run: RecordedRun, *, carries: bool) -> LengthDistribution:
-    """Lengths of all responses that the run began, by the product-limit estimate (Kaplan and Meier, 1958).
+    """Estimate the lengths of all responses that the run started, by the product limit (Kaplan and Meier, 1958).
 
     Those that have ended are too short on the average: what was still going on at the end counts as longer than what it
     had. ``carries``: responses go on in the next step; else what has not ended in a step was discarded.
@@ -143,7 +143,7 @@ def response_lengths(run: RecordedRun, *, carries: bool) -> LengthDistribution:
 
 
 def product_limit(lengths: np.ndarray, ended: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values, their shares): the distribution of lengths of which some are only known to be longer.
+    """Return (values, shares): the distribution of lengths, some of which are only known to be longer.
 
     What lies beyond the longest one that ended counts as the longest seen.
     """

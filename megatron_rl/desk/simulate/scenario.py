@@ -1,4 +1,4 @@
-"""The part of a configuration that a simulation needs."""
+"""Reduces a configuration to the scenario that a simulation needs."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -29,31 +29,31 @@ from megatron_rl.schedule.table import make_graph
 class Scenario:
     facts: Facts
     num_trained: int
-    """Responses that a step works on."""
+    """Number of responses that a step trains on."""
     num_slots: int
-    """Responses that are started for a step: more with over-sampling."""
+    """Number of responses in progress in a step; larger with over-sampling."""
     group_size: int
     max_response_tokens: int
     window_tokens: int
     jitter_tokens: int = 0
     num_servers: int = 1
     ranks_per_server: float = 1.0
-    """Devices of the trainer over those of one server."""
+    """Number of trainer devices divided by the number of devices of one server."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     recomputes_old: bool = True
-    """Log-probs of the old policy come from a trainer pass of their own."""
+    """True if log-probs of the old policy come from a separate trainer pass."""
     first_is_own_old: bool = False
-    """A step's first update needs no such pass (``config.schedule_facts.reuses_first_logprobs``)."""
+    """True if a step's first update needs no such pass (``config.schedule_facts.reuses_first_logprobs``)."""
     policy_minibatch_size: int = 512
     critic_minibatch_size: int = 512
     critic_epochs: int = 1
     critic_warmup_steps: int = 0
-    """Steps in which the policy rests."""
+    """Number of steps in which the policy is frozen."""
     save_every_steps: int = 0
     eval_every_steps: int = 0
 
     def stale_fraction(self, num_rows: int, step: int) -> float:
-        """The share of a step's rows that go through a pass for their old log-probs."""
+        """Return the share of a step's rows that need a pass for their old log-probs."""
         if not self.recomputes_old:
             return 0.0
         if not self.first_is_own_old or step < self.critic_warmup_steps or not num_rows:
@@ -72,13 +72,13 @@ class Scenario:
 
     @property
     def num_settling_steps(self) -> int:
-        """Steps until the slots are mixed as they will be: the longest response that began in the first has ended."""
+        """Number of steps until the mix of the slots is stationary: the longest response of the first step has ended."""
         windows = ceil((self.max_response_tokens + self.jitter_tokens) / self.window_tokens) if self.facts.windows else 0
         return max(windows, self.critic_warmup_steps)
 
 
 def make_scenario(config: Config) -> Scenario:
-    """Raises ConfigError for what cannot be, and for what the simulator does not know.
+    """Return the configuration's scenario. Raises ConfigError for invalid settings, and for ones that cannot be simulated.
 
     In sync mode responses are whole, whatever window is set, so that a windowed run can be asked what that would take.
     """
@@ -115,7 +115,7 @@ def make_scenario(config: Config) -> Scenario:
             running=_option(server, "max-running-requests"),
             kv_tokens=_option(server, "max-total-tokens"),
             inflight=config.rollout.max_inflight_requests,
-            # Where some may be cut, each travels alone (rollout/windows.py).
+            # If requests may be aborted, each one is sent alone (rollout/windows.py).
             **({"http_batch": 1} if config.rollout.over_sampling > 1 else {}),
         ),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
@@ -130,5 +130,5 @@ def make_scenario(config: Config) -> Scenario:
 
 
 def _option(server_args: dict[str, Any], name: str) -> int:
-    """A server option under either spelling; 0 where it is not given."""
+    """Return a server option under either spelling; 0 if it is not given."""
     return int(server_args.get(name, server_args.get(name.replace("-", "_"), 0)) or 0)

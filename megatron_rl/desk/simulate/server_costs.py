@@ -1,4 +1,4 @@
-"""What the servers of a run cost: decode steps, prefill and the rest of a generate stage, from its recorded rows.
+"""Fits the servers' costs to a run's recorded rows: decode steps, prefill and the rest of a generate stage.
 
 Decode: requests that travelled together arrived together, so the difference between the ends of two of them is pure
 engine time, over a known number of decode steps with known numbers of running responses and known context. Prefill and
@@ -21,12 +21,12 @@ from megatron_rl.schedule.table import GENERATE
 
 _RATES = (1.0, 0.8, 0.6, 0.4)
 _ALIKE = 0.2
-"""Prefixes whose number varies by less than this share of it from step to step do not tell what a prefill costs."""
+"""Relative variation of the prefix tokens over the steps below which they do not determine the cost of a prefill."""
 _SEEN = 0.02
-"""Share of the decode steps that must have run few responses, to say what a step costs that runs one."""
+"""Share of the decode steps that must have run few responses in order to determine the cost of a step with one."""
 _AS_GOOD = 1.05
 _REST = {"row_s": 0.4, "token_s": 0.3, "fixed_s": 0.3}
-"""Shares that requests, tokens and the stage itself have in what is neither decode nor prefill, where a run does not say."""
+"""Shares of requests, tokens and the stage itself in the remaining seconds, used if the run does not determine them."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class _Ends:
     """[differences, bases] seconds of each basis between the two ends."""
     starts_s: np.ndarray
     ends_s: np.ndarray
-    """Unix times."""
+    """Unix times of the later ends."""
     nodes: tuple[float, ...]
-    """Of the decode curve."""
+    """Numbers of running responses at the nodes of the decode curve."""
 
 
 def all_rows(one: RequestRound) -> SlotResponses:
-    """Of rows that stand for more, each as often as it stands for one."""
+    """Return all rows of a round: a sampled row is repeated for the rows that it represents."""
     place = _places(one)
     held, new = one.held[place], one.new[place]
     total = held + new + np.where(one.ended[place], 0, 1)
@@ -61,7 +61,7 @@ def served(rows: SlotResponses, scenario: Scenario, timing: Timing) -> list[Serv
 def decode_costs(
     run: RecordedRun, scenario: Scenario, steps: Sequence[int], shared: Contention
 ) -> tuple[Decode, Contention]:
-    """The decode curve, and with it the rate at which generation ran next to the trainer, where the two overlapped."""
+    """Fit the decode curve, together with the rate at which generation ran while it overlapped the trainer."""
     most = max(one.num_rows for step in steps for one in run.rounds[step]) / scenario.num_servers
     nodes = (*(4**i for i in range(12) if 4**i < 0.7 * most), max(int(np.ceil(most)), 1))
     bases = _bases(nodes)
@@ -70,7 +70,7 @@ def decode_costs(
         return _decode(nodes, _from_totals(run, scenario, steps, (bases, shared))), shared
     rates = [shared.rate, *_RATES] if shared.overlaps else [shared.rate]
     fits = [(*_fit(ends, replace(shared, rate=rate)), rate) for rate in rates]
-    # Of rates that explain the rows about as well as the best one does, that which CPU seconds speak for.
+    # Among rates that explain the rows about as well as the best one, choose the rate that fits the CPU seconds.
     good = [fit for fit in fits if fit[0] <= _AS_GOOD * min(fits, key=lambda fit: fit[0])[0]]
     _, found, rate = min(good, key=lambda fit: abs(fit[2] - shared.rate))
     return _decode(nodes, found), replace(shared, rate=rate)
@@ -116,7 +116,7 @@ def _places(one: RequestRound) -> np.ndarray:
 
 
 def _bases(nodes: Sequence[int]) -> list[Timing]:
-    """Engines whose times add up, weighted by the coefficients, to the one that is looked for."""
+    """Return basis timings whose weighted sum is the fitted timing."""
     floats = tuple(map(float, nodes))
     rising = [Decode(floats, tuple(float(i >= j) for i in range(len(nodes)))) for j in range(len(nodes))]
     return [*(Timing(decode=one) for one in rising), Timing(decode=Decode((1.0,), (0.0,), context_token_s=1.0))]
@@ -127,16 +127,16 @@ def _decode(nodes: Sequence[int], found: np.ndarray) -> Decode:
 
 
 def _ends(run: RecordedRun, scenario: Scenario, steps: Sequence[int], bases: Sequence[Timing]) -> _Ends | None:
-    """None where the servers did not say how long they took."""
+    """Collect the differences between ends; None if the servers did not report their seconds."""
     features, starts, ends = [], [], []
     spans = run.by_name(GENERATE)
     for step in steps:
         if len(run.rounds[step]) > 1:
-            continue  # where one round ends and the next one begins is not known
+            continue  # the border between two rounds is not recorded
         (one,) = run.rounds[step]
         rows, seconds = all_rows(one), one.seconds[_places(one)]
         finish = np.stack([_finish_s(rows, scenario, basis) for basis in bases], axis=1)
-        # Half of what the stage took beyond its longest request passes before the requests arrive.
+        # Half of the stage's seconds beyond its longest request are assumed to pass before the requests arrive.
         span = spans[step]
         begin_s = span.start_s + max(span.end_s - span.start_s - seconds.max(), 0.0) / 2
         for group in _arrived_together(rows, seconds, scenario, sampled=len(one.new) < one.num_rows):
@@ -149,14 +149,14 @@ def _ends(run: RecordedRun, scenario: Scenario, steps: Sequence[int], bases: Seq
 
 
 def _arrived_together(rows: SlotResponses, seconds: np.ndarray, scenario: Scenario, *, sampled: bool) -> list[np.ndarray]:
-    """Rows of one HTTP request to one server, by their ends; of a choice of rows it is not known, so all are one."""
+    """Return the rows of each HTTP request, ordered by their ends. Sampled rows lack that grouping and form one group."""
     groups = []
     for own in spread(len(rows), scenario.num_servers):
         size = len(own) if sampled else scenario.limits.http_batch
         for first in range(0, len(own), max(size, 1)):
             group = own[first : first + size]
             group = group[(seconds[group] > 0) & (rows.new[group] > 0)]
-            # By tokens first: of equally long ones any stands for all.
+            # Ordered by tokens first, because equally long rows are interchangeable.
             _, place = np.unique(rows.new[group], return_index=True)
             groups.append(group[place])
     return [group for group in groups if len(group) > 1]
@@ -170,7 +170,7 @@ def _finish_s(rows: SlotResponses, scenario: Scenario, timing: Timing) -> np.nda
 
 
 def _fit(ends: _Ends, shared: Contention) -> tuple[float, np.ndarray]:
-    """(mean error as a share of the measured seconds, coefficients)."""
+    """Return (mean error as a share of the measured seconds, coefficients)."""
     measured = ends.ends_s - ends.starts_s
     alone = shared.undisturbed(ends.starts_s, ends.ends_s)
     # Noise grows with the decode steps between two ends.
@@ -179,18 +179,18 @@ def _fit(ends: _Ends, shared: Contention) -> tuple[float, np.ndarray]:
     steps, few = ends.features[:, 0], ends.features[:, 0] - ends.features[:, 1]
     if few.sum() > _SEEN * steps.sum() or len(ends.nodes) == 1:
         found = robust(ends.features, alone, weights, expected=expected)
-    else:  # few responses never ran alone, so what a step itself costs the rows do not say
+    else:  # small batches never ran, so the rows do not determine the fixed cost of a step
         rest = alone - expected[0] * steps
         found = np.concatenate([expected[:1], robust(ends.features[:, 1:], rest, weights, expected=expected[1:])])
-    # Disturbed steps count little in the shape, but they are part of what steps take on this machine.
+    # Outlier steps count little in the shape, but they are part of the steps' mean time on this node.
     found = found * alone.sum() / max(float((ends.features @ found).sum()), 1e-12)
-    # In measured seconds: else the slowest rate, which leaves the least of them, would have the smallest errors.
+    # Relative to measured seconds, because otherwise the slowest rate, which leaves the fewest seconds, would always win.
     slowed = np.where(alone > 0, measured / np.maximum(alone, 1e-9), 1.0)
     return float(np.abs((ends.features @ found - alone) * slowed).sum() / measured.sum()), found
 
 
 def _expected(features: np.ndarray, seconds: float, nodes: tuple[float, ...]) -> np.ndarray:
-    """Coefficients of a step a third of which is the step's own, a third the running responses' and a third their context's."""
+    """Return prior coefficients: a third of a step is fixed, a third per running response and a third per context token."""
     rises = np.diff(nodes)
     steps, context = features[:, 0].sum(), features[:, -1].sum()
     per_response = seconds / 3 / max(float((features[:, 1:-1] * rises).sum()), 1e-12)
@@ -200,7 +200,7 @@ def _expected(features: np.ndarray, seconds: float, nodes: tuple[float, ...]) ->
 def _from_totals(
     run: RecordedRun, scenario: Scenario, steps: Sequence[int], known: tuple[Sequence[Timing], Contention]
 ) -> np.ndarray:
-    """From the seconds of whole stages, where nothing else is known."""
+    """Fit to the seconds of whole stages, if the run has no finer data."""
     bases, shared = known
     alone = shared.alone(run, GENERATE)
     features = []

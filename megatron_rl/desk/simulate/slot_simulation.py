@@ -1,9 +1,9 @@
-"""Which responses a step works on, how far each grows, and which of them end: the slots of a run over drawn lengths.
+"""Simulates a run's slots over sampled lengths: the responses of each step, their new tokens and their ends.
 
-The laws of ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``: carried responses first, then fresh ones in
-groups of one prompt; a slot grows by at most a window, its first one shorter by the jitter, and a small rest of its budget
-goes along; in ``sync`` mode only whole groups train, and what over-sampling cut short is discarded; in ``tppo`` mode it keeps
-its tokens. Without a critic what has ended leaves its slot, and waits for the rest of its group to train.
+The laws are the same as in ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``. Unfinished responses come first, then
+new ones in groups of one prompt. A slot grows by at most a window; its first window is shorter by the jitter, and a small remainder
+of its budget is added to the last one. In ``sync`` mode only whole groups train, and responses aborted by over-sampling are
+discarded; in ``tppo`` mode they keep their tokens. Without a critic a finished response leaves its slot, and trains with its group.
 """
 
 from dataclasses import dataclass, fields
@@ -27,12 +27,12 @@ class SlotResponses:
     new: np.ndarray
     """Tokens that this step generates."""
     total: np.ndarray
-    """Tokens that the response will have in the end."""
+    """Tokens that the finished response will have."""
     group: np.ndarray
     first_window: np.ndarray
-    """Most tokens of its first window."""
+    """Most tokens of the response's first window."""
     born: np.ndarray
-    """The step in which it began."""
+    """The step in which the response started."""
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -54,22 +54,22 @@ class SlotResponses:
 
     @property
     def row_tokens(self) -> np.ndarray:
-        """What a trainer pass reads: prompt, earlier windows and this one."""
+        """Tokens that a trainer pass reads: prompt, earlier windows and this window."""
         return self.prompt + self.held + self.new
 
 
 @dataclass(frozen=True)
 class GeneratedStep:
-    """What a generate stage did."""
+    """The outcome of a generate stage."""
 
     generated: SlotResponses
-    """All requests, also those that were discarded."""
+    """All requests, including discarded ones."""
     trained: SlotResponses
-    """What the trainer's passes read; ``new`` are the tokens that train."""
+    """The responses that the trainer's passes read; ``new`` counts the tokens that train."""
     server_s: tuple[float, ...]
-    """Of each server."""
+    """Seconds of each server."""
     finished: SlotResponses | None = None
-    """What ended in this step; None: those of ``trained`` that have ended."""
+    """The responses that ended in this step; None means the finished ones of ``trained``."""
 
 
 class SlotProcess:
@@ -124,7 +124,7 @@ class SlotProcess:
         return SlotResponses(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step))
 
     def _cut_when_enough(self, wanted: np.ndarray, served: list[ServerTrace]) -> tuple[np.ndarray, float]:
-        """Tokens by row, and the moment at which enough of them are complete."""
+        """Return the tokens of each row, and the moment at which enough rows are complete."""
         scenario = self._scenario
         places = spread(len(wanted), scenario.num_servers)
         finish_s = np.empty(len(wanted))
@@ -139,11 +139,11 @@ class SlotProcess:
         return grown, enough_s
 
     def _whole_groups_s(self, finish_s: np.ndarray) -> np.ndarray:
-        """When the last of each group ends; groups are whole in sync mode."""
+        """Return the time at which each group's last response ends; groups are whole in sync mode."""
         return finish_s.reshape(-1, self._scenario.group_size).max(axis=1)
 
     def _whole_groups(self, ended: SlotResponses) -> SlotResponses:
-        """Of the responses that have ended, now or before, those whose group has; the others go on waiting."""
+        """Return the ended responses, of this or earlier steps, whose whole group has ended; the others keep waiting."""
         rows = self._waiting + ended
         _, place, size = np.unique(rows.group, return_inverse=True, return_counts=True)
         whole = size[place] == self._scenario.group_size
@@ -158,7 +158,7 @@ class SlotProcess:
 
 
 def trained_rows(rows: SlotResponses, scenario: Scenario) -> SlotResponses:
-    """Of what a step generated, the rows that the policy learns from; with ``whole_groups`` once all of their group have ended."""
+    """Return the generated rows that train the policy; with ``whole_groups``, once their whole group has ended."""
     if scenario.facts.whole_responses:
         ended = rows.pick(np.flatnonzero(rows.ended))
         return SlotResponses(**{**vars(ended), "held": np.zeros_like(ended.held), "new": ended.held + ended.new})

@@ -1,4 +1,4 @@
-"""What things cost in seconds: a small model that a run's records, a file or formulas fill. Pure.
+"""The cost model in seconds, filled from a run's records, a file or formulas. Pure.
 
 Every cost is a sum of a fixed part and parts per unit of work, so that it can be written by hand:
 
@@ -27,14 +27,14 @@ class Decode:
     """One decode step of one server, in which every running response grows by a token."""
 
     running: tuple[float, ...] = (1.0,)
-    """Numbers of running responses, rising."""
+    """Numbers of running responses, increasing."""
     step_s: tuple[float, ...] = (0.01,)
-    """Seconds of a step with so many; between them linear, beyond the last one as between the last two."""
+    """Seconds of a step with these numbers of responses; linear between them, and extrapolated from the last two."""
     context_token_s: float = 0.0
-    """More seconds of a step for each token of prompt and response that the running ones hold."""
+    """Additional seconds of a step per context token (prompt and response) of the running responses."""
 
     def seconds(self, running: np.ndarray) -> np.ndarray:
-        """Of a step with so many running responses, without their context."""
+        """Return the seconds of a step with these numbers of running responses, without their context."""
         nodes, values = np.array(self.running), np.array(self.step_s)
         inside = np.interp(running, nodes, values)
         if len(nodes) == 1:
@@ -45,21 +45,21 @@ class Decode:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of some work: a sum over what it consists of."""
+    """Seconds of some work, as a sum over its units."""
 
     fixed_s: float = 0.0
-    """Each time the stage runs."""
+    """Seconds per run of the stage."""
     token_s: float = 0.0
-    """Per token: of a prefill those of the requests; of a trainer stage those of its rows, prompts and prefixes included;
-    of generate new ones."""
+    """Seconds per token: a prefill counts the requests' tokens, a trainer stage its rows' tokens with prompts and prefixes, and
+    generate the new tokens."""
     square_s: float = 0.0
-    """Per squared length of a sequence (attention)."""
+    """Seconds per squared length of a sequence (attention)."""
     row_s: float = 0.0
-    """Per request, sequence or response."""
+    """Seconds per request, sequence or response."""
     update_s: float = 0.0
-    """Per optimizer step; of ``evaluate`` and ``checkpoint`` what a step takes longer in which one is due."""
+    """Seconds per update; for ``evaluate`` and ``checkpoint``, additional seconds of a step in which one is due."""
     cores: float = 0.0
-    """CPU cores that it keeps busy where nothing else runs, of ``generate`` those of each server; 0: it disturbs nobody."""
+    """CPU cores that the work keeps busy without contention, per server for ``generate``; 0 if it causes no contention."""
 
     def seconds(self, *, tokens: float = 0.0, squares: float = 0.0, rows: float = 0.0, updates: float = 0.0) -> float:
         parts = (self.token_s * tokens, self.square_s * squares, self.row_s * rows, self.update_s * updates)
@@ -72,20 +72,20 @@ class Timing:
 
     decode: Decode = field(default_factory=Decode)
     prefill: LinearCost = field(default_factory=LinearCost)
-    """Of one server, per request."""
+    """Prefill cost of one server, per request."""
     stages: Mapping[str, LinearCost] = field(default_factory=dict)
-    """By the stage table's names; one that is missing takes no time. ``generate``: what comes on top of decode and prefill,
-    its tokens and rows are those of all servers."""
+    """Costs by stage name; a missing stage takes no time. ``generate`` is the cost in addition to decode and prefill, over
+    the tokens and rows of all servers."""
     between_s: float = 0.0
-    """From the moment a stage could start to its start: the driver's own work."""
+    """Seconds from the moment a stage could start to its start: the driver's own work."""
     cores: float = 0.0
-    """Of the machine that servers and trainer share; stages that want more of them together take turns. 0: none is shared."""
+    """Cores of the node that servers and trainer share; stages that want more of them slow down. 0 if none are shared."""
     overlap_rate: float = 1.0
-    """Speed of stages that together fill the cores: caches, memory and halves of a core are shared, too."""
+    """Speed of stages that together fill the cores, which also share caches, memory and hyperthreads."""
 
     @property
     def sharing(self) -> dict[str, float]:
-        """As ``run_clock`` takes it."""
+        """Return the keyword arguments of ``run_clock``."""
         return {"cores": self.cores, "overlap_rate": self.overlap_rate, "between_s": self.between_s}
 
     def stage(self, name: str) -> LinearCost:
@@ -93,7 +93,7 @@ class Timing:
 
 
 def read_timing(path: Path) -> Timing:
-    """Raises UserError for what is no timing file."""
+    """Read a timing file. Raises UserError if it is not one."""
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

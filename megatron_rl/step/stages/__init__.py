@@ -13,6 +13,6 @@ from typing import Any
 
 @cache
 def function_of(stage: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """A stage's ``run``, and the names of the components that it takes."""
+    """Return a stage's ``run``, and the names of the components that it takes."""
     run = import_module(f"{__name__}.{stage}").run
     return run, tuple(name for name, one in inspect.signature(run).parameters.items() if one.kind is one.KEYWORD_ONLY)

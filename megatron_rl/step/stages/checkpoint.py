@@ -1,4 +1,4 @@
-"""The step's health is judged; weights, optimizers, pool and sampler are saved if a checkpoint is due."""
+"""Examines the step's health, and saves weights, optimizers, pool and sampler if a checkpoint is due."""
 
 from megatron_rl.run.policy_exports import PolicyExporter
 from megatron_rl.step.health_guard import HealthGuard

@@ -1,4 +1,4 @@
-"""Full responses to held-out prompts, if an evaluation is due; evaluation servers give them beside training."""
+"""Evaluates on held-out prompts if due: within the stage, or in the background on evaluation servers."""
 
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator

@@ -35,7 +35,7 @@ async def run(
         state.trajectories = collector.ended_groups(step)
     elif facts.whole_responses:
         state.trajectories = [t for t in state.trajectories if t.finished]
-    # On a thread next to the event loop: images are read there.
+    # Reading images would block the event loop, so the batch is built on a thread.
     state.batch = await asyncio.to_thread(window_batch, state.trajectories, facts.trained_window(step), vision)
     if config.policy.moe.routing_replay is RoutingReplay.R3:
         state.batch = with_routes(state.batch, window_routes(state.trajectories, step))

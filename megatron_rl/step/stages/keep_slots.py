@@ -1,4 +1,4 @@
-"""The slots for a checkpoint of this step, taken between two windows: a publish may come in the middle of one."""
+"""Takes the slots for this step's checkpoint between two windows, because an in-flight publish may split a window."""
 
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.step.kl_penalty import KlPenalty

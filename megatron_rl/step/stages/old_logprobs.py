@@ -1,7 +1,7 @@
 """Log-probs of the window's tokens under the old policy.
 
-The step's first update starts from the old policy: if nothing reads them earlier, its own forward pass gives the old log-probs of its
-sequences, and no pass here does.
+The step's first update starts from the old policy. If no stage reads them earlier, the update's own forward pass computes the old
+log-probs of its sequences, and this stage skips them.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ def run(step: int, state: StepState, *, config: Config, group: TrainerGroup, war
     elif config.algorithm.correction.old_policy is OldPolicy.rollout:
         state.old_logprobs = state.batch.fields["rollout_logprobs"]
     elif config.policy.moe.routing_replay is RoutingReplay.R2:
-        # The update follows the experts that this pass chooses: they stay on the ranks.
+        # The update replays the experts that this pass chooses, so the routes stay on the ranks.
         state.old_logprobs = group.logprobs(state.batch, temperature=temperature, keeps_routes=True)
     else:
         state.old_logprobs = group.logprobs(state.batch, temperature=temperature)
 
 
 def uses_own_logprobs(config: Config, warmup: CriticWarmup, num_sequences: int, step: int) -> Sequence[int]:
-    """The sequences whose own update gives their old log-probs; none if another pass has to.
+    """Return the sequences whose own update computes their old log-probs; empty if another pass must.
 
-    Of a policy that never trains nobody reads old log-probs: all sequences.
+    If the policy never trains, no stage reads old log-probs: returns all sequences.
     """
     if not reuses_first_logprobs(config):
         return ()

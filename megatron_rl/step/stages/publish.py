@@ -1,4 +1,4 @@
-"""New weights for every server; if no token trained the policy, the servers only wake."""
+"""Publishes the policy to every server; if no token trained the policy, the servers only wake."""
 
 import gc
 
@@ -24,7 +24,7 @@ def run(
     evaluator: Evaluator,
     fleet: EvaluationServers | None,
 ) -> None:
-    gc.collect()  # no HTTP reply is awaited now
+    gc.collect()  # no HTTP reply is awaited now, so a pause delays none
     if not facts.in_flight:
         snapshot_slots(step, state, pool, kl_penalty)
     if "policy/num_updates" in state.metrics:

@@ -1,4 +1,4 @@
-"""The servers give their memory to the trainer."""
+"""Puts colocated servers to sleep, which releases their memory for the trainer."""
 
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.state import StepState

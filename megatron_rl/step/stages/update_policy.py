@@ -46,8 +46,8 @@ def run(
 
 
 def finish_own_logprobs(config: Config, state: StepState, old_logprobs: Tensor, kl_penalty: KlPenalty) -> None:
-    """Adds the ``old_logprobs`` [T] of the first update; metrics follow, and the divergence from a reference."""
-    state.old_logprobs = state.old_logprobs + old_logprobs  # each 0 where the other is not
+    """Add the ``old_logprobs`` [T] of the first update, and compute the metrics that needed them."""
+    state.old_logprobs = state.old_logprobs + old_logprobs  # each is 0 on the other's tokens
     found = mismatch(state.batch, state.old_logprobs, state.policy_batch.fields["mask"], config.algorithm)
     state.metrics |= {f"mismatch/{name}": value for name, value in found.items()}
     if config.algorithm.kl.place is not KlPlace.none:

@@ -176,7 +176,7 @@ def test_every_product_is_a_field_of_the_steps_state_or_outlives_the_step():
     assert products <= state | set(RUN_PRODUCTS) and set(RUN_PRODUCTS) <= products
 
 
-def test_what_is_needed_of_the_step_before_outlives_a_step():
+def test_products_needed_from_the_previous_step_outlive_a_step():
     needed = {word for row in ROWS for overlap in Overlap for word in row.before_of(overlap).replace("?", "").split()}
     assert {word.partition(":")[0] for word in needed} <= set(RUN_PRODUCTS)
 

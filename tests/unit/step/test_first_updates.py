@@ -179,7 +179,7 @@ def test_a_policy_that_never_trains_is_not_passed_and_one_that_rests_is():
         lambda c: setattr(c.policy.moe, "routing_replay", RoutingReplay.R2),
     ],
 )
-def test_what_reads_them_before_the_update_needs_the_pass(change):
+def test_readers_before_the_update_require_the_old_logprobs_pass(change):
     config = configured(99)
     assert reuses_first_logprobs(config)
     change(config)

@@ -61,7 +61,7 @@ def _random_positive_case(rng: random.Random):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_trains_nothing_is_not_imitated_either(seed):
+def test_untrained_tokens_are_excluded_from_the_positive_example_loss(seed):
     """The tokens of the loss on positive examples are among those of the policy loss: hot, cut, rejected ones are not."""
     rng = random.Random(seed)
     group, algorithm, rules = _random_positive_case(rng)
@@ -82,7 +82,7 @@ def test_what_trains_nothing_is_not_imitated_either(seed):
             assert torch.equal(imitated[span], expected)
 
 
-def test_what_was_left_out_of_an_earlier_window_stays_out_of_the_loss_on_positive_examples():
+def test_tokens_masked_in_an_earlier_window_are_not_positive_examples():
     algorithm = AlgorithmConfig(
         **{
             **RAW.__dict__,

@@ -177,7 +177,7 @@ def test_windows_and_responses_teach_the_critic_the_same_where_one_window_holds_
         torch.testing.assert_close(one.fields[name], two.fields[name])
 
 
-def test_what_the_critic_may_not_learn_from_is_left_out_of_windows_too():
+def test_window_critic_batch_excludes_unscored_responses():
     lost = trajectory([2], stopped=True, score=Score(None, error="died"))
     goes_on = trajectory([2], stopped=False, id=1)
     found = critic_windows([lost, goes_on], 0, [0.5, 0.5, 0.1, 0.2], token_rewards=torch.tensor([0.0] * 8 + [-1.0, -2.0]))

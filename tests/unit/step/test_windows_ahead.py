@@ -465,7 +465,7 @@ def test_in_flight_publishes_do_meet_windows():
 
 @quick
 @given(RANDOM)
-def test_what_is_sampled_and_trained_depends_on_no_stages_duration(rng):
+def test_sampled_and_trained_tokens_do_not_depend_on_stage_durations(rng):
     run = ToyRun(make_config(), rng).go()
     assert run.history() == whole().history()
     assert run.servers.evaluated == [(step, step + 1) for step in range(NUM_STEPS)]

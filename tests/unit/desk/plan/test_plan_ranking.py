@@ -54,7 +54,7 @@ def test_a_plan_takes_what_simulate_says_of_it():
     assert found.response_s == pytest.approx(1 / alone.finished_per_s, rel=0.05)
 
 
-def test_what_binds_is_what_is_busy():
+def test_reported_bottleneck_is_the_busiest_resource():
     search = search_of("qwen3-4b", *SMALL)
     for found in ranked(search, [4096]):
         apart = found.config.rollout.placement.value == "disaggregated"

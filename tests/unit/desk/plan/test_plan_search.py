@@ -79,7 +79,7 @@ def test_against_all_settings_of_all_layouts(model, num_ranks):
         assert best[stages] <= order.index(whole[layout]), layout
 
 
-def test_what_is_remembered_of_fewer_ranks_changes_nothing():
+def test_search_cache_of_fewer_ranks_does_not_change_results():
     remembering = search_of("qwen2.5-math-7b")
     for num_gpus in (8, 16):
         fresh = search_of("qwen2.5-math-7b")
@@ -131,7 +131,7 @@ def test_a_server_that_no_machines_hold_is_said_by_its_reason():
         (["batch.max_tokens_per_microbatch=40000"], "batch.max_tokens_per_microbatch"),
     ],
 )
-def test_what_is_given_stays(words, pinned):
+def test_search_keeps_layout_keys_set_by_the_user(words, pinned):
     search = search_of("qwen3-4b", *words, pinned=pinned)
     found = list(configs(search, 8))
     assert found and all(search.allows(config, "") for config in found)

@@ -55,7 +55,7 @@ def test_a_stage_that_no_mixture_of_costs_explains_keeps_its_mean():
     assert np.mean(found.token_s * tokens) == pytest.approx(seconds.mean())
 
 
-def test_what_overlapped_is_told_apart_from_what_took_longer(runs):
+def test_calibration_separates_contention_from_longer_stages(runs):
     """In windows the critic slows generation down; the costs are those without it."""
     found = calibrated(*runs["window 96"])
     assert found.stage("update_critic").token_s == pytest.approx(TIMING.stage("update_critic").token_s, rel=0.05)
