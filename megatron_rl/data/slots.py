@@ -51,7 +51,7 @@ class SlotPool:
         self._by_type = dict(num_samples_by_type or {})
         self._block_size = max(num_samples_per_prompt, *self._by_type.values(), 1)
         self._waiting: dict[int, list[Trajectory]] = {}
-        """By number of samples: groups that wait for their block to be full."""
+        """Groups that wait for their block to be full, keyed by number of samples."""
         self._slots: list[Trajectory] = []
         self._fresh: deque[Trajectory] = deque()
         self._next_id = 0
@@ -96,7 +96,7 @@ class SlotPool:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Those of the responses in progress and of those that come next."""
+        """Prompts of the responses in progress and of the next ones."""
         return [trajectory.prompt for trajectory in (*self._slots, *self._fresh, *chain(*self._waiting.values()))]
 
     def _start_block(self, step: int) -> None:
@@ -116,7 +116,7 @@ class SlotPool:
         return [self._start(prompt, first + i, group_id=group, sample_index=i) for i in range(size)]
 
     def _by_size(self, waiting: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
-        """What waits in a checkpoint; DataError when its groups have other sizes than now."""
+        """Waiting groups of a checkpoint by size. Raises DataError if their sizes differ from the present ones."""
         found: dict[int, list[Trajectory]] = {}
         members = Counter(t.group_id for t in waiting)
         for t in waiting:
@@ -137,7 +137,7 @@ class SlotPool:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """What gives the ``state`` of this moment later on. Cheap: tokens are shared, so it may be taken every step."""
+        """Return a function that yields the ``state`` of this moment later. Cheap: tokens are shared, so every step may take one."""
         kept = {"slots": self._slots, "fresh": self._fresh, "waiting": chain(*self._waiting.values())}
         copies = {name: [t.copy() for t in held] for name, held in kept.items()}
         rest = {"newest_generated": self.newest_generated, **self.position()}
@@ -166,12 +166,12 @@ class SlotPool:
 
 
 def _ended_by(trajectory: Trajectory, step: int | None) -> bool:
-    """It finished in ``step`` or before; None: whenever."""
+    """True if the trajectory finished in ``step`` or before; with None, if it finished at all."""
     return trajectory.finished and (step is None or trajectory.segments[-1].step <= step)
 
 
 def full_blocks(groups: Iterable[Sequence[Trajectory]], block_size: int) -> list[list[Trajectory]]:
-    """Whole groups put together, those of one size in their order, until they are ``block_size`` each; the rest is left out."""
+    """Blocks of ``block_size`` samples, made of whole groups of one size in their order; the remainder is omitted."""
     blocks = []
     open_: dict[int, list[Trajectory]] = {}
     for group in groups:

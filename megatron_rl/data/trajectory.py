@@ -31,7 +31,7 @@ class Prompt:
     text: str = ""
     answer: str = ""
     source: str = ""
-    """Where the prompt comes from, as file:line."""
+    """Source of the prompt, as file:line."""
     type: str = ""
     """Type or domain: mixtures, KL coefficients and rewards go by it."""
     fields: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What one generation call returned for one trajectory, or one message of the environment."""
+    """Tokens that one generation call returned for one trajectory, or one message of the environment."""
 
     token_ids: np.ndarray
     """[n] int32, read-only; made from any sequence of whole numbers."""
@@ -76,7 +76,7 @@ class Segment:
     turn: int = 0
     """The turn that it is part of; a message counts to the turn that it answers."""
     role: str = POLICY
-    """Who speaks: a role of the model (policy, verifier), or ``ENVIRONMENT``."""
+    """Speaker: a role of the model (policy, verifier), or ``ENVIRONMENT``."""
     hot: bool = False
     """Sampled by FIRE at its own temperature; rollout_logprobs are those of that temperature."""
 
@@ -107,7 +107,7 @@ def joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
 class TokenParts:
     """Token ids [n] int32 that lie in several arrays; numpy makes one of them.
 
-    They need not lie in one until somebody reads them: a rollout worker has most of a response's parts already.
+    They need not be in one array until a reader needs them: a rollout worker has most of a response's parts already.
     """
 
     parts: Sequence[np.ndarray]
@@ -151,7 +151,7 @@ class Turn:
 
     @property
     def finish_reason(self) -> str:
-        """Of its last segment: ``stop``, or ``length`` and ``abort`` where a budget cut it or it goes on."""
+        """Finish reason of the last segment: ``stop``, or ``length`` and ``abort`` if a budget truncated it or it continues."""
         return self.segments[-1].finish_reason
 
     @property
@@ -179,7 +179,7 @@ class Score:
 
 @dataclass(frozen=True)
 class RouteRecord:
-    """Which experts the engine sent a trajectory's tokens to, prompt included, in its newest request."""
+    """Experts to which the server sent a trajectory's tokens, prompt included, in its newest request."""
 
     step: int
     """The step of the request: its weights are those that all routes belong to."""
@@ -202,7 +202,7 @@ class Trajectory:
     token_rewards: list[np.ndarray] = field(default_factory=list)
     """Likewise rewards in addition to the outcome (KL penalty, lines); empty where there are none."""
     greedy: bool = False
-    """The likeliest token each time: a baseline for the responses of its group, which trains nothing."""
+    """The most likely token each time: a baseline for the responses of its group, which trains nothing."""
     first_window_tokens: int = 0
     """Most tokens of its first window, where that is to be shorter than the others; 0: as the others."""
     left_out: list[np.ndarray] = field(default_factory=list)
@@ -211,21 +211,21 @@ class Trajectory:
     reference_kl: list[float] = field(default_factory=list)
     """KL from the reference policy, summed over the generated tokens of each window that has trained."""
     score: Score | None = None
-    """Of the whole response or dialogue."""
+    """Score of the whole response or dialogue."""
     dialogue: bool = False
     """An environment answers the turns; it decides when the dialogue ends."""
     max_turn_tokens: int = 0
     """Most generated tokens of one turn; 0 means the rest of the budget."""
     next_role: str = POLICY
-    """Who speaks after the last message; before the first turn, who begins."""
+    """Speaker after the last message, or of the first turn."""
     env_done: bool = False
     """The environment ended the dialogue."""
     out_of_room: bool = False
     """The next message would have left no room for an answer: the dialogue is cut before it."""
     turn_grades: dict[int, Score] = field(default_factory=dict)
-    """By turn: what the run's reward says of its graded text."""
+    """Score of each turn's graded text by the run's reward, keyed by turn."""
     turn_scores: dict[int, Score] = field(default_factory=dict)
-    """By turn: the reward that its last token receives."""
+    """Score that the last token of a turn receives, keyed by turn."""
     routes: RouteRecord | None = None
     """Only with routing replay R3. Not part of checkpoints: the next step's request replaces it."""
 
@@ -253,7 +253,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Number of tokens of prompt and response."""
         return len(self.prompt.token_ids) + self.num_response_tokens
 
     @property
@@ -263,7 +263,7 @@ class Trajectory:
 
     @property
     def ended_naturally(self) -> bool:
-        """It ended by itself: no budget cut it."""
+        """True if the response ended itself, not by a budget."""
         if self.dialogue:
             return self.env_done
         return bool(self.segments) and self.segments[-1].finish_reason == "stop"
@@ -344,7 +344,7 @@ class Trajectory:
         return (s for s in self.segments if s.generated and s.turn == turn)
 
     def segments_from_step(self, step: int | None) -> Iterator[Segment]:
-        """What the model generated in ``step``; None: in any step."""
+        """Segments that the model generated in ``step``, or in any step if None."""
         return (segment for segment in self.segments if segment.generated and step in (None, segment.step))
 
     def _per_token(self, flags: list[bool]) -> np.ndarray:
@@ -356,7 +356,7 @@ class Trajectory:
         return replace(self, segments=list(self.segments))
 
     def copy(self) -> Self:
-        """As it is now, whatever happens to this one; what cannot change is shared."""
+        """A copy that later changes of this trajectory do not affect; immutable parts are shared."""
         lists: dict[str, Any] = {name: list(getattr(self, name)) for name in ("segments", *_BY_WINDOW)}
         return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
 

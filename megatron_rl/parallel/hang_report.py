@@ -29,12 +29,12 @@ _numbers: Iterator[int] = itertools.count(1)
 
 
 class RankActivity(NamedTuple):
-    """What a rank last began; ``number`` counts from 1, 0 is before the first."""
+    """Last action that a rank started; ``number`` counts from 1, and 0 means none yet."""
 
     number: int
     what: str
     gave_up: bool = False
-    """It waited too long itself."""
+    """True if the rank itself timed out."""
 
 
 @contextmanager

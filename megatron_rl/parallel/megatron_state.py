@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def save_globals() -> Capture:
-    """What Megatron's globals are now; copies nothing."""
+    """Return Megatron's present globals without copying them."""
     return {name: getattr(module, name) for module, names in _NAMES.items() for name in names}
 
 
@@ -38,7 +38,7 @@ def load_globals(captured: Capture) -> None:
 
 
 def reset_globals() -> None:
-    """As before any layout was initialised, which Megatron asserts."""
+    """Reset the globals to their state before any initialization, which Megatron asserts."""
     load_globals(_EMPTY)
     for name in _SHARED:
         setattr(parallel_state, name, None)

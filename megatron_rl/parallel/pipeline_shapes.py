@@ -1,4 +1,4 @@
-"""What pipeline stages hand each other, without telling each other its shape first.
+"""Transfers between pipeline stages without sending shapes first.
 
 Packs differ in length, and Megatron then sends the shape before every tensor and waits for the GPU to read it. But all
 stages of a replica have the same micro-batches, and messages between two ranks arrive in the order in which they were

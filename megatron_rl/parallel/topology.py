@@ -1,4 +1,4 @@
-"""Who is who among the ranks: process groups and every rank's coordinates.
+"""Process groups and the coordinates of every rank.
 
 Ranks are ordered as Megatron orders them: neighbours share a tensor-parallel group, then context-parallel, then
 data-parallel, then pipeline. Expert parallelism takes its ranks from those of a pipeline stage.
@@ -40,7 +40,7 @@ _generations: Iterator[int] = itertools.count()
 _control_plane: "ControlPlane | None" = None
 _layouts: "list[_Layout]" = []
 _active = 0
-"""Whose variables Megatron's globals are, as an index into ``_layouts``."""
+"""Index into ``_layouts`` of the layout whose variables Megatron's globals contain."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Topology:
     cp_rank: int = 0
     cp_size: int = 1
     layout: int = 0
-    """Which of the process's layouts this is."""
+    """Index of this layout among the process's layouts."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Topology:
             _switch_to(previous)
 
     def coordinates_of(self, rank: int) -> "RankCoordinates":
-        """Of another rank in this layout."""
+        """Coordinates of another rank in this layout."""
         return _place_of(rank, self.tp_size, self.cp_size, self.dp_size)
 
     @property
@@ -99,11 +99,11 @@ class ReplicaRanks:
     """The ranks of a layout by data-parallel replica: those that compute on the same micro-batches."""
 
     of_ranks: tuple[int, ...]
-    """By rank: its replica."""
+    """Replica of each rank, by rank."""
     replica_roots: tuple[int, ...]
-    """By replica: its *receiving* rank, to which batches are sent: the first, but the second where the first is the driver."""
+    """Replica root by replica: the rank that receives batches. The first rank, or the second one if the first is the driver."""
     reporters: tuple[int, ...]
-    """By replica: the rank that has its outputs and reports them; tensor- and context-parallel peers have the same ones."""
+    """Output rank by replica: the rank that reports the outputs; its tensor- and context-parallel peers have the same ones."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, num_ranks: int) -> "ReplicaRanks":
@@ -289,7 +289,7 @@ def destroy() -> None:
 
 
 def local_device() -> torch.device:
-    """Where this rank's tensors are."""
+    """Device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

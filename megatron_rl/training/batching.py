@@ -1,4 +1,4 @@
-"""Which sequences share a forward pass, and which rank runs it. Pure: no torch.distributed, no tensors of tokens.
+"""Packs sequences into micro-batches and assigns these to ranks. Pure: no torch.distributed, no tensors of tokens.
 
 "Pack first, distribute second": sequences are packed into micro-batches, then whole micro-batches are dealt to the
 data-parallel ranks. Round k is the k-th micro-batch of every rank. Invariants, which the tests assert:
@@ -32,13 +32,13 @@ Plan = list[list[list[int]]]
 """Data-parallel rank -> micro-batch -> indices of its sequences, ascending."""
 
 STAND_IN_TOKENS = 2
-"""What a micro-batch without sequences runs as."""
+"""Number of tokens of a dummy micro-batch, which has no sequences."""
 _EVEN_ENOUGH = 1e-3
 """Ranks may idle for this share of their time: what is left to win is less than what the next batch changes."""
 _WORTH_TOPPING_UP = 1e-2
 """Idle share of a round from which on sequences of later rounds may fill it."""
 _NUM_RECEIVERS = 16
-"""Of the least loaded ranks that may take work from the heaviest one at a time."""
+"""Number of least loaded ranks that may take work from the heaviest one at a time."""
 _MAX_EXCHANGES_PER_RANK = 2
 """Bounds, with _NUM_RECEIVERS, the time that evening out may take."""
 _TIGHT_BUDGETS = (1.003, 1.01)

@@ -81,5 +81,5 @@ def build_engine(
 
 
 def _policy_settings(policy: PolicyConfig) -> dict[str, Any]:
-    """What a policy has beyond a critic."""
+    """Settings that a policy has in addition to those of a critic."""
     return {"moe": policy.moe, "fp8": policy.fp8, "fp32_head": policy.fp32_head, "mtp": policy.mtp}

@@ -30,7 +30,7 @@ class CheckpointWriter:
 
     def __init__(self, request: AsyncRequest, folder: Path, *, in_background: bool) -> None:
         self.checksums: Checksums = {}
-        """Of the files, once they are written."""
+        """Checksums of the files, after they are written."""
         self.finalize: list[Callable[[], None]] = request.finalize_fns
         """To be called by all ranks in this order, once all have written."""
         self._folder = folder
@@ -52,7 +52,7 @@ class CheckpointWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until this rank has written; raises what went wrong."""
+        """Wait until this rank has written; raises its failure."""
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:

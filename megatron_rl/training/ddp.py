@@ -5,7 +5,7 @@ there, and the ranks' parts of the new weights are gathered behind the next forw
 Sums are the same, but taken bucket by bucket, so that their last bits may differ from those of one collective. On a CPU,
 and for a vision-language model, whose encoder has no gradient in a micro-batch without images, both happen at once.
 
-Invariant: whoever reads weights in another way than by a forward pass calls ``wait_for_weights`` first.
+Invariant: code that reads weights outside a forward pass calls ``wait_for_weights`` first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ def wrap(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[Distribut
         syncs = [replica.no_sync for replica in wrapped]
         chunks[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         for replica in wrapped:
-            # Megatron's name for: whoever takes the step starts the gathers, and modules wait for theirs alone.
+            # Megatron's name for: the caller of the step starts the gathers, and each module waits for its own.
             replica.overlap_param_gather_with_optimizer_step = True
         for group in _bucket_groups(wrapped):
             # Every rank begins with whole weights.
@@ -78,7 +78,7 @@ def start_weight_allgather(replicas: Sequence[DistributedDataParallel]) -> None:
 
 
 def wait_for_weights(replicas: Sequence[DistributedDataParallel]) -> None:
-    """Until the weights are whole on this rank. Not collective."""
+    """Wait until the weights are complete on this rank. Not collective."""
     waiting = [group for group in _bucket_groups(replicas) if group.param_gather_handle is not None]
     for group in waiting:
         group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -174,12 +174,12 @@ class Engine:
         self._scheduler = build_scheduler(optimizer, self._optimizer)
 
     def layers_note(self, longest: int = 0) -> str:
-        """What this GPU's layers cost this model and sequences of ``longest`` tokens; "" where nothing is missing."""
+        """Note on missing GPU kernels for this model and sequences of ``longest`` tokens, or an empty string."""
         return layers_note(self.chunks[0].config, longest)
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank reports for its tensor-, context- and pipeline-parallel peers: exactly one of them does."""
+        """True if this rank reports for its tensor-, context- and pipeline-parallel peers; exactly one of them does."""
         return self.topology.is_output_rank
 
     @_in_own_layout
@@ -306,7 +306,7 @@ class Engine:
 
     @property
     def save_is_complete(self) -> bool:
-        """Whether ``finish_save`` would not wait for this rank."""
+        """True if ``finish_save`` would not wait for this rank."""
         return self._save is None or self._save.is_written
 
     @_in_own_layout
@@ -325,7 +325,7 @@ class Engine:
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
     def offload(self) -> None:
-        """Give way to another model or a server: what ``offload`` says leaves the device until the next call of a method.
+        """Offload this model (as ``offload`` says) until the next call of one of its methods.
 
         Not collective; what an unfinished ``export_weights`` reads stays.
         """
@@ -390,7 +390,7 @@ class Engine:
 
         def forward_step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             chunk, index = _bare(model), next(iterator)
-            # Put together and on the device from its turn on, for as long as the pass needs it.
+            # Assembled on the device when its turn comes, and only while the pass needs it.
             here = whole[index].joined()
             batch, trace = on_device(here, device), self._routing.trace(index, here)
 

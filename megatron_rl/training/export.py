@@ -59,7 +59,7 @@ def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, T
     """The same stream on a rank that gets every tensor (``GatherTarget``)."""
     for name, tensor in weights:
         if tensor is None:
-            raise ValueError(f"{name} was put together on another rank: this one does not send it")
+            raise ValueError(f"{name} was assembled on another rank: this one does not send it")
         yield name, tensor
 
 
@@ -97,7 +97,7 @@ def control_channel(rank: int, timeout_s: float) -> Channel:
 
 
 def control_ranks(timeout_s: float) -> RankMessaging:
-    """What all ranks say to each other on the control plane."""
+    """Message passing between all ranks on the control plane."""
     options: dict[str, Any] = {"what": _WHAT, "timeout_s": timeout_s}
     return RankMessaging(
         rank=torch.distributed.get_rank(),

@@ -19,7 +19,7 @@ def reply_spans(batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def select_spans(batch: PackedBatch, values: Tensor) -> Tensor:
-    """Of ``values`` [T] of a micro-batch, what goes to the driver."""
+    """Select the part of a micro-batch's ``values`` [T] that is sent to the driver."""
     if batch.spans is None:
         return values
     firsts, ends = reply_spans(batch)

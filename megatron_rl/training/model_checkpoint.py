@@ -50,7 +50,7 @@ _CHECKSUMS_FILE = "checksums.json"
 
 
 class CheckpointSaveError(UserError):
-    """It could not be written (the disk is full, say), and nothing of it is left. Every rank raises it."""
+    """Raised on every rank if a checkpoint could not be written (a full disk, for example); nothing of it remains."""
 
 
 class CheckpointError(UserError):
@@ -65,7 +65,7 @@ class CheckpointWrite:
 
     @property
     def is_written(self) -> bool:
-        """Whether ``finish`` would not have to wait for this rank."""
+        """True if ``finish`` would not wait for this rank."""
         return self._files.is_done
 
     def finish(self) -> None:
@@ -183,7 +183,7 @@ def _write_checksums(folder: Path, own: Checksums) -> None:
 
 
 def _problems(folder: Path) -> Iterator[str]:
-    """What is wrong with this rank's share of the files; every file is the share of one rank."""
+    """Problems of this rank's share of the files; every file is the share of one rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if not (folder / "metadata.json").is_file():
         yield f"{folder} holds no whole checkpoint; give the folder that a save ended in"
@@ -204,7 +204,7 @@ def _problems(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _raised_together(kind: type[UserError], text: str) -> Iterator[None]:
-    """What goes wrong inside on one rank is raised as ``kind`` on all of them, so that they go on together."""
+    """Raise a failure of one rank inside as ``kind`` on all ranks, so that they stay in step."""
     problem = ""
     try:
         yield

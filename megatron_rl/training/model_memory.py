@@ -1,4 +1,4 @@
-"""What of one model is on this rank's device, and when.
+"""Moves one model's storages between this rank's device and host memory.
 
 Gradients exist during an update only. Weights and optimizer state of a model that steps aside wait in host memory, pinned
 on GPUs, until its next command. Storages are emptied and filled in place: Megatron's views of them (buckets, shards, main
@@ -49,7 +49,7 @@ class ModelMemory:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Inside, the weights are on the device, whoever asks the model to step aside."""
+        """Keep the weights on the device inside the block, even if another model asks for an offload."""
         self._weights.back()
         self._num_users += 1
         try:
@@ -142,7 +142,7 @@ class _HostBuffer:
         self._emptied = []
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        """By identity: tensors share them, and those of the float32 optimizer state are partly the weights' own."""
+        """Storages by identity: tensors share them, and some of the float32 optimizer state belong to the weights."""
         others = self._besides._storages() if self._besides else {}
         found = (tensor.untyped_storage() for tensor in self._tensors())
         return {one._cdata: one for one in found if one.nbytes() and one._cdata not in others}

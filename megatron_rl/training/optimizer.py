@@ -22,7 +22,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
 _FUSED_MAIN = "master_param"
-"""Where Transformer Engine's Adam keeps main parameters with moments of another dtype than theirs."""
+"""State key under which Transformer Engine's Adam stores main parameters if the moments have another dtype."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedule
 
 
 def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:
-    """As many steps lie behind every parameter: what corrects the bias of Adam's moments."""
+    """Set the step count of every parameter, which corrects the bias of Adam's moments."""
     for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups:
             if not isinstance(part.optimizer, torch.optim.AdamW):
@@ -140,7 +140,7 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """What the optimizer holds per parameter on this rank: main parameters (float32: views of the weights) and moments."""
+    """Optimizer state per parameter on this rank: main parameters (float32: views of the weights) and moments."""
     for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -150,7 +150,7 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def weight_states(part: MegatronOptimizer, weight: torch.nn.Parameter) -> dict[str, Tensor]:
-    """What ``part`` holds of its share of ``weight``, each 1-D: the main parameter ("param") and the moments."""
+    """State in ``part`` of its share of ``weight``, each 1-D: the main parameter ("param") and the moments."""
     group, order = part.model_param_group_index_map[weight]
     main = part.optimizer.param_groups[group]["params"][order]
     moments = part.optimizer.state[main]

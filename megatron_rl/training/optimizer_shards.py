@@ -1,8 +1,8 @@
 """The optimizer's state as a checkpoint sees it: each rank's own share, under the names and shapes of the weights.
 
 A rank of the distributed optimizer holds a stretch of the elements of some weights. Such a stretch of a row-major tensor
-is a few boxes (the end of a row, whole rows, the start of a row), and boxes are what Megatron's format can store and cut
-anew. So nothing is gathered and nothing copied: what is written and read are views of the state itself, in any layout.
+is a few boxes (the end of a row, whole rows, the start of a row), and boxes are what Megatron's format can store and split
+again. So nothing is gathered and nothing copied: what is written and read are views of the state itself, in any layout.
 The names are those of Megatron's "fully_reshardable" format, whose checkpoints can be read as well.
 """
 

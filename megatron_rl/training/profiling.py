@@ -25,7 +25,7 @@ _MAX_MEMORY_EVENTS = 500_000
 
 
 def stage_profiler(config: Config, rank: int) -> "StageProfiler | None":
-    """None for a rank that profiles nothing."""
+    """Return the rank's profiler, or None if it profiles nothing."""
     if not config.profile.steps or rank not in config.profile.ranks:
         return None
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it says on standard error when it starts and stops
@@ -33,7 +33,7 @@ def stage_profiler(config: Config, rank: int) -> "StageProfiler | None":
 
 
 def memory_note(config: Config) -> str:
-    """What becomes of profile.memory where there is no GPU; empty if nothing has to be said."""
+    """Note on how profile.memory is handled without a GPU, or an empty string."""
     if not (config.profile.memory and config.profile.steps) or torch.cuda.is_available():
         return ""
     return (
@@ -43,7 +43,7 @@ def memory_note(config: Config) -> str:
 
 
 class StageProfiler:
-    """Of one rank."""
+    """Profiles the chosen stages of one rank."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self._settings = config.profile
@@ -55,7 +55,7 @@ class StageProfiler:
         self._num_written: dict[StageKey, int] = {}
 
     def start_stage(self, stage: StageKey | None) -> None:
-        """What runs from now on belongs to ``stage``; None: to no stage."""
+        """Count the following work to ``stage``, or to no stage if None."""
         if stage == self._stage:
             return
         self._end()

@@ -1,4 +1,4 @@
-"""Which replica works on which sequence of a step, settled once, and in which micro-batches. Pure.
+"""Assigns the sequences of a step to replicas, once per step, and plans their micro-batches. Pure.
 
 A step passes over the same sequences several times: log-probs, values, and optimizer steps on parts of them. What a replica
 holds need not be sent again, so each sequence gets a home under which *every* optimizer step is even, a policy's and a
@@ -30,7 +30,7 @@ Key = TypeVar("Key", bound=Hashable)
 _MIN_IDLE_GAIN = 5e-3
 """Share of the ranks' time for which sequences change their replica."""
 _PREFERENCE_FILL_LEVELS = (0.99, 0.9)
-"""Of a replica's part of a group, one tried after the other: the last and shortest sequences only make groups even."""
+"""Fractions of a replica's part of a group, tried in order: the last and shortest sequences only make groups even."""
 _IMBALANCE_NOISE = 1e-3
 """Share of the ranks' time: a smaller difference between homes is chance."""
 _MAX_SWAP_COST_GAP = 0.01
@@ -39,10 +39,10 @@ _MAX_SWAP_COST_GAP = 0.01
 
 @dataclass(frozen=True)
 class PlacementPreferences(Generic[Key]):
-    """What draws sequences to replicas, as far as these stay even."""
+    """Placement preferences (routes or images already on a replica), honored while the load stays balanced."""
 
     nodes: Sequence[int] = ()
-    """By replica: whose files its receiving rank maps."""
+    """Node whose files the replica root maps, by replica."""
     routes: Mapping[Key, int] = field(default_factory=dict)
     """Sequence -> the node that its routes lie on."""
     images: Mapping[Key, Hashable] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _PreferenceScores(Generic[Key]):
         self._on_node = {node: np.array([node == own for own in pulls.nodes]) for node in set(pulls.routes.values())}
         self._nothing = np.zeros(num_replicas, bool)
         self._shown: dict[Hashable, np.ndarray] = {}
-        """By what images are known by: [replicas] bool, which ones have them."""
+        """Image key -> [replicas] bool, True for the replicas that have the image."""
 
     def to_replicas(self, key: Key) -> np.ndarray | None:
         """[replicas] numbers of reasons; None: there are none."""
@@ -139,7 +139,7 @@ def swap_for_locality(homes: Mapping[Key, int], costs: Mapping[Key, float], pull
     """``homes`` after pairs of sequences of about equal cost have changed places, each of which is nearer to its routes then."""
     found = dict(homes)
     waiting: dict[tuple[int, int], list[Key]] = {}
-    """By the node where they are and the one where their routes lie, the cheapest last: sequences without a partner."""
+    """Sequences without a partner by (their node, the node of their routes), the cheapest last."""
     for key in sorted(homes, key=lambda key: -costs[key]):
         here, there = pulls.nodes[homes[key]], pulls.routes.get(key)
         if there is None or here == there:
@@ -174,7 +174,7 @@ class ReplicaPlanner:
     def homes(
         self, lengths: Mapping[Key, int], groups: Sequence[Sequence[Key]], pulls: PlacementPreferences[Key] | None = None
     ) -> dict[Key, int]:
-        """Of sequences of these lengths; each of ``groups``, some of them, is to be even."""
+        """Assign a replica to each of the sequences of these lengths; each of ``groups`` (some of them) is balanced."""
         homes: dict[Key, int] = {}
         all_costs = {key: self._cost(length) for key, length in lengths.items()}
         for group in groups if self._meet_in_every_layer else ():
@@ -218,7 +218,7 @@ class ReplicaPlanner:
         }
 
     def _least_idle_share(self, lengths: Sequence[int]) -> float:
-        """Of any plan: one rank has the longest sequence."""
+        """Lower bound of the idle share of any plan: one rank has the longest sequence."""
         costs = [self._cost(length) for length in lengths]
         # A hair less: sums in another order round otherwise.
         return max(0.0, 1.0 - sum(costs) / (self._num_replicas * max(costs, default=1.0)) - 1e-9)

@@ -1,4 +1,4 @@
-"""What memory and CPU time the ranks used in each trainer stage. A rank keeps its own account; the driver asks once per step."""
+"""Measures memory and CPU time of the ranks in each trainer stage. Each rank counts its own; the driver collects once per step."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from megatron_rl.system.processes import process_probe
 from megatron_rl.system.processes.host_memory import pop_host_peak_gib
 
 _MAX_RANKS = 64
-"""Of which a stage's seconds are written down: it goes into the timeline, once per stage and step."""
+"""Largest number of ranks whose seconds per stage are recorded, because they go into the timeline once per stage and step."""
 
 
 class StageKey(NamedTuple):
@@ -20,20 +20,20 @@ class StageKey(NamedTuple):
 
 
 class ResourceUse(NamedTuple):
-    """Of one rank; of several, the memory of the one that used the most and the CPU time of all."""
+    """Resources that one rank used, or for several ranks the largest memory and the CPU time of all."""
 
     host_gib: float = 0.0
     """Largest resident memory."""
     device_gib: float = 0.0
     """Most that PyTorch allocated; 0 on a CPU."""
     cpu_s: float = 0.0
-    """Of the process; the driver's counts what its other threads did meanwhile."""
+    """CPU time of the process; the driver's includes its other threads."""
     busy_s: float = 0.0
     """In commands of the driver, without the wait for the next one; of several ranks, that of the one that took longest."""
 
 
 class StageMeter:
-    """Of one rank."""
+    """Counts the resources of one rank by stage."""
 
     def __init__(self) -> None:
         self._stage: StageKey | None = None
@@ -43,7 +43,7 @@ class StageMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """What runs inside is a command's own work."""
+        """Count the block as a call's own work."""
         started_s = time.monotonic()
         try:
             yield
@@ -51,7 +51,7 @@ class StageMeter:
             self._busy_s += time.monotonic() - started_s
 
     def start_stage(self, stage: StageKey | None) -> None:
-        """What is used from now on is used in ``stage``; None: between two stages, where nobody counts."""
+        """Count resources to ``stage`` from now on; None: between two stages, which are not counted."""
         if stage == self._stage:
             return
         used = self._take_use()
@@ -79,7 +79,7 @@ class StageMeter:
 
 
 def of_all_ranks(accounts: Iterable[Mapping[StageKey, ResourceUse]]) -> dict[StageKey, ResourceUse]:
-    """By stage, of what each rank's ``take`` gave."""
+    """Maps each stage to the resources of all ranks, from the results of their ``take``."""
     result: dict[StageKey, ResourceUse] = {}
     for account in accounts:
         for stage, use in account.items():

@@ -1,1 +1,1 @@
-"""Which layouts fit so many GPUs, what they keep in memory, and which finishes soonest."""
+"""Layouts that fit a number of GPUs, their memory, and their order by predicted seconds per response."""

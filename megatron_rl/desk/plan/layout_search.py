@@ -30,7 +30,7 @@ class ModelShape:
     shared: tuple[tuple[str, int], ...]
     """Sizes that tensor parallelism splits."""
     layers_with_images: int
-    """Of the first stage at least."""
+    """Number of layers with images, in the first stage at least."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayoutFamily:
     """The common properties of layouts that differ only by tensor and context parallelism."""
 
     stages: int
-    """Of the pipeline."""
+    """Number of pipeline stages."""
     experts: int = 1
     """Expert-parallel size."""
     whole: bool = True

@@ -108,7 +108,7 @@ def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
 
 
 def _candidates(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
-    """Those that cost little come first: seconds of copying, a third more computation, rounding, other layouts, more ranks."""
+    """Changes in order of their cost, cheapest first: seconds of copying, a third more computation, rounding, other layouts, more ranks."""
     yield from ({f"{name}.offload": Offload.auto} for name in ("policy", "critic"))
     yield from _of_servers(config, facts, gpu)
     yield {"policy.recompute": Recompute.full}

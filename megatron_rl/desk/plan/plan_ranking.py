@@ -130,7 +130,7 @@ class PlanRanking:
         return {}
 
     def _scenario(self, config: Config) -> Scenario:
-        """Of steps like any other: without warm-up, evaluation and checkpoints, and of one round of dynamic sampling."""
+        """Scenario of ordinary steps: without warm-up, evaluation and checkpoints, and of one round of dynamic sampling."""
         rollout, kind = config.rollout, (config.batch.window_tokens, config.rollout.placement)
         if kind not in self._scenarios:
             algorithm = config.algorithm

@@ -1,4 +1,4 @@
-"""What `megatron-rl plan` searches layouts for, made from its arguments: a configuration, its models, GPUs and a workload."""
+"""The request of `megatron-rl plan`, made from its arguments: a configuration, its models, GPUs and a workload."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `megatron-rl simulate` simulates, made from its arguments, and the simulation of it."""
+"""The request of `megatron-rl simulate`, made from its arguments, and its simulation."""
 
 import argparse
 from collections.abc import Sequence

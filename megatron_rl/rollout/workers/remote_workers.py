@@ -31,7 +31,7 @@ from megatron_rl.training.trainer_rank import Call, TrainerRank
 
 _MAX_DEATHS = 5
 _GOOD_LIFE_S = 600.0
-"""One that lived so long died of something else than the one before."""
+"""After this many seconds of life, an exit has another cause than the previous one."""
 _PAUSE_S = 0.5
 _CONNECT_TIMEOUT_S = 20.0
 _MAX_CONNECTING = 64

@@ -1,4 +1,4 @@
-"""What a rollout worker and its owner send each other: a pickle, and the arrays in it beside it.
+"""Frames between a rollout worker and its owner: a pickle, and its arrays next to the pickle.
 
 An array travels in one of two ways. Those of the worker's answers lie in its shared file (``system/files/shared_file.py``), which both
 processes map: the frame says where. Those of the owner travel behind the frame, unless they lie in that file already:
@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<QI")
 """Bytes of the pickle, number of arrays."""
 _RANGE = struct.Struct("<qq")
 _BESIDE = -1
-"""In the place of the first byte: the array follows the frame."""
+"""Replaces the first byte: the array follows the frame."""
 
 
 class ArrayLocator(Protocol):

@@ -42,7 +42,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class WorkerFailed(UserError, RuntimeError):
-    """It died too often, and will not be started again."""
+    """Raised if a worker exited too often and is not restarted."""
 
 
 class WorkerPool:
@@ -56,11 +56,11 @@ class WorkerPool:
         # One worker of each node before the second of any: a server more or less on a node, not a worker's share.
         nodes: list[Sequence[RemoteWorker | None]] = [[None] * num_workers, *by_node(self._far)]
         self._sites = [node[index] for index in range(max(map(len, nodes))) for node in nodes if index < len(node)]
-        """Who makes calls; None: a worker here."""
+        """Site of each worker: a remote node, or None for a local worker."""
         self._places: dict[str, int] = {}
 
     async def call(self, batch: BatchCall) -> BatchReply:
-        """As ``BatchCaller.call``; also raises WorkerLost and WorkerGivenUp."""
+        """Same as ``BatchCaller.call``; also raises WorkerLost and WorkerFailed."""
         place = self._places.setdefault(batch.url, len(self._places))
         far = self._sites[place % len(self._sites)]
         worker = self._workers[place % len(self._workers)]
@@ -85,7 +85,7 @@ class WorkerPool:
             self._warn(warning)
 
     async def texts(self, tokenizer_json: str, sequences: Sequence[TokenParts]) -> list[str]:
-        """What the sequences say, without special tokens. Raises WorkerGivenUp."""
+        """Decode the sequences without special tokens. Raises WorkerFailed."""
         # Each worker a few at a time: none keeps the servers' answers waiting, and none gets all the long ones.
         parts = [sequences[start : start + _TEXTS_AT_ONCE] for start in range(0, len(sequences), _TEXTS_AT_ONCE)]
         found = list[list[str]]([[]] * len(parts))
@@ -104,7 +104,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that run."""
+        """Process ids of the running workers."""
         return [worker.pid for worker in self._workers if worker.pid]
 
 
@@ -268,7 +268,7 @@ class _Process:
         self._process.kill()
 
     async def _end(self) -> int | None:
-        """Its exit status, once it has ended; it does so by itself when the connection is closed."""
+        """Wait for the exit status; a worker exits when its connection is closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             # A killed worker that has not ended by then is killed once more, which changes nothing.
             await asyncio.to_thread(wait_or_kill, self._process, _END_TIMEOUT_S / 2, _END_TIMEOUT_S)

@@ -143,7 +143,7 @@ class _CallHandler:
 
 
 def _routes_of(message: Any) -> set[int]:
-    """Where they begin in memory."""
+    """Memory addresses of the routes in a message."""
     samples = message.answer.samples if isinstance(message, CallReply) and isinstance(message.answer, BatchReply) else ()
     return {_start_of(one.routes) for one in samples if isinstance(one, Generation) and one.routes is not None}
 
@@ -154,7 +154,7 @@ def _start_of(array: Any) -> int:
 
 
 async def serve(connection: socket.socket, file: SharedFile) -> None:
-    """Until the owner closes the connection."""
+    """Serve calls until the owner closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=STREAM_BYTES)
     async with HttpSession() as http:
         await _serve(_CallHandler(http, file, writer), reader, file)

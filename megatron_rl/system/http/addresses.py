@@ -1,4 +1,4 @@
-"""Which of this machine's addresses another one reaches: no loopback address may leave the machine."""
+"""Addresses of this machine that other machines can reach: no loopback address may leave the machine."""
 
 import ipaddress
 import socket
@@ -13,7 +13,7 @@ _ANY_PORT = 80
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, means the machine that asks; a name that is unknown here does not."""
+    """True if ``host``, a name or an address, is this machine itself; False for an unknown name."""
     try:
         address = ipaddress.ip_address(_resolved(host)[1][0])
     except OSError:
@@ -32,7 +32,7 @@ def local_address_for(host: str) -> str:
 def address_towards_all(urls: list[str], *, loopback_is: str = "") -> str:
     """This machine's address on the route to servers; one that is not loopback if any of them is elsewhere.
 
-    ``loopback_is``: the machine of whoever named the URLs, for which 127.0.0.1 stands there.
+    ``loopback_is``: the machine that listed the URLs, which 127.0.0.1 means there.
     """
     hosts = [urlsplit(url).hostname or "" for url in urls]
     addresses = [local_address_for(loopback_is if loopback_is and is_loopback(host) else host) for host in hosts]
@@ -70,7 +70,7 @@ def local_interface_for(host: str) -> str:
         try:
             return interface_of(local_address_for(host))
         except OSError:
-            return ""  # whoever connects there will say so
+            return ""  # the connection attempt reports it
     found = _reachable_addresses()
     if len(found) != 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What names running servers: files, a URL per line, as ``megatron-rl serve --url-file`` writes them, or an address that says them."""
+"""Lists of running servers: files with one URL per line (``megatron-rl serve --url-file``), or an address that returns them."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def named_urls(where: str | Path, key: str = "") -> list[str]:
 
 
 def urls_of_workers(content: object) -> list[str] | None:
-    """What a router lists, as strings or as objects with a ``url``; None for an answer that is no such list."""
+    """URLs that a router lists, as strings or as objects with a ``url``; None for any other reply."""
     workers = content.get("workers") if isinstance(content, dict) else content
     if not isinstance(workers, list):
         return None

@@ -27,7 +27,7 @@ def gc_disabled() -> Iterator[None]:
 
 @contextmanager
 def gc_young_only() -> Iterator[None]:
-    """What is there at the beginning, all prompts above all, stays for good; inside, nobody looks at older objects but ``gc.collect``.
+    """Freeze existing objects (above all prompts) and collect only young ones inside the block; ``gc.collect`` still visits older ones.
 
     For a run's event loop, which is not to stand still in the middle of a step: the run collects when it waits for no answer.
     """

@@ -1,8 +1,8 @@
-"""What a process is doing, for somebody who asks from outside: what it says itself, and the stacks of its threads.
+"""Shows other processes what this process is doing: its own status note and the stacks of its threads.
 
-``listen`` makes a file in memory that the process holds open. Its first ``_NOTE_BYTES`` are a note, what the process says it is at
-(``note``). Stacks come after it: Python's faulthandler appends those of all threads on ``ASK``, also while no Python runs
-because a library's call does not return. ``observe`` reads both, of another process of the same user on this machine. A process
+``enable_probe`` makes a file in memory that the process holds open. Its first ``_NOTE_BYTES`` are a note, what the process says it is at
+(``set_status``). Stacks come after it: Python's faulthandler appends those of all threads on ``ASK``, also while no Python runs
+because a library's call does not return. ``probe`` reads both, of another process of the same user on this machine. A process
 without such a file, which the signal would end, is not sent any.
 """
 
@@ -53,17 +53,17 @@ class ProcessSnapshot:
     pid: int
     host: str
     role: str = ""
-    """What it calls itself; empty where it does not listen."""
+    """Role that the process gave itself; empty if its probe is not enabled."""
     command: str = ""
-    """Its command line."""
+    """Command line of the process."""
     state: str = ""
     """psutil's word: running, sleeping, stopped, ...; gone where there is no such process."""
     cpu_share: float = 0.0
-    """Of one core, while it was looked at."""
+    """Fraction of one core used while the process was observed."""
     notes: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Key -> (what it says, since when as Unix time)."""
     frames: tuple[Frame, ...] = ()
-    """Of its main thread, innermost first; empty where it gave none."""
+    """Frames of the main thread, innermost first; empty if the process wrote none."""
     text: str = ""
     """All threads, as faulthandler writes them."""
 
@@ -196,7 +196,7 @@ def _file_of(pid: int) -> Path | None:
 
 
 def _wait_for_answers(files: Mapping[int, Path | None], sizes: Mapping[int, int]) -> None:
-    """Until every process has written, and writes no more."""
+    """Wait until every process has written its stacks and writes no more."""
     deadline_s, last, quiet_since_s = time.monotonic() + _ANSWER_S, dict(sizes), time.monotonic()
     while time.monotonic() < deadline_s:
         now = {pid: _size(file, sizes[pid]) for pid, file in files.items()}

@@ -1,4 +1,4 @@
-"""Where the processes of a run are: ``processes.json`` in its folder, by rank, and how they are looked at on other machines.
+"""Lists the processes of a run by rank (``processes.json`` in its folder), and probes them, also on other machines.
 
 The driver writes the file once all ranks are there. Who asks looks at the processes of its own machine itself (``process_probe.py``). For
 the others it leaves a question in the folder: the first rank of each machine looks for one every ``_POLL_S`` seconds, and leaves
@@ -37,7 +37,7 @@ class RankProcess:
     host: str
     pid: int
     started_s: float
-    """As the kernel has it: another process with this number has another start."""
+    """Start time by the kernel; another process with the same pid has another one."""
 
 
 @dataclass(frozen=True)

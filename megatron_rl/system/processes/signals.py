@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP: how a process that is asked to end does so.
 
 A training run stops in order (``StopSignals``): where it says that it can, it finishes or abandons what it does, saves,
-and leaves with the exit status ``STOPPED``, for which a scheduler starts it again. Whoever asks has to wait at most
+and leaves with the exit status ``STOPPED``, for which a scheduler starts it again. The requester waits at most
 the grace and ``LEAVE_S``. A second Ctrl-C ends it at once. Other commands leave their context managers on the first
 signal (``clean_stop``).
 """
@@ -40,7 +40,7 @@ class StopSignals:
     """Hears the stop signals of this process, also while its main thread is inside a library's call.
 
     The first one raises ``StopRequested`` on the main thread. Inside ``deferred`` it only wakes who looks at
-    ``requested``, and is raised once the grace has passed. Whoever is not gone ``LEAVE_S`` after that is ended. Later
+    ``requested``, and is raised once the grace has passed. A process that still runs ``LEAVE_S`` after that is killed. Later
     signals say nothing, but for a second Ctrl-C, which ends the process at once: what it started dies with it. Without
     the parent that started this process there is no grace.
     """

@@ -30,7 +30,7 @@ LAUNCHER_VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
     "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING".split()
 )
-"""What a launcher tells its ranks, and other processes that they start must not inherit."""
+"""Variables that a launcher sets for its ranks and that other child processes must not inherit."""
 
 
 def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
@@ -134,7 +134,7 @@ def _temporary_folder() -> Iterator[Path]:
 
 
 def _killed_by(rank: int, number: int) -> str:
-    """What to say for a rank that could not say it itself."""
+    """Message about a rank that was killed before it could report."""
     cause = "the kernel does so when memory runs out: see `dmesg`" if number == signal.SIGKILL else "see its log"
     return f"error: trainer rank {rank} was killed by signal {number} ({cause}); the other ranks and servers were stopped"
 
