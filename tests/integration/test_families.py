@@ -391,7 +391,7 @@ def interrupt(*_: Any) -> None:
 def test_a_conversion_that_breaks_off_leaves_nothing(
     place: str, failure: Any, code: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"megatron_rl.models.hf.{place}", failure)
+    monkeypatch.setattr(f"megatron_rl.models.{place}", failure)
     arguments = ["convert", f"--input={models['qwen3_wide_heads_yarn']}", f"--output={tmp_path / 'out'}"]
     assert main([*arguments, "--to=megatron"]) == code
     assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,7 @@ batch:
   max_tokens_per_microbatch: 256
 algorithm: {{ignore_boundary_tokens: 1}}
 data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: false, system_prompt: ""}}
-reward: {{name: "megatron_rl.desk.doctor.check_task:share_of_digits", num_workers: 1}}
+reward: {{name: "megatron_rl.desk.doctor.check_task:digit_fraction", num_workers: 1}}
 tracking: {{mlflow: false}}
 """
 
