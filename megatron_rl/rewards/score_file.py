@@ -189,7 +189,6 @@ class _ScoreTotals:
             self._total += score.value
         else:
             # Merge errors that differ only in numbers.
-            # Merge errors that differ only in numbers.
             self._errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
         for key, number in score.metrics.items():
             count, total = self._metrics.get(key, (0, 0.0))

@@ -107,7 +107,6 @@ def resolve_servers(arguments: argparse.Namespace) -> tuple[ServerOptions, int]:
     free_gpus = count_gpus() - first_gpu
     number = arguments.num_servers or (free_gpus // here if arguments.config and free_gpus > 0 else default_number)
     # One command starts one node's part of the server.
-    # One command starts one node's part of the server.
     number = 1 if spread else number
     if device == "cuda" and not 0 < number * here <= free_gpus:
         raise UserError(

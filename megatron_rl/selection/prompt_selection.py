@@ -295,7 +295,6 @@ def _write_kept(config: Config, kept: set[str]) -> None:
             row = moved_row(row, place, data, Path(config.select_prompts.output_path).parent)
             if is_missing(lookup(row, data.id_field)):
                 # Write the id as the first field, where readers expect it.
-                # Write the id as the first field, where readers expect it.
                 row = {data.id_field: prompt_id, **{key: value for key, value in row.items() if key != data.id_field}}
             file.write(_json_line(row, place))
 

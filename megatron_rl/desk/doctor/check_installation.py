@@ -234,7 +234,6 @@ def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gp
         for stage in theirs["stages"]:
             recorded = theirs["stages"][stage]
             # With --trainer-only, server log-probs do not exist.
-            # With --trainer-only, server log-probs do not exist.
             if stage == "generate" and "server log-probs" not in ours["stages"].get(stage, {}):
                 recorded = {name: value for name, value in recorded.items() if name != "server log-probs"}
             yield from departures(index + 1, stage, ours["stages"].get(stage, {}), recorded, on_gpu=on_gpu)

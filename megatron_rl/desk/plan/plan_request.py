@@ -50,10 +50,8 @@ def make_plan_request(arguments: argparse.Namespace) -> PlanRequest:
     facts = {name: _facts(_folder(arguments, config, folder)) for name, folder in model_folders(config).items()}
     _check_context(config, facts["policy"])
     # Keys given on the command line are not searched.
-    # Keys given on the command line are not searched.
     pinned = {word.partition("=")[0].strip() for word in words} & set(CHOSEN)
     if arguments.windows:
-        # The option lists values to compare, so this key is searched.
         # The option lists values to compare, so this key is searched.
         pinned.discard("batch.window_tokens")
     most = config.batch.max_response_tokens

@@ -223,7 +223,6 @@ def _chosen_rows(files: Mapping[int, Path]) -> list[dict[str, Any]]:
         table = read_samples([files[steps[index]]]).slice(0, _MAX_PER_STEP)
         so_far = np.cumsum([min(length, _HEAD + _TAIL) for length in table["length"].to_pylist()])
         # Keep at least one response per step, even if it exceeds the limit.
-        # Keep at least one response per step, even if it exceeds the limit.
         chosen += [_embedded(row) for row in table.slice(0, max(1, int((so_far <= _MAX_TOKENS_PER_STEP).sum()))).to_pylist()]
     return chosen
 
