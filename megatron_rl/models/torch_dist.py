@@ -73,7 +73,7 @@ _METADATA_ENUMS = {f"{_METADATA_MODULE}._MEM_FORMAT_ENCODING", "torch.distribute
 
 
 def check_metadata(folder: Path) -> None:
-    """Raise BadPickle unless ``.metadata`` is a pickle of a checkpoint's metadata and nothing else."""
+    """Raise UnsafePickle unless ``.metadata`` is a pickle of a checkpoint's metadata and nothing else."""
     check_pickle(folder / ".metadata", _METADATA_NAMES, _METADATA_ENUMS)
 
 

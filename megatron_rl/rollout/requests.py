@@ -169,8 +169,8 @@ class BatchCall:
 class BatchReply:
     status: int
     samples: Sequence[Generation | Exception] = ()
-    """Results with status 200, one per request: a Generation, or BadAnswer, RequestRejected, PromptMismatch or
-    AttemptFailed."""
+    """Results with status 200, one per request: a Generation, or InvalidReply, RequestRejected, PromptMismatch or
+    RetryableRequestError."""
     text: str = ""
     """Start of the reply's text for any other status."""
     retry_after_s: float | None = None
@@ -180,7 +180,7 @@ class BatchCaller(Protocol):
     """Makes concurrent calls to any number of servers."""
 
     async def call(self, batch: BatchCall) -> BatchReply:
-        """Send the batch. Raises HttpError or NoAnswer, and BadAnswer for a reply that does not match the batch."""
+        """Send the batch. Raises HttpError or NoHttpReply, and InvalidReply for a reply that does not match the batch."""
         ...
 
     async def close(self) -> None: ...

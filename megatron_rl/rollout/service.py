@@ -62,7 +62,7 @@ _HEALTH_TIMEOUT_S = 20.0
 
 
 class WeightSource(Protocol):
-    """Source of the servers' weights: ``ServedWeights`` of a trainer, or ``FolderWeights``."""
+    """Source of the servers' weights: ``TrainerWeights`` of a trainer, or ``FolderWeights``."""
 
     def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
         """Send this version to the servers. Raises WeightSyncError or ServerCallError."""

@@ -53,7 +53,7 @@ class PolicyExporter:
                 self._kept_s = kept.trained_s
 
     def keep_if_due(self, step: int, trained_s: float) -> None:
-        """Export the policy if it is due, collectively over the trainer ranks. ``trained_s``: as in KeptPolicy."""
+        """Export the policy if it is due, collectively over the trainer ranks. ``trained_s``: as in PolicyExport."""
         # Due once per multiple of the interval, regardless of where in it the step ends.
         if not self._every_s or trained_s // self._every_s <= self._kept_s // self._every_s:
             return

@@ -131,7 +131,7 @@ class Engine:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
 
         ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
-        ``offload``: what ``step_aside`` does. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf``
+        ``offload``: what ``offload`` does. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf``
         carries the multi-token-prediction layers of ``path`` along. ``vision``: what of a vision-language model's encoder learns.
         ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
@@ -188,7 +188,7 @@ class Engine:
     ) -> list[Tensor]:
         """Per micro-batch the log-probabilities [T] where fields["mask"], else 0; float32, no gradient.
 
-        The list is empty on ranks before the last pipeline stage. ``record_routes``: ``take_routes`` comes next.
+        The list is empty on ranks before the last pipeline stage. ``record_routes``: ``pop_routes`` comes next.
         """
         self._expect_role("policy")
         outputs = self._forward(microbatches, temperature, record_routes=record_routes)
@@ -222,7 +222,7 @@ class Engine:
         temperature: float = 1.0,
         keeps_logprobs: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on all micro-batches of all ranks. ``keeps_logprobs``: ``take_logprobs`` comes next.
+        """One optimizer step on all micro-batches of all ranks. ``keeps_logprobs``: ``pop_logprobs`` comes next.
 
         Raises ValueError without micro-batches or for a loss that no gradient can come from.
         """

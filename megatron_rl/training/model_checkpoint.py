@@ -69,7 +69,7 @@ class CheckpointWrite:
         return self._files.is_done
 
     def finish(self) -> None:
-        """Wait for all ranks and give the folder its name; one that has it is replaced. Collective; CheckpointNotSaved."""
+        """Wait for all ranks and give the folder its name; one that has it is replaced. Collective; CheckpointSaveError."""
         rank, text = dist.get_rank(), f"{self._folder} could not be written"
         with _gone_if_not_saved(self._partial):
             # Before Megatron's part: there the ranks wait at a barrier for one that has failed.
@@ -92,7 +92,7 @@ def start_checkpoint(
     *,
     in_background: bool,
 ) -> CheckpointWrite:
-    """Begin to write ``folder``, which appears with ``finish``. Raises CheckpointNotSaved.
+    """Begin to write ``folder``, which appears with ``finish``. Raises CheckpointSaveError.
 
     ``in_background``: once this returns the model may train on; a rank whose host memory has no room for a copy of its
     share writes it at once instead.

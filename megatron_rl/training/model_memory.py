@@ -32,7 +32,7 @@ class ModelMemory:
         *,
         moves: bool,
     ) -> None:
-        """``moves``: whether ``step_aside`` empties the device; gradients come and go in any case."""
+        """``moves``: whether ``offload`` empties the device; gradients come and go in any case."""
         # As Megatron's offload_grad_buffers, which warns of its own use of typed storages.
         storages = [
             buffer.grad_data.untyped_storage()

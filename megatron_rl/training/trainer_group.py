@@ -174,13 +174,13 @@ class TrainerGroup:
         self._call(Call("save_hf", partial(rank_methods.save_hf, folder=folder), engine))
 
     def save_state(self, engine: str, folder: str) -> None:
-        """Write weights, optimizer state and schedule. Raises CheckpointNotSaved; the group goes on."""
+        """Write weights, optimizer state and schedule. Raises CheckpointSaveError; the group goes on."""
         self._call(Call("save_state", partial(rank_methods.save_state, folder=folder), engine))
 
     def start_save(self, engine: str, folder: str) -> None:
         """``save_state`` that goes on in the background: the engine may train on, and the folder appears with ``finish_saves``.
 
-        Raises CheckpointNotSaved.
+        Raises CheckpointSaveError.
         """
         self._call(Call("begin_save", partial(rank_methods.start_save, folder=folder), engine))
 
@@ -189,7 +189,7 @@ class TrainerGroup:
         return all(self._call(Call("report_saves", rank_methods.report_saves)))
 
     def finish_saves(self) -> None:
-        """Wait for what ``start_save`` began and make it appear. Raises CheckpointNotSaved; the group goes on."""
+        """Wait for what ``start_save`` began and make it appear. Raises CheckpointSaveError; the group goes on."""
         self._call(Call("finish_saves", rank_methods.finish_saves))
 
     def load_state(self, engine: str, folder: str) -> None:

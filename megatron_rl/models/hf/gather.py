@@ -43,7 +43,7 @@ def dtypes_by_stage(parameters: dict[str, Tensor]) -> list[dict[str, torch.dtype
 
 
 def stage_of(entry: Entry, held: Sequence[dict[str, torch.dtype]]) -> int:
-    """The pipeline stage that has ``entry``; ``held``: result of ``held_by_stage``. Raises WeightsError if none has it."""
+    """The pipeline stage that has ``entry``; ``held``: result of ``dtypes_by_stage``. Raises WeightsError if none has it."""
     key = any_expert(entry.megatron)
     for stage, names in enumerate(held):
         if key in names:

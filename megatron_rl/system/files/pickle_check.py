@@ -12,7 +12,7 @@ class UnsafePickle(ValueError):
 
 
 def check_pickle(path: Path, allowed: Collection[str], enums: Collection[str] = ()) -> None:
-    """Raise BadPickle unless the file is a complete pickle that imports only ``allowed`` names (as module.name).
+    """Raise UnsafePickle unless the file is a complete pickle that imports only ``allowed`` names (as module.name).
 
     ``enums``: allowed enumerations whose members may be looked up by name with ``getattr``, as Python 3.11.0 to 3.11.3
     write them.

@@ -92,7 +92,7 @@ class HttpSession:
 
         ``body``: bytes that are JSON already, or what JSON can be made of; None sends none. ``timeout_s`` covers
         connecting, sending and reading; None: the caller ends the wait. ``max_answer_bytes``: None: the session's.
-        Raises NoAnswer or HttpError.
+        Raises NoHttpReply or HttpError.
         """
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
@@ -208,7 +208,7 @@ class HttpThread:
 
 
 def get_once(url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> HttpReply:
-    """GET from a thread without an event loop, over a connection of its own. Raises NoAnswer or HttpError."""
+    """GET from a thread without an event loop, over a connection of its own. Raises NoHttpReply or HttpError."""
     with HttpThread(HttpSession(max_answer_bytes=_MAX_ONCE_BYTES)) as http:
         return http.submit(http.session.get(url, timeout_s=timeout_s, headers=headers)).result()
 

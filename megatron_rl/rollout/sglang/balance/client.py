@@ -352,7 +352,7 @@ class SglangClient:
         return [self._outcome(server, sample) for sample in reply.samples]
 
     async def _reply(self, server: ServerQueue, batch: list[PendingRequest]) -> BatchReply:
-        """Waits as long as the server makes progress. Raises NoAnswer once it has made none for its time, or as the caller."""
+        """Waits as long as the server makes progress. Raises NoHttpReply once it has made none for its time, or as the caller."""
         requests = [pending.request for pending in batch]
         limit_s = self._timeout_s(requests)
         if server.says_load and not self.request_timeout_s:  # a long window is no longer silent

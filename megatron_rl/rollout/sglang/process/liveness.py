@@ -104,7 +104,7 @@ async def progress_between(http: HttpSession, url: str, *, api_key: str) -> Any:
     """Snapshot of the server's load, which changes while requests progress; None if nothing runs or waits."""
     loads = await _loads(http, url, bearer(api_key), _HTTP_TIMEOUT_S)
     if loads is None:
-        return object()  # a failed poll counts as progress; shows_life decides whether the server runs
+        return object()  # a failed poll counts as progress; is_generating decides whether the server runs
     busy = any(load.get("num_running_reqs") or load.get("num_waiting_reqs") for load in loads)
     # Drop the scheduler's clock, which advances even if generation hangs.
     return [{name: value for name, value in load.items() if name != "timestamp"} for load in loads] if busy else None
@@ -116,7 +116,7 @@ async def wait_while_progressing(
     """Await ``answer`` as long as ``progress()``, polled every ``limit_s``, differs from its previous value (first
     ``before``).
 
-    Raises NoAnswer once the value is unchanged or None.
+    Raises NoHttpReply once the value is unchanged or None.
     """
     loop = asyncio.get_running_loop()
     polls: list[asyncio.Task[None]] = []

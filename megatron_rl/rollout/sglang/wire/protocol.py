@@ -141,7 +141,7 @@ def max_answer_bytes(requests: Sequence[GenerationRequest]) -> int:
 
 
 def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = _MAX_ID) -> Generation:
-    """Parse one sample of a reply. Raises only RequestRejected, PromptMismatch, BadAnswer or AttemptFailed."""
+    """Parse one sample of a reply. Raises only RequestRejected, PromptMismatch, InvalidReply or RetryableRequestError."""
     sample = as_object(answer, "the sample")
     meta = as_object(sample.get("meta_info"), "meta_info")
     finish = as_object(meta.get("finish_reason"), "finish_reason")

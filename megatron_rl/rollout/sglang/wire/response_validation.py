@@ -101,7 +101,7 @@ def _outside(ids: list[int] | np.ndarray, vocab_size: int) -> bool:
 
 
 def parse_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
-    """[n] float32: one log-prob per token, finite and not above 0. Raises NotFinite for null, NaN and infinities."""
+    """[n] float32: one log-prob per token, finite and not above 0. Raises NonFiniteLogprob for null, NaN and infinities."""
     logprobs = as_list(value, field)
     _check_numbers(field, len(token_ids), len(logprobs))
     kinds = set(map(type, logprobs))

@@ -51,7 +51,7 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
     record.
 
     SGLang returns 0 for all entries of dense layers and of tokens without a record, so an expert listed twice means no
-    record. Raises BadRoutes for a wrong size or an unknown expert.
+    record. Raises InvalidRoutes for a wrong size or an unknown expert.
     """
     try:
         ids = np.frombuffer(pybase64.b64decode(encoded, validate=True), dtype=np.int32)
