@@ -23,9 +23,9 @@ WORKDIR /workspace
 
 # The files that decide what is installed, and no others: a change elsewhere leaves the packages' layers as they are.
 FROM base AS pins
-COPY setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY requirements requirements
-COPY launch/setup.sh launch/te_python.sh launch/
+COPY launch/setup.sh launch/te_python.sh launch/pip_settings.py launch/torchvision_without_cuda.pth launch/
 COPY megatron_rl/__init__.py megatron_rl/
 COPY megatron_rl/cpu/__init__.py megatron_rl/cpu/import_hook.py megatron_rl/cpu/
 COPY megatron_rl/system/gpu/gpu_stack.py megatron_rl/system/gpu/
@@ -73,11 +73,10 @@ COPY --from=gpu-packages /layers/sgl_kernel /opt/venv/lib/python3.11/site-packag
 COPY --from=gpu-packages /opt/venv /opt/venv
 COPY --chown=trainer:trainer . .
 RUN ln -s /opt/venv .venv
-# Defaults, which "docker run --env" changes. Trainer and servers share NCCL communicators and must agree on NCCL's two:
-# multi-node NVLink (GB200) wants 1 for both.
+# Defaults, which "docker run --env" changes. The trainer sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE for itself and its servers.
 ENV PATH=/opt/venv/bin:$PATH FLAVOR=gpu \
     CUDA_HOME=/opt/venv/lib/python3.11/site-packages/nvidia/cu13 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 MEGATRON_RL_REQUIRE_GPU=1
+    MEGATRON_RL_REQUIRE_GPU=1
 USER 1000
 CMD ["bash"]

@@ -1,8 +1,14 @@
-"""Package metadata. The pins that work together live in requirements/*.txt; the extras read them from there."""
+"""Adds to pyproject.toml what is read from files: extras from requirements/, and the files of `megatron-rl examples`.
 
+pip cannot bring all that an extra needs; launch/setup.sh does. ``cpu``: SGLang, whose own requirements are CUDA packages (pip install
+--no-deps -r requirements/sglang.txt), libseccomp2. ``gpu``: Transformer Engine's extension for PyTorch, which is
+compiled for the installed torch, and NVIDIA Apex.
+"""
+
+import os
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
 ROOT = Path(__file__).parent
 
@@ -19,25 +25,15 @@ def pins(name: str) -> list[str]:
     return found
 
 
+def shared_files() -> list[tuple[str, list[str]]]:
+    """(folder in an environment, files) of what `megatron-rl examples` writes out."""
+    folders = [walked for name in ("examples", "launch", "requirements") for walked in os.walk(ROOT / name)]
+    found = [(os.path.relpath(path, ROOT), names) for path, _, names in folders if names and "__pycache__" not in path]
+    found.append(("tools", ["prepare_data.py"]))
+    return [(f"share/megatron_rl/{path}", [f"{path}/{name}" for name in names]) for path, names in found if (ROOT / path).is_dir()]
+
+
 setup(
-    name="megatron_rl",
-    version="0.1.0",
-    description="Megatron-backed RLHF trainer: T-PPO with Megatron Core models and SGLang rollouts",
-    long_description=(ROOT / "README.md").read_text(),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    author="The megatron_rl authors",
-    python_requires=">=3.11",
-    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={
-        "megatron_rl": ["py.typed"],
-        "megatron_rl.config": ["presets/*.yaml"],
-        "megatron_rl.desk.doctor": ["*.json"],
-        "megatron_rl.desk.costs": ["*.yaml"],
-        "megatron_rl.desk.report": ["*.js", "*.css"],
-    },
-    install_requires=[],  # a CPU and a GPU machine need different builds of the same packages: choose an extra
     extras_require={
         "cpu": pins("cpu.txt"),
         "gpu": pins("gpu.txt"),
@@ -46,8 +42,5 @@ setup(
         "tensorboard": [pin for pin in pins("sinks.txt") if pin.startswith("tensorboard")],
         "wandb": [pin for pin in pins("sinks.txt") if pin.startswith("wandb")],
     },
-    entry_points={
-        "console_scripts": ["megatron-rl = megatron_rl.cli:main"],
-        "sglang.srt.platforms": ["torch_cpu = megatron_rl.cpu.sglang_platform:activate"],
-    },
+    data_files=shared_files(),
 )

@@ -41,7 +41,7 @@ class Curve:
         return np.interp(wanted, self.times, self.values)
 
     def mean(self) -> float:
-        """Over the time that it covers: the area under it by the length of that time."""
+        """Mean over the curve's time: the area under the curve divided by the length of that time."""
         widths = np.diff(self.times)
         return float((widths * (self.values[1:] + self.values[:-1]) / 2).sum() / widths.sum())
 
@@ -111,7 +111,7 @@ def expanded_tail(num_seeds: int, tail: float) -> float:
 
 
 def student_quantile(probability: float, dof: int) -> float:
-    """Of Student's t distribution, for a probability above one half."""
+    """Quantile of Student's t distribution for a probability above one half."""
     log_scale = math.lgamma((dof + 1) / 2) - math.lgamma(dof / 2) - 0.5 * math.log(dof * math.pi)
 
     def from_zero(end: float) -> float:
@@ -130,13 +130,16 @@ def student_quantile(probability: float, dof: int) -> float:
 
 
 def time_to(values: np.ndarray, grid: np.ndarray, level: float, weights: np.ndarray) -> Bounds:
-    """When the mean curve reaches ``level``. values [seeds, len(grid)], weights [seeds]; censored: (the end, infinity)."""
+    """Bounds of the time at which the mean curve reaches ``level``; if it does not: (the end, infinity).
+
+    values: [seeds, len(grid)]; weights: [seeds].
+    """
     time = Curve(grid, weights @ values).first_time(level)
     return (time, time) if math.isfinite(time) else (float(grid[-1]), math.inf)
 
 
 def ratio(above: Bounds, below: Bounds) -> Bounds:
-    """Of two positive numbers that are known within bounds."""
+    """Bounds of the ratio of two positive numbers that are known within bounds."""
     return (above[0] / below[1], above[1] / below[0] if math.isfinite(above[1]) else math.inf)
 
 

@@ -1,9 +1,9 @@
 # Defaults that the launch scripts source; a site may set them beforehand.
 VENV=${VENV:-.venv}
 # Trainer ranks and servers share an NCCL communicator: both sides need the same values, and 0 is SGLang's default.
-# Multi-node NVLink (GB200, GB300) needs 1 for both variables: export that for the trainer and for every server.
-export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}
+# NCCL_NVLS_ENABLE=1 turns both on; multi-node NVLink (GB200, GB300) needs that, for the trainer and for every server.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-$NCCL_NVLS_ENABLE}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
 NUM_GPUS=0

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create .venv and install megatron_rl with all dependencies. Idempotent: takes seconds if nothing has changed.
+# Create .venv and install megatron_rl with all dependencies, on Linux x86-64. Idempotent: takes seconds if nothing has changed.
+# uv installs (requirements/uv.txt; pip, if uv cannot be had) from the registries and folders of pip's settings (pip config, PIP_*).
 #   bash launch/setup.sh            # for this machine: GPU pins if nvidia-smi works, otherwise CPU pins
 #   FLAVOR=cpu bash launch/setup.sh # choose explicitly (cpu or gpu)
 # For GPUs: installs requirements/gpu.lock, then compiles Transformer Engine against its torch. This needs neither a GPU nor a
@@ -7,6 +8,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ ! -f setup.py ]; then
+    echo "setup: these are the files of 'megatron-rl examples': .venv is the environment of the installed package"
+    exit 0
+fi
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$1" >&2; printf 'setup: remedy: %s\n' "$2" >&2; exit 1; }
 
@@ -23,60 +28,81 @@ fi
 [ "$FLAVOR" = cpu ] || [ "$FLAVOR" = gpu ] || fail "FLAVOR=$FLAVOR is unknown" "use FLAVOR=cpu or FLAVOR=gpu"
 VENV=${VENV:-.venv}
 TRANSFORMER_ENGINE=${TRANSFORMER_ENGINE:-yes}
-# GPU: 11,000 MiB installed, 5,000 of downloads in pip's cache, the rest to unpack and compile.
+# GPU: 11,000 MiB installed, 5,000 of downloads in a cache, the rest to unpack and compile. CPU: 2,900 installed, 1,000 of downloads.
 if [ "$FLAVOR" = gpu ]; then NEEDED_MIB=18000; else NEEDED_MIB=6000; fi
+CUDA_TORCH_MIB=10000  # on a CPU with a CUDA build of torch: 6,600 installed, 3,000 of downloads
 
+is_right() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
 PYTHON=${PYTHON:-}
 if [ -z "$PYTHON" ]; then
-    for candidate in python3.11 python3.12 python3; do
-        if command -v "$candidate" >/dev/null 2>&1 &&
-            "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
+    pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    uv_pythons=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
+    # A shim of pyenv on PATH may not run, although pyenv has the version: so its versions are tried themselves.
+    for candidate in python3.11 python3.12 python3 "$pyenv"/3.1[12].*/bin/python "$uv_pythons"/cpython-3.1[12].*/bin/python; do
+        if is_right "$candidate"; then
             PYTHON=$candidate
             break
         fi
     done
 fi
-[ -n "$PYTHON" ] || fail "no Python 3.11 or 3.12 found" "install python3.11 with its venv module, or set PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
-    fail "$PYTHON is $("$PYTHON" --version 2>&1)" "set PYTHON to a Python 3.11 or 3.12"
+[ -n "$PYTHON" ] || fail "no Python 3.11 or 3.12 found on PATH, in pyenv or in uv" \
+    "install python3.11 with its venv module (or: uv python install 3.11), or set PYTHON=/path/to/python3.11"
+is_right "$PYTHON" || fail "$PYTHON is $("$PYTHON" --version 2>&1)" "set PYTHON to a Python 3.11 or 3.12"
 
 # The installation depends only on these inputs: if none has changed, there is nothing to do.
-wanted=$({ cat setup.py requirements/*.txt requirements/*.lock; echo "$FLAVOR $TRANSFORMER_ENGINE"; "$PYTHON" --version; pwd; } |
+wanted=$({ cat pyproject.toml setup.py launch/*.pth requirements/*.txt requirements/*.lock; echo "$FLAVOR $TRANSFORMER_ENGINE"; "$PYTHON" --version; pwd; } |
     sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/megatron-rl" ] && [ "$(cat "$VENV/.megatron_rl" 2>/dev/null)" = "$wanted" ]; then
     say "$VENV is up to date"
     exit 0
 fi
 
+check_room() { # MIB
+    free_mib=$(df -Pm . | awk 'NR == 2 {print $4}')
+    if [ "$free_mib" -lt "$1" ]; then
+        fail "$free_mib MiB free in $(pwd), about $1 needed" "free some space, or clone to a larger disk"
+    fi
+}
 # The packages are already installed: an update needs little space.
 if [ -f "$VENV/.megatron_rl" ]; then NEEDED_MIB=1000; fi
 if [ "$FLAVOR" = gpu ]; then
     "$PYTHON" -I megatron_rl/system/gpu/gpu_stack.py "$VENV" "$NEEDED_MIB" || exit 1
 else
-    free_mib=$(df -Pm . | awk 'NR == 2 {print $4}')
-    if [ "$free_mib" -lt "$NEEDED_MIB" ]; then
-        fail "$free_mib MiB free in $(pwd), about $NEEDED_MIB needed" "free some space, or clone to a larger disk"
-    fi
+    check_room "$NEEDED_MIB"
 fi
 
-say "installing ($FLAVOR) into $VENV with $("$PYTHON" --version); the first installation takes some minutes"
+say "installing ($FLAVOR) into $VENV with $("$PYTHON" --version)"
 if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create a virtual environment" "install its venv module (Debian: apt-get install python3-venv)"
 fi
 log="$VENV/install.log"
-pip_install() {
-    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" >"$log" 2>&1; then
+attempt() {
+    if ! "$@" >"$log" 2>&1; then
         grep -v '^WARNING' "$log" | tail -n 15 >&2
         if grep -qiE 'no space left' "$log"; then
             fail "the disk is full" "free some space and run this again"
-        elif grep -qiE 'connection|timed out|temporary failure|name resolution|max retries|proxy' "$log"; then
+        elif grep -qiE 'connection|timed out|temporary failure|name resolution|max retries|proxy|error sending request' "$log"; then
             fail "the package registry could not be reached" "check the network, or set PIP_INDEX_URL to a mirror; details: $log"
-        elif grep -qiE 'do not match the hashes' "$log"; then
+        elif grep -qiE 'do not match the hashes|hash mismatch' "$log"; then
             fail "a package differs from the locked one" "check the registry or mirror that it came from; details: $log"
         fi
-        fail "${failure:-pip could not install the packages}" "${remedy:-read $log}"
+        fail "${failure:-the packages could not be installed}" "${remedy:-read $log}"
     fi
 }
+pip_install() { attempt "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"; }
+
+UV=$(command -v uv || true)
+if [ -z "$UV" ]; then
+    "$VENV/bin/python" -m pip install --disable-pip-version-check -r requirements/uv.txt >"$log" 2>&1 || true
+    if [ -x "$VENV/bin/uv" ]; then UV=$VENV/bin/uv; else say "note: uv could not be installed, so pip installs: some minutes instead of seconds"; fi
+fi
+if [ -n "$UV" ]; then
+    eval "$("$VENV/bin/python" -m pip config list | "$PYTHON" launch/pip_settings.py)"
+    export UV_PYTHON_DOWNLOADS=never
+    install() { attempt "$UV" pip install --no-progress --python "$VENV/bin/python" "$@"; }
+else
+    install() { pip_install "$@"; }
+fi
 
 # CUDA's wheels lack linker names and lib64. With both they are a complete toolkit, which SGLang needs to compile its kernels.
 complete_toolkit() {
@@ -103,9 +129,33 @@ compile_transformer_engine() {
     failure= remedy=
 }
 
+# torch and torchvision of one kind: PyTorch's CPU builds, from its index if that can be reached, or what pip's settings find.
+install_torch() {
+    local pins site index=${TORCH_CPU_INDEX-https://download.pytorch.org/whl/cpu}
+    mapfile -t pins < <(grep -oE '^(torch|torchvision)==[0-9.]+' requirements/cpu.txt)
+    site=$(echo "$VENV"/lib/python3*/site-packages)
+    if [ -n "$index" ] && timeout 10 "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=3)' "$index/torch/" 2>/dev/null; then
+        pins+=(--extra-index-url "$index")
+    fi
+    install --dry-run --no-deps "${pins[@]}"
+    # Both programs end the version of a CPU build with +cpu.
+    if grep -qE 'torch[-=]+[0-9.]+ |torch[-=]+[0-9.]+$' "$log"; then
+        say "2/3 torch and torchvision: the registries have only CUDA builds of them: 2.6 GB to download, 6.6 GB installed"
+        check_room "$CUDA_TORCH_MIB"
+    else
+        say "2/3 torch and torchvision for CPUs: 200 MB to download"
+    fi
+    install "${pins[@]}"
+    rm -f "$site/torchvision_without_cuda.pth"
+    if compgen -G "$site/torch-*+cpu.dist-info" >/dev/null && ! compgen -G "$site/torchvision-*+cpu.dist-info" >/dev/null; then
+        say "note: no CPU build of torchvision found: its functions in Python work, its compiled operators (nms, image files) do not"
+        cp launch/torchvision_without_cuda.pth "$site"
+    fi
+}
+
 if [ "$FLAVOR" = gpu ]; then
     say "1/4 locked packages (requirements/gpu.lock): 5 GB to download"
-    pip_install --no-deps --require-hashes -r requirements/gpu.lock
+    install --no-deps --require-hashes -r requirements/gpu.lock
     say "2/4 CUDA's compiler and headers, from its wheels"
     complete_toolkit
     compiled=$({ grep '^torch==' requirements/gpu.lock; cat requirements/gpu-build.lock; } | sha256sum | cut -d' ' -f1)
@@ -121,20 +171,21 @@ if [ "$FLAVOR" = gpu ]; then
     fi
     say "4/4 megatron_rl itself"
 else
-    say "1/3 pinned packages (requirements/$FLAVOR.txt, requirements/test.txt, requirements/sinks.txt)"
-    pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt -r requirements/sinks.txt
-    say "2/3 SGLang (requirements/sglang.txt, without its CUDA dependencies)"
-    pip_install --no-deps -r requirements/sglang.txt
-    bash launch/te_python.sh "$VENV" >"$log" 2>&1 || fail "Transformer Engine's Python code, for tests, could not be downloaded" "read $log"
+    bash launch/te_python.sh "$VENV" >"$VENV/te_python.log" 2>&1 &
+    te_python=$!
+    say "1/3 locked packages (requirements/cpu.lock): 600 MB to download"
+    install --no-deps --require-hashes -r requirements/cpu.lock
+    install_torch
+    wait "$te_python" || fail "Transformer Engine's Python code, for tests, could not be downloaded" "read $VENV/te_python.log"
     say "3/3 megatron_rl itself"
 fi
-pip_install --no-deps --no-build-isolation -e .
+install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import megatron_rl' || fail "megatron_rl does not import" "remove $VENV and run this again"
 # Only the reward `code` needs these packages, so a machine without them gets a note, not an error.
 if ! "$VENV/bin/python" -c 'import pyseccomp' 2>/dev/null; then
     say "note: libseccomp is missing, the reward code cannot run programs (Debian, Ubuntu: apt-get install libseccomp2)"
-elif ! command -v bwrap >/dev/null 2>&1; then
-    say "note: bubblewrap is missing, the reward code runs programs at level filter (Debian, Ubuntu: apt-get install bubblewrap)"
+elif ! "$VENV/bin/python" -c 'from megatron_rl.graders.sandbox.sandbox import Sandbox; Sandbox(level="namespaces").start()' 2>/dev/null; then
+    say "note: no namespaces here, the reward code runs programs at level filter (docs/rewards.md; Debian, Ubuntu: apt-get install bubblewrap)"
 fi
 printf '%s' "$wanted" >"$VENV/.megatron_rl"
 say "done"

@@ -2,6 +2,7 @@
 # Set everything up and run the tests. Arguments are passed to pytest:
 #   bash launch/test.sh tests/unit          # pure logic, seconds
 #   bash launch/test.sh -m gpu              # on a machine with a GPU
+#   bash .ci/gpu_torch                      # the torch of GPU machines, without a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -13,4 +14,4 @@ case " $* " in
     *) export CUDA_VISIBLE_DEVICES= MEGATRON_RL_REQUIRE_GPU=0 ;;
 esac
 # Two files at a time; "-n 0" shows the output of one test as it runs.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" "$@"
+exec "${VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile -m "not gpu" "$@"

@@ -2,6 +2,6 @@
 
 from megatron_rl.cpu import import_hook
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import_hook.install()

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.parallel import megatron_state, topology
+from megatron_rl.parallel import topology
 from megatron_rl.parallel.topology import Topology
 
 
@@ -29,4 +29,4 @@ def fake_rank(rank: int, world_size: int, *layouts: ParallelConfig) -> Iterator[
             yield [topology.add_layout(parallel, seed=1) for parallel in layouts]
     finally:
         topology.destroy()
-        megatron_state.reset_globals()
+        topology.reset_globals()

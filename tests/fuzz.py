@@ -1,4 +1,4 @@
-"""Broken inputs: how they are drawn, and the law that they are held against.
+"""Broken inputs: their generation, and the law that each must satisfy.
 
 The law: an input is taken, or refused by a ``UserError`` of a few words; there is no other error and no hang. In the usual
 profile the inputs are the same in every run and few enough for a minute; ``--hypothesis-profile=fuzz`` draws fifty times as
@@ -20,7 +20,7 @@ from megatron_rl.errors import UserError
 FUZZ_PROFILE = "fuzz"
 _THOROUGH = 50
 _LONGEST_S = 60
-"""Of one input, on a busy machine."""
+"""Limit for one input, on a busy machine."""
 _MAX_MESSAGE = 4000
 
 
@@ -76,7 +76,7 @@ ODD_VALUES: st.SearchStrategy[Any] = st.sampled_from(
         [math.nan],
     ]
 )
-"""Of every type of JSON, and at the ends of each."""
+"""Values of every JSON type, and the extremes of each."""
 
 
 def deep(depth: int) -> Any:
@@ -119,7 +119,7 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def mutated_bytes(draw: st.DrawFn, content: bytes) -> bytes:
-    """``content`` cut, with bits turned, bytes put in, or parts doubled."""
+    """``content`` cut, with flipped bits, inserted bytes, or duplicated parts."""
     place = draw(st.integers(0, max(0, len(content) - 1)))
     length = draw(st.integers(1, 16))
     kind = draw(st.sampled_from(["cut", "turn", "insert", "double", "zero", "prefix"]))

@@ -1,4 +1,4 @@
-"""A trial of many minutes: runs that are killed at random moments and resumed must end as a run that nobody touched.
+"""A trial of many minutes: runs that are killed at random moments and resumed must equal an uninterrupted run.
 
 ``python -m tests.kill_trial --kills 20`` trains a tiny model on two ranks, in one run after the other; each of them is
 killed five times and goes on with run.resume=auto. After every kill: the exit status, and what is left of processes,
@@ -56,7 +56,7 @@ def graded(response: str, answer: str) -> Score:
 
 
 def _note_stages(path: str) -> None:
-    """A line in the file for every stage that begins in this process."""
+    """Write a line to the file for every stage that starts in this process."""
     from megatron_rl.step.runner import StageRunner
 
     run = StageRunner.run
@@ -91,7 +91,7 @@ if os.environ.get("RANK") == "0" and _STAGES in os.environ and "worker" not in s
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """All processes that live and were started with this mark, by whomever."""
+    """All running processes that inherited this mark."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -127,7 +127,7 @@ class _Run:
         return self.stages_file.read_text().splitlines()
 
     def rank(self, number: str) -> int | None:
-        """Its process id; None before it is started."""
+        """Process id of the launcher; None before the start."""
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
@@ -148,7 +148,7 @@ class _Run:
                 os.kill(pid or self.process.pid, signal.Signals[signal_name])
 
     def wait_gone(self) -> tuple[int | None, float, list[str]]:
-        """Exit status, seconds until no process was left, and what was left after all."""
+        """Exit status, seconds until no process was left, and the processes that had to be killed."""
         began_s = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
@@ -162,7 +162,7 @@ class _Run:
 
 
 def _wait_for_moment(run: _Run, moment: str, rng: random.Random, start_s: float) -> bool:
-    """At a random time of the start, or a little after a stage has begun; False when the run ended before."""
+    """Wait for a random moment of the start, or shortly after a stage starts; False if the run ended first."""
     if moment == "start":
         return _still_runs(run, rng.uniform(0.5, start_s))
     turn, deadline_s = rng.randint(1, 3), time.monotonic() + 300
@@ -196,7 +196,7 @@ def _shared_memory() -> set[str]:
 
 
 def _left_in_shared_memory(before: set[str]) -> list[str]:
-    """What stays there; that of other programs comes and goes."""
+    """Entries of shared memory that remain; entries of other programs disappear after a while."""
     for _ in range(20):
         new = _shared_memory() - before
         if not new:
@@ -206,7 +206,7 @@ def _left_in_shared_memory(before: set[str]) -> list[str]:
 
 
 def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> list[str]:
-    """Start, kill, start again ... until the run is at its end; what was not as documented."""
+    """Start, kill and restart until the run ends; returns deviations from the documentation."""
     rng, wrong, kills = random.Random(seed), [], 0
     ways = rng.sample(_WAYS, len(_WAYS))
     while True:

@@ -1,4 +1,4 @@
-"""Random odd models of every family, and whether the Engine computes what transformers does from their files.
+"""Random odd models of every family, and a comparison of the Engine with transformers on their files.
 
 config.json is written as people's files are (old and new names of the rotary parameters, fields left out, null), the weights
 by transformers from that very file. Every model is computed alike, or refused in words by this project, or by transformers too.
@@ -28,9 +28,9 @@ FAMILIES = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 ATOL = 2e-4
-"""Of log-probs in float32, between models whose logits are as far apart as these."""
+"""Tolerance of log-probs in float32, for logits of this spread."""
 _ODD = 0.02
-"""How often a field has a value that most projects do not compute."""
+"""Probability of a field value that most projects do not support."""
 _WEIGHT_SCALE, _VECTOR_NOISE = 3.0, 0.1
 
 
@@ -393,7 +393,7 @@ def verdict(folder: Path, family: str, seed: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    """``python -m tests.odd_models FIRST LAST [family ...]``: a line per model, and how many had which verdict."""
+    """``python -m tests.odd_models FIRST LAST [family ...]``: a line per model, and counts of the results."""
     import collections
     import sys
     import tempfile

@@ -1,4 +1,4 @@
-"""Whether two runs of the same recipe are the same, bit for bit."""
+"""Compares two runs of one recipe, bit for bit."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ _MEASURED = (
     "time/", "memory/", "step/time_s", "step/tokens_per_s", "sync/", "rollout/num_server_restarts",
     "rollout/num_live_servers", "checkpoint/", "mismatch/",
 )  # fmt: skip
-"""Of machine and time; and what comes of the engine's own log-probs, whose last bits depend on what lies in the server's
-prefix cache, and that is empty after a start."""
+"""Metrics of machine and time; and metrics of the server's log-probs, whose last bits depend on its prefix cache, which is
+empty after a start."""
 
 
 def differences(run: Path, whole: Path) -> list[str]:

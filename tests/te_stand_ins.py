@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CALLS: collections.Counter[str] = collections.Counter()
-"""How often each stand-in has been called, by its name."""
+"""Number of calls of each stand-in, by name."""
 _OPTIONAL = ("onnx", "onnxscript", "nvdlfw_inspect")
 """Packages that some versions import and no test needs."""
 
 
 class _Extension(types.ModuleType):
-    """A compiled module: whatever is asked of it is a mock."""
+    """A compiled module whose attributes are mocks."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Tiny models of awkward shapes for every family: what real checkpoints differ in, each at least once."""
+"""Tiny models of unusual shapes for every family, with each variation of real checkpoints at least once."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a tiny vision-language model's folder needs beside its weights: tokenizer, chat template and image processor."""
+"""Files of a tiny vision-language model's folder next to its weights: tokenizer, chat template and image processor."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 MIN_TOKENS, MAX_TOKENS = 1, 64
-"""Of an image."""
+"""Tokens of an image."""
 
 
 def write_vision_files(folder: str | Path, *, max_tokens: int = MAX_TOKENS) -> None:

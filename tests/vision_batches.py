@@ -1,4 +1,4 @@
-"""Packs of text and images for tests, and what transformers computes from them."""
+"""Packed batches of text and images for tests, with the results of transformers."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ from megatron_rl.data.batch import cu_seqlens_of
 
 GAMMA, LAM = 1.0, 0.95
 REFERENCE = "loop"
-"""Over time steps, as other frameworks write it."""
+"""Loop over time steps, as other frameworks write it."""
 FLOOR = "floor: read two arrays, write a third"
 
 
@@ -41,13 +41,13 @@ class Batch:
     """The same tokens padded, which costs nothing at equal lengths, and packed, in equal and in ragged sequences."""
 
     rewards: Tensor
-    """[N, W]"""
+    """[N, W] rewards of padded sequences."""
     values: Tensor
     equal: Tensor
-    """[N+1] cu_seqlens."""
+    """[N+1] cu_seqlens of sequences of equal length."""
     ragged: Tensor
     finished: Tensor
-    """[N] bool."""
+    """[N] True for finished responses."""
 
 
 def make_batch(count: int, width: int, dtype: torch.dtype) -> Batch:

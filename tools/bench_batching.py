@@ -223,10 +223,10 @@ def measure(
             check(plan, lengths, budget)
             seconds = best_time(run, repeats)
         found = plan_statistics(plan, lengths, cost)
-        unused = 1.0 - tokens / (num_ranks * found.num_microbatches * budget)
-        shares = (found.rank_imbalance, found.microbatch_imbalance, found.padding_share, unused)
+        unused = 1.0 - tokens / (num_ranks * found["num_microbatches"] * budget)
+        shares = (found["rank_imbalance"], found["microbatch_imbalance"], found["padding_share"], unused)
         shares = (*shares, pipeline_idle_share(plan, costs, num_stages))
-        table.add_row(name, str(found.num_microbatches), *(f"{100 * s:.2f}" for s in shares), f"{seconds:.3f}")
+        table.add_row(name, f"{found['num_microbatches']:.0f}", *(f"{100 * s:.2f}" for s in shares), f"{seconds:.3f}")
     return table
 
 
@@ -260,10 +260,10 @@ def measure_step(
                 found.append(plan_statistics(plan, own, cost))
                 moved += sum(homes[group[i]] != home for home, rank in enumerate(plan) for m in rank for i in m)
             seconds = time.process_time() - started_s
-            rounds = np.mean([plan.num_microbatches for plan in found])
+            rounds = np.mean([plan["num_microbatches"] for plan in found])
             shares = (
-                np.mean([plan.rank_imbalance for plan in found]),
-                np.mean([plan.microbatch_imbalance for plan in found]),
+                np.mean([plan["rank_imbalance"] for plan in found]),
+                np.mean([plan["microbatch_imbalance"] for plan in found]),
                 moved / sum(map(len, groups)),
             )
             table.add_row(name, plan_name, f"{rounds:.1f}", *(f"{100 * s:.2f}" for s in shares), f"{seconds:.3f}")

@@ -290,7 +290,7 @@ def finishing(runs: dict[str, Run], lengths: list[int], arguments: argparse.Name
 
 
 def cell(name: str, measured: dict[str, list[tuple[float, ...]]]) -> dict[str, Any]:
-    """Medians."""
+    """Row of a table with the medians of a cell."""
     return dict(
         cell=name,
         ms={engine: statistics.median(t[0] for t in times) for engine, times in measured.items()},

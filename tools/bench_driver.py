@@ -55,7 +55,7 @@ MODEL = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
 }  # fmt: skip
-"""Whose FLOPs the micro-batches are planned by (7B)."""
+"""Model (7B) whose FLOPs determine the micro-batches."""
 VISION_MODEL = {
     "model_type": "qwen2_5_vl", "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
     "vision_end_token_id": 151653, "text_config": {"vocab_size": 152064},
@@ -68,8 +68,8 @@ IMAGE_PROCESSOR = {
 IMAGE_SIZE, IMAGE_TOKENS = (1024, 768), 999
 IMAGE_SENT_BYTES, IMAGE_CUT_BYTES = 3_000_000, 19_000_000
 BYTES_PER_TOKEN, BYTES_PER_PROCESS = 85, 200_000_000
-"""As measured: what is held, and passes through arrays of the driver, for each token of prompts and responses, without routes; and
-what a process takes before it has any."""
+"""Measured bytes: what the driver's arrays take for each token of prompts and responses, without routes; and what a process takes
+without tokens."""
 
 
 LEAST = {
@@ -140,7 +140,7 @@ class Meter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What the whole process uses inside; ``inner`` parts that ran meanwhile are not counted twice."""
+        """Count the CPU seconds of the whole process as a part; its ``inner`` parts are not counted twice."""
         gc.collect()
         began_s, before = time.process_time(), sum(self.cpu_s.values())
         yield
@@ -343,16 +343,16 @@ def count_routes(meter: Meter, trajectories: Sequence[Any]) -> None:
     """Bytes of them on the driver's machine and on others."""
     from megatron_rl.system.files.shared_file import NODE, address_of
 
-    for routes in [t.routes.routes for t in trajectories if t.routes is not None]:
+    for routes in [t.routes[1] for t in trajectories if t.routes is not None]:
         address = address_of(routes)
         is_far = address is not None and address.pid >= NODE
         meter.bytes["routes read on other nodes" if is_far else "routes read on the driver's machine"] += routes.nbytes
 
 
 async def carry(client: Any, plan: Any, trajectories: Sequence[Any], done: np.ndarray, arguments: argparse.Namespace) -> None:
-    """What the steps before have left, ``done`` tokens of each response in windows, with values.
+    """Generate the tokens of earlier steps: ``done`` tokens of each response in windows, with values.
 
-    The servers generate it: so it lies where a run has it, in the shared files of the rollout workers.
+    The servers generate them, so that they are in the shared files of the rollout workers, as in a run.
     """
     from megatron_rl.data.trajectory import Segment
     from megatron_rl.rollout.windows import WindowGenerator
@@ -393,13 +393,13 @@ def generate(
     from megatron_rl.rollout.requests import GenerationRequest, RouteShape
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.rollout.sglang.balance.client import SglangClient
-    from megatron_rl.rollout.sglang.wire import json_arrays
+    from megatron_rl.rollout.sglang.wire import batch_call
     from megatron_rl.rollout.windows import WindowGenerator
     from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = RouteShape(layers, top_k, experts) if arguments.routes else None
-    json_arrays.loops_in_background().result()  # compiles
+    batch_call.loops_in_background().result()  # compiles
     plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes, vision=vision), decode=str)
     batch = BatchConfig(num_prompts_per_step=arguments.slots, num_samples_per_prompt=1, window_tokens=arguments.window)
     config = Config(batch=batch, rollout=RolloutConfig(num_workers=arguments.workers))
@@ -444,7 +444,7 @@ def held_per_live_byte(trajectories: Sequence[Any]) -> float:
                 status = link.stat()
                 held[status.st_ino] = status.st_blocks * 512
     arrays = [array for t in trajectories for s in t.segments for array in (s.token_ids, s.rollout_logprobs) if len(array)]
-    arrays += [t.routes.routes for t in trajectories if t.routes is not None]
+    arrays += [t.routes[1] for t in trajectories if t.routes is not None]
     found = [address for address in map(address_of, arrays) if address is not None and address.pid < NODE]
     return sum(held.values()) / sum(address.num_bytes for address in found) if found else 0.0
 
@@ -499,24 +499,24 @@ class Ranks:
 
 
 def _wait_for_images(microbatches: Sequence[Any]) -> None:
-    """As an encoder does; this rank cuts all of its replica's, as each rank does without sequence parallelism."""
+    """Wait for images as an encoder does. This rank patches all images of its replica, as without sequence parallelism."""
     for batch in microbatches:
         for image in range(0 if batch.images is None else len(batch.images.grids)):
             batch.images.patches(image)
 
 
 class Receiving:
-    """What the rank does that receives for rank 0's replica: one beside it, or rank 0 where that is alone."""
+    """The work of the rank that receives for rank 0's replica: another rank, or rank 0 if it is alone."""
 
     def __init__(self, meter: Meter, find: Callable[[Any], Any], num_ranks: int) -> None:
         self._meter, self._find, self._num_ranks = meter, find, num_ranks
         self.sent: dict[int, Any] = {}
-        """By rank: what rank 0 has sent it last."""
+        """Newest message of rank 0, by rank."""
         self.for_itself = False
-        """What is being found passes rank 0 on no way to others."""
+        """True while rank 0 fetches rows that it sends to no other rank."""
 
     def found(self, flat: Any, part: str = _OWN_SHARE) -> Any:
-        """It takes from other nodes what it cannot map."""
+        """Fetch rows from other nodes that this rank cannot map."""
         self.for_itself = part == _BESIDE or self._num_ranks == 1
         found = self._meter.inner(part, self._find)(flat)
         self.for_itself = False
@@ -535,10 +535,10 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     import torch
 
     from megatron_rl.config.schema import Config
+    from megatron_rl.data.batch import reply_spans
     from megatron_rl.data.rows import Rows
     from megatron_rl.parallel import collectives, hang_report
     from megatron_rl.training import sequence_cache, trainer_group, trainer_rank
-    from megatron_rl.training.microbatch_io import reply_spans
 
     config = Config()
     config.policy.path = str(vision.path) if vision is not None else ""
@@ -546,7 +546,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
-    flatten, take = collectives._flatten, sequence_cache.SequenceCache.take
+    flatten, take = collectives.flatten, sequence_cache.SequenceCache.take
     receiving = Receiving(meter, collectives._found, arguments.ranks_per_replica)
 
     def flat(payload: Any, *more: Any) -> Any:
@@ -579,9 +579,9 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "_send"): send,
         (collectives, "gather_tensors"): lambda tensor, **_: [tensor] * size,
         (collectives, "gather_objects"): lambda found, **_: [found and rank < arguments.ranks_per_node for rank in range(size)],
-        (collectives, "_flatten"): flat,
+        (collectives, "flatten"): flat,
         (collectives, "_found"): receiving.found,
-        (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
+        (collectives, "unflatten"): meter.inner(_OWN_SHARE, collectives.unflatten),
         (sequence_cache.SequenceCache, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "patchify"): meter.inner(_OWN_SHARE, getattr(type(vision), "patchify", print)),
         (collectives, "_broadcast_in_replica"): receiving.over_the_replica,
@@ -613,7 +613,9 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     from megatron_rl.step import metrics
     from megatron_rl.step.loss_batches import critic_responses, policy_batch, response_batch, store_model_outputs
     from megatron_rl.step.packing import window_batch, window_routes, with_routes
-    from megatron_rl.step.updates import planned_updates, train_critic, train_policy
+    from megatron_rl.step.stages.update_critic import train_critic
+    from megatron_rl.step.stages.update_policy import train_policy
+    from megatron_rl.step.updates import planned_updates
     from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 
     algorithm = AlgorithmConfig(correction=CorrectionConfig(weight="token"))
@@ -648,7 +650,7 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
             of_critic = response_batch(finished, algorithm, vision=vision)
         with meter.part("metrics"):
             metrics.rollout_metrics(trajectories, step=step)
-            metrics.staleness_metrics(trajectories, step, 1)
+            metrics.staleness_metrics(trajectories, of_policy.fields["mask"], 1)
             metrics.reward_metrics(finished)
             metrics.advantage_metrics(batch, found)
             if of_critic is not None:
@@ -673,8 +675,7 @@ def _compile() -> None:
 
 def checkpoint(meter: Meter, pool: Any, step: int) -> float:
     """Seconds that the driver's main thread is busy; all CPU time counts as the part's."""
-    from megatron_rl.run.checkpoint_folder import write_driver_state
-    from megatron_rl.run.state_arrays import flatten_state
+    from megatron_rl.run.checkpoint_folder import flatten_state, write_driver_state
 
     with tempfile.TemporaryDirectory() as folder, meter.part("checkpoint"):
         began_s = time.thread_time()

@@ -75,14 +75,14 @@ def measure_grading(num_answers: int, num_workers: int, repeats: int) -> Table:
     short, symbolic = short_answers(num_answers), expressions(num_answers // 20)
     with RewardRunner("math", RunnerSettings(num_workers=num_workers, timeout_s=TIMEOUT_S)) as runner:
         for name, graded in (("short, plain numbers", short), ("LaTeX expressions", symbolic)):
-            runner.score_many_blocking(graded.items[:NUM_WARM_ITEMS])
+            runner.submit(graded.items[:NUM_WARM_ITEMS]).result()
             add(name, len(graded.items), min(seconds_to_score(runner, graded) for _ in range(repeats)))
 
     # The hanging answer keeps one worker to itself until its deadline: with one more, the others have as many as before.
     with RewardRunner(
         f"{__name__}:math_or_hang", RunnerSettings(num_workers=num_workers + 1, timeout_s=TIMEOUT_S)
     ) as runner:
-        runner.score_many_blocking(short.items[:NUM_WARM_ITEMS])
+        runner.submit(short.items[:NUM_WARM_ITEMS]).result()
         undisturbed_s = min(seconds_to_score(runner, short) for _ in range(repeats))
         others_s, hanging_s = seconds_next_to_a_hanging_answer(runner, short)
     add("short, with one worker more", num_answers, undisturbed_s)
@@ -93,7 +93,7 @@ def measure_grading(num_answers: int, num_workers: int, repeats: int) -> Table:
 
 def seconds_to_score(runner: RewardRunner, graded: Graded) -> float:
     started_at = time.perf_counter()
-    scores = runner.score_many_blocking(graded.items)
+    scores = runner.submit(graded.items).result()
     seconds = time.perf_counter() - started_at
     graded.check(scores)
     return seconds

@@ -133,6 +133,7 @@ def run_rank(arguments: dict[str, Any]) -> None:
     Path(arguments["folder"], "empty.yaml").write_text("{}\n")
     overrides = [f"{key}={value}" for key, value in recipe(arguments).items()] + arguments["overrides"]
     config = load_config([str(Path(arguments["folder"], "empty.yaml"))], overrides)
+    from megatron_rl.commands import write_run_report
     from megatron_rl.step.driver import train
     from megatron_rl.tracking.metrics_file import read_metrics
 
@@ -140,7 +141,7 @@ def run_rank(arguments: dict[str, Any]) -> None:
         train(config)
         return
     with Probes().installed() as probes:
-        train(config)
+        train(config, write_report=write_run_report)  # as `megatron-rl train` does, because a report costs the driver time
     rows = read_metrics(Path(arguments["folder"], "run", "metrics.jsonl"))[-arguments["steps"] :]
     Path(arguments["folder"], "steps.json").write_text(
         json.dumps(

@@ -170,7 +170,7 @@ def run_in_trl_environment(asked: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def run_trl(asked: dict[str, Any]) -> None:
-    """On TRL's side: train, and write seconds and tokens of each step."""
+    """Train with TRL, and write seconds and tokens of each step."""
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer

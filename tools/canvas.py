@@ -94,7 +94,7 @@ def arrow(
     curved: bool = False,
     at: Point | None = None,
 ) -> None:
-    """From ``start`` to ``end``; ``curved`` leaves and arrives horizontally. ``words`` stand above the middle, or at ``at``."""
+    """Draw an arrow; a ``curved`` one starts and ends horizontally. ``words`` are above its middle, or at ``at``."""
     dx, dy = (30.0, 0.0) if curved else ((end[0] - start[0]) / 3, (end[1] - start[1]) / 3)
     corners = [start, (start[0] + dx, start[1] + dy), (end[0] - dx, end[1] - dy), end]
     axes.add_patch(

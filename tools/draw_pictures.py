@@ -1,4 +1,4 @@
-"""The pictures of README and docs/architecture.md, drawn from the code and from one recorded run.
+"""Draws the pictures of README and docs/architecture.md, from the code and from one recorded run.
 
     python tools/draw_pictures.py                                     # all pictures, into docs/pictures
     python tools/draw_pictures.py --record outputs/tppo outputs/ppo   # also record docs/pictures/timeline.json from two runs
@@ -55,7 +55,7 @@ def main() -> None:
 # 1. Slots and windows over four steps.
 
 LENGTHS = (5, 13, 3, 29, 7, 10, 2, 21, 6, 4, 12, 8, 3, 9, 5, 15, 4, 6, 11, 2, 7, 14, 3, 8, 6, 10, 5, 4, 9, 3, 6, 8)
-"""Response lengths in the order in which the prompts come: made up, with one long one among many short ones."""
+"""Response lengths in the order of the prompts: made up, one long among many short ones."""
 NUM_SLOTS, WINDOW = 6, 8
 PALETTE = ("blue", "orange", "green", "violet", "teal", "pink", "yellow", "sky")
 
@@ -70,7 +70,7 @@ class Bar:
 
 
 def windows_of_tppo(num_steps: int) -> list[Bar]:
-    """Successive batching: unfinished responses keep their slot, fresh prompts take the others at a step's begin."""
+    """Successive batching: unfinished responses keep their slot, new prompts take the others at the start of a step."""
     slots = [[number, LENGTHS[number]] for number in range(NUM_SLOTS)]
     started, bars = NUM_SLOTS, []
     for step in range(num_steps):
@@ -85,7 +85,7 @@ def windows_of_tppo(num_steps: int) -> list[Bar]:
 
 
 def windows_of_ppo(until: int) -> tuple[list[Bar], list[int]]:
-    """Full responses: a step lasts as long as its longest one. Also the times at which steps end."""
+    """Full responses: a step lasts as long as its longest response. Also returns the times at which steps end."""
     bars, ends, start, first = [], [], 0, 0
     while start < until:
         batch = LENGTHS[first : first + NUM_SLOTS]
@@ -104,17 +104,17 @@ def windows() -> Figure:
     _slots(
         axes,
         60,
-        "T-PPO: one window of tokens per step; what is unfinished goes on in the next step",
+        "T-PPO: one window of tokens per step; unfinished responses continue in the next step",
         tppo,
         [WINDOW * (step + 1) for step in range(num_steps)],
     )
     _slots(axes, 270, "Synchronous PPO: a step lasts as long as its longest response", ppo, ppo_ends)
     rectangle(axes, (26, 468, 16, 12), fill=LIGHT["blue"], radius=2)
-    text(axes, (50, 474), "tokens of a response, with its number", size=9, color=MUTED)
+    text(axes, (50, 474), "tokens of a response, with its index", size=9, color=MUTED)
     axes.plot([340], [474], marker="o", color=INK, markersize=5)
-    text(axes, (352, 474), "it has ended: it is scored and trains the critic", size=9, color=MUTED)
+    text(axes, (352, 474), "finished: it is scored and trains the critic", size=9, color=MUTED)
     rectangle(axes, (672, 468, 16, 12), fill="#ffffff", edge=LINE, hatch="////", radius=2)
-    text(axes, (696, 474), "idle slot     (lengths are made up; training is left out)", size=9, color=MUTED)
+    text(axes, (696, 474), "idle slot     (lengths are made up; training is not shown)", size=9, color=MUTED)
     return figure
 
 
@@ -165,8 +165,8 @@ def graph() -> Figure:
     text(
         axes,
         (24, 48),
-        "An arrow: needs a product of the same step (arrows that follow from others are left out). "
-        "Orange: needs a product of the step before.",
+        "An arrow: needs a product of the same step (implied arrows are omitted). "
+        "Orange: needs a product of the previous step.",
         size=9.5,
         color=MUTED,
     )
@@ -189,7 +189,7 @@ def graph() -> Figure:
     text(
         axes,
         (24, 478),
-        "Generation does not need the critic of the step before: the next window is generated while the critic learns.",
+        "Generation does not need the previous step's critic: the next window is generated while the critic trains.",
         size=9.5,
         color=LIGHT["pink"],
         bold=True,
@@ -260,14 +260,14 @@ def timeline() -> Figure:
     text(
         axes,
         (24, 28),
-        "Four steps of T-PPO and of synchronous PPO, as recorded (examples/arithmetic on two shared CPU cores)",
+        "Four steps of T-PPO and of synchronous PPO, recorded (examples/arithmetic on two shared CPU cores)",
         size=12,
         bold=True,
     )
     spans = {name: [Span(*row[:2], *row[3:], step=row[2]) for row in rows] for name, rows in runs.items()}
     length_s = max(span.end_s for rows in spans.values() for span in rows)
-    _recorded(axes, 60, "T-PPO: the critic learns while the next window is generated", spans["tppo"], length_s)
-    _recorded(axes, 198, "PPO: every stage waits for the one before", spans["ppo"], length_s)
+    _recorded(axes, 60, "T-PPO: the critic trains while the next window is generated", spans["tppo"], length_s)
+    _recorded(axes, 198, "PPO: every stage waits for the previous stage", spans["ppo"], length_s)
     shown = ("generate", "score", "old_logprobs", "values", "advantages", "update_policy", "publish", "update_critic")
     x = 110.0
     for name in shown:

@@ -48,7 +48,7 @@ EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
 }  # fmt: skip
-"""What config.json of the arithmetic task's model says besides, once its layers have experts."""
+"""Additional fields in config.json of the arithmetic task's model if its layers have experts."""
 
 
 def main() -> int:
@@ -169,7 +169,7 @@ def _kept(row: dict, prefix: str = "") -> dict:
 
 
 def _steady(found: dict) -> dict:
-    """What a run in flight always leaves: all names, the values up to step 1, steady ones after it, the weights' files."""
+    """The reproducible part of an in-flight run: all names, the values up to step 1, steady values after it, the weight files."""
     rows = [
         row if row["step"] <= 1 else {name: value if name in STEADY else NOT_KEPT for name, value in row.items()}
         for row in found["metrics"]

@@ -1,16 +1,22 @@
 """The measurements of gpu_validate.py, each in a separate process: ``python tools/gpu_sections.py SECTION JOB.json``.
 
-A job is a dictionary; ``out`` names the file that rank 0 writes its result to, ``scratch`` a folder for models. Models
-have random weights that depend on seed and name alone, so that the same job gives the same model on every machine.
+A job is a dictionary; ``out`` names the file that rank 0 writes its rows to, one line of JSON each, as soon as each is
+measured; ``scratch`` is a folder for models. Models have random weights that depend on seed and name alone, so that the same
+job gives the same model on every machine.
 """
 
 import importlib.metadata
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ import torch
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.doctor.layout_ranks import OPTIMIZER, make_batch
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.models.layers.torch_layers import has_transformer_engine
@@ -120,6 +127,9 @@ MODELS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }
+STATE_BYTES, UPDATE_BYTES = 18.0, 8.0
+"""Bytes of one parameter on one rank: bfloat16 weight; float32 gradient, main weight and two moments. During an update,
+PyTorch's AdamW adds two float32 temporaries."""
 PARITY_LENGTHS = (9, 17, 33, 6, 21, 12)
 LIBRARIES = (
     "torch",
@@ -148,7 +158,7 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
     return folder
 
 
-def environment(job: dict[str, Any]) -> list[dict[str, Any]]:
+def environment(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure the environment: devices, libraries, and the parts of them that a run would use."""
     rows: list[tuple[str, Any]] = [("torch.cuda", torch.version.cuda or "none"), ("CPU cores", os.cpu_count())]
     for index in range(torch.cuda.device_count()):
@@ -166,22 +176,21 @@ def environment(job: dict[str, Any]) -> list[dict[str, Any]]:
     rows.append(("layers", "Transformer Engine" if has_transformer_engine() else "this project's, in plain PyTorch"))
     fused = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     rows.append(("fused gradient accumulation (Apex)", "yes" if fused else "no"))
-    return [{"what": what, "found": str(found)} for what, found in rows]
+    yield from ({"what": what, "found": str(found)} for what, found in rows)
 
 
-def parity(job: dict[str, Any]) -> list[dict[str, Any]]:
+def parity(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compute log-probs and one update of each family's tiny model; tensors go to ``<out>.pt``, to be compared."""
-    rows, tensors = [], {}
+    tensors = {}
     place = topologies.initialize(ParallelConfig(), seed=1)
     for family in job["families"]:
         try:
             tensors[family] = _answer_and_update(Path(job["scratch"]) / family, FAMILIES[family], job["dtype"], place)
-            rows.append({"family": family, "error": ""})
+            yield {"family": family, "error": ""}
         except Exception as error:  # another family may work: the report names this one's reason
-            rows.append({"family": family, "error": _first_line(error)})
+            yield {"family": family, "error": _first_line(error)}
+        torch.save(tensors, f"{job['out']}.pt")
     topologies.destroy()
-    torch.save(tensors, f"{job['out']}.pt")
-    return rows
 
 
 def _answer_and_update(folder: Path, fields: dict[str, Any], dtype: str, place: topologies.Topology) -> dict[str, Any]:
@@ -209,14 +218,18 @@ def supervised(batch: PackedBatch, num_replicas: int = 1) -> losses.LossFunction
     return losses.build("sft", AlgorithmConfig(), denominators)
 
 
-def training(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Optimizer steps of one random model in one layout: seconds, tokens, operations and memory of a step."""
+def training(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Optimizer steps of one random model in one layout: seconds, tokens, operations and memory per step."""
     parallel, _ = parse_layout(job["layout"], ParallelConfig())
     place = topologies.initialize(parallel, seed=1)
     on_gpu = torch.cuda.is_available()
+    folder = write_model(Path(job["scratch"]) / f"{job['model']}-{place.rank}", MODELS[job["model"]])
+    if on_gpu and place.world_size == 1 and (obstacle := _too_large(folder)):
+        yield {"too_large": obstacle}
+        return
     engine = Engine(
         "policy",
-        write_model(Path(job["scratch"]) / f"{job['model']}-{place.rank}", MODELS[job["model"]]),
+        folder,
         parallel=parallel,
         topology=place,
         optimizer=OptimizerConfig(lr=1e-6),
@@ -239,38 +252,36 @@ def training(job: dict[str, Any]) -> list[dict[str, Any]]:
         seconds.append(time.perf_counter() - started)
     measured = sorted(seconds[job["num_warmup"] :])
     cost = flops_cost(engine.hf_config)
-    row = {
-        "num_ranks": place.world_size,
-        "num_tokens": sum(lengths),
-        "s_per_step": measured[len(measured) // 2],
-        "flops_per_step": 3.0 * sum(cost(length) for length in lengths),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "grad_norm": norms[-1],
-    }
+    if place.rank == 0:
+        yield {
+            "num_ranks": place.world_size,
+            "num_tokens": sum(lengths),
+            "s_per_step": measured[len(measured) // 2],
+            "flops_per_step": 3.0 * sum(cost(length) for length in lengths),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "grad_norm": norms[-1],
+        }
     topologies.destroy()
-    return [row] if place.rank == 0 else []
 
 
-def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Publishes of a random model to a real SGLang server: seconds and bytes; afterwards the checksums are compared."""
+def _too_large(folder: Path) -> str:
+    """The reason why one GPU cannot train the model, or "": the state of a parameter and what the update adds to it."""
+    from transformers import AutoConfig
+
+    needed = num_parameters(AutoConfig.from_pretrained(folder)) * (STATE_BYTES + UPDATE_BYTES)
+    found = torch.cuda.get_device_properties(0).total_memory
+    gib = 2.0**30
+    return f"its state takes {needed / gib:.0f} GiB, one GPU has {found / gib:.0f}" if needed > 0.95 * found else ""
+
+
+def weight_sync(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Publishes of a random model to a server: seconds and bytes; afterwards the weights are compared."""
     from megatron_rl.config.derived import WeightMethod
-    from megatron_rl.rollout.sglang.process.options import ServerOptions
-    from megatron_rl.rollout.sglang.process.server import SglangServer
-    from megatron_rl.system.gpu.gpu_environment import detect_device
     from megatron_rl.weights.publish import WeightPublisher
-    from megatron_rl.weights.verify import compare_checksums
 
-    num_gpus = torch.cuda.device_count()
+    num_gpus, stock = torch.cuda.device_count(), importlib.util.find_spec("sglang") is not None
     folder = write_model(Path(job["scratch"]) / "model", MODELS[job["model"]])
-    options = ServerOptions(
-        model_path=str(folder),
-        dtype=job["dtype"],
-        load_weights=False,
-        device=detect_device(),
-        env={"CUDA_VISIBLE_DEVICES": str(num_gpus - 1)} if num_gpus > 1 else {},
-        server_args={"max-total-tokens": 20000, **({"mem-fraction-static": 0.3} if num_gpus == 1 else {})},
-    )
     place = topologies.initialize(ParallelConfig(), seed=1)
     engine = Engine(
         "policy",
@@ -281,24 +292,71 @@ def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
         init=Init.random,
         dtype=Dtype(job["dtype"]),
     )
-    rows, version = [], 0
-    with SglangServer(options, Path(job["scratch"]) / "server.log", start_timeout_s=job["timeout_s"]) as server:
-        address = [(server.url, 1, server.incarnation)]
-        graphs = _cuda_graphs(server.url)
-        for method, name in sync_methods(num_gpus).items():
+    version = 0
+    with _sglang_server(folder, job) if stock else _ipc_server(job) as server:
+        facts = {"server": "SGLang" if stock else "tools/ipc_server.py"}
+        facts["cuda_graphs"] = _cuda_graphs(server.url) if stock else "no engine"
+        for method, name in (
+            sync_methods(num_gpus).items() if stock else [("colocated", "CUDA IPC" if num_gpus else "shared memory")]
+        ):
             publisher = WeightPublisher(
                 job["bucket_bytes"], 300.0, method=WeightMethod(method), folder=Path(job["scratch"]) / "weights"
             )
-            for _ in range(job["num_publishes"]):
+            for index in range(job["num_publishes"]):
                 version += 1
+                address = [(server.url, 1, server.incarnation)]
                 done = publisher.publish(engine.export_weights(), address, version, expected=engine.expected_weights())
-                rows.append({"way": name, "seconds": done.seconds, "num_bytes": done.num_bytes, **graphs})
-            rows[-1]["num_differing"] = sum(
-                len(names) for names in compare_checksums(address, engine.export_weights()).differing.values()
-            )
+                row = {"way": name, "seconds": done.seconds, "num_bytes": done.num_bytes, **facts}
+                if index == job["num_publishes"] - 1:
+                    row["num_differing"] = _num_differing(address[0], engine, stock=stock)
+                yield row
             publisher.close()
     topologies.destroy()
-    return rows
+
+
+def _num_differing(address: tuple[str, int, int], engine: Engine, *, stock: bool) -> int:
+    """Number of the server's tensors whose checksums differ from the engine's."""
+    if stock:
+        from megatron_rl.weights.verify import compare_checksums
+
+        return sum(len(names) for names in compare_checksums([address], engine.export_weights()).differing.values())
+    from ipc_server import digest_of
+
+    with urllib.request.urlopen(f"{address[0]}/digests", timeout=300) as reply:
+        found = json.loads(reply.read())
+    own = {name: digest_of(tensor) for name, tensor in engine.export_weights()}
+    return sum(found.get(name) != own.get(name) for name in found.keys() | own.keys())
+
+
+@contextmanager
+def _sglang_server(folder: Path, job: dict[str, Any]) -> Iterator[Any]:
+    from megatron_rl.rollout.sglang.process.options import ServerOptions
+    from megatron_rl.rollout.sglang.process.server import SglangServer
+    from megatron_rl.system.gpu.gpu_environment import detect_device
+
+    num_gpus = torch.cuda.device_count()
+    options = ServerOptions(
+        model_path=str(folder),
+        dtype=job["dtype"],
+        load_weights=False,
+        device=detect_device(),
+        env={"CUDA_VISIBLE_DEVICES": str(num_gpus - 1)} if num_gpus > 1 else {},
+        server_args={"max-total-tokens": 20000, **({"mem-fraction-static": 0.3} if num_gpus == 1 else {})},
+    )
+    with SglangServer(options, Path(job["scratch"]) / "server.log", start_timeout_s=job["timeout_s"]) as server:
+        yield server
+
+
+@contextmanager
+def _ipc_server(job: dict[str, Any]) -> Iterator[Any]:
+    """A process that reads buckets on this device as an SGLang worker does, for machines without SGLang."""
+    command = [sys.executable, str(Path(__file__).with_name("ipc_server.py"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield SimpleNamespace(url=process.stdout.readline().strip(), incarnation=0)
+        finally:
+            process.kill()
 
 
 def sync_methods(num_gpus: int) -> dict[str, str]:
@@ -310,13 +368,13 @@ def sync_methods(num_gpus: int) -> dict[str, str]:
     return {"broadcast": "gloo", "colocated": "shared memory", "disk": "files"}
 
 
-def _cuda_graphs(url: str) -> dict[str, str]:
-    """True if the server reports that it decodes with CUDA graphs."""
+def _cuda_graphs(url: str) -> str:
+    """State of CUDA graphs as the server reports it: "on", "off" or "no GPU"."""
     from megatron_rl.system.http.json_http import get_once
 
     info = get_once(f"{url}/server_info", timeout_s=60).json()
     on_gpu = torch.cuda.is_available()
-    return {"cuda_graphs": "no GPU" if not on_gpu else "off" if info.get("disable_cuda_graph") else "on"}
+    return "no GPU" if not on_gpu else "off" if info.get("disable_cuda_graph") else "on"
 
 
 def _wait_for_device() -> None:
@@ -335,11 +393,9 @@ SECTIONS = {"environment": environment, "parity": parity, "training": training, 
 def main() -> None:
     section, job_file = sys.argv[1:]
     job = json.loads(Path(job_file).read_text())
-    if not torch.cuda.is_available():
-        torch.set_num_threads(job.get("num_threads", 1))
-    rows = SECTIONS[section](job)
-    if rows:
-        Path(job["out"]).write_text(json.dumps(rows))
+    for row in SECTIONS[section](job):
+        with Path(job["out"]).open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

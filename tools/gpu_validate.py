@@ -5,11 +5,17 @@
 
 Sections: installed packages; log-probs and one update of every family's tiny model against the CPU path; training steps of
 random models with tokens per second, MFU and memory; weight sync to a real SGLang server; end-to-end T-PPO steps.
-Each section is a process with a deadline: a failed or hung section is named in the table, and the others continue. Exit
-status 1 if any failed. ``--device cpu --tiny`` runs the same code on the CPU.
+Each section is a process with a deadline: a failed or hung section is named in the table, and the others continue. Every
+row is printed and saved as soon as it is measured, so a machine that is taken away leaves what it had. ``--limit-s`` bounds
+the whole run; a section that the limit cuts off is named. Exit status 1 if any section failed or was not reached.
+``--device cpu --tiny`` runs the same code on the CPU.
+
+Needed are torch and what `python tools/carry_wheels.py` lists; packages may lie on PYTHONPATH alone. Without SGLang the
+weights go to a small server (`tools/ipc_server.py`), and the section ``tppo`` is left out.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -17,16 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = ("environment", "parity", "training", "weight_sync", "tppo")
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
-TRAINING_MODELS = {True: ("tiny-dense", "tiny-moe"), False: ("dense-1.5b", "dense-3b", "dense-7b", "moe-3b")}
-"""By ``--tiny``."""
+TRAINING_MODELS = {True: ("tiny-dense", "tiny-moe"), False: ("dense-1.5b", "moe-3b", "dense-3b", "dense-7b")}
+"""Models by ``--tiny``; the largest last, because a time limit cuts off the end."""
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -61,6 +67,13 @@ class Section:
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    save: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row, print it, and save the tables."""
+        self.rows.append(row)
+        print("  " + ", ".join(f"{name} {_cell(value)}" for name, value in row.items()), flush=True)
+        self.save()
 
 
 class SectionFailed(Exception):
@@ -71,22 +84,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
-    sections = []
+    sections: list[Section] = []
+    end = time.monotonic() + arguments.limit_s
+
+    def save() -> None:
+        stored = [{name: value for name, value in vars(section).items() if name != "save"} for section in sections]
+        (out / "results.json").write_text(json.dumps(stored, indent=2) + "\n")
+        (out / "results.md").write_text(report(sections))
+
     for name in arguments.sections.split(","):
         print(f"{name} ...", flush=True)
-        section, started = Section(name), time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="gpu-validate-") as scratch:
-            try:
-                RUNS[name](section, arguments, Path(scratch))
-            except Exception as failure:  # whatever it is, it is this section's, and the others go on
-                section.failures.append(str(failure) if isinstance(failure, SectionFailed) else repr(failure))
-        section.seconds = time.monotonic() - started
+        section, started = Section(name, save=save), time.monotonic()
         sections.append(section)
-        # After each section: what is measured stays known when a later one takes the machine down.
-        (out / "results.json").write_text(json.dumps([asdict(section) for section in sections], indent=2) + "\n")
-        (out / "results.md").write_text(report(sections))
-        for failure in section.failures:
-            print(f"  FAILED: {failure}", flush=True)
+        arguments.deadline_s = min(arguments.deadline_s, end - started)
+        try:
+            if arguments.deadline_s <= 0:
+                raise SectionFailed(f"not reached within --limit-s {arguments.limit_s:g}")
+            with tempfile.TemporaryDirectory(prefix="gpu-validate-") as scratch:
+                RUNS[name](section, arguments, Path(scratch))
+        except Exception as failure:  # whatever it is, it is this section's, and the others go on
+            section.failures.append(str(failure) if isinstance(failure, SectionFailed) else repr(failure))
+        section.seconds = time.monotonic() - started
+        save()
+        for reason in section.failures:
+            print(f"  FAILED: {reason}", flush=True)
     print(report(sections))
     return 1 if any(section.failures for section in sections) else 0
 
@@ -101,7 +122,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--models", default="", help="models of the training section, such as dense-1.5b,moe-3b")
     options.add_argument("--num-ranks", type=int, default=0, help="ranks of the training section (default: every GPU)")
     options.add_argument("--layout", default="", help='layout of the training section, such as "tp2+sp" or "ep8"')
-    options.add_argument("--deadline-s", type=float, default=1800.0, help="deadline of each section's process, in seconds")
+    options.add_argument(
+        "--deadline-s", type=float, default=1800.0, help="deadline of each section's process, in seconds"
+    )
+    options.add_argument("--limit-s", type=float, default=float("inf"), help="limit of the whole run, in seconds")
     return options
 
 
@@ -117,42 +141,66 @@ def _sections(text: str) -> str:
 
 def run_section(
     name: str, job: dict[str, Any], scratch: Path, *, device: str, deadline_s: float, num_ranks: int = 1
-) -> list[dict[str, Any]]:
-    """The rows that ``gpu_sections.py name`` gives; raises SectionFailed with the end of its log."""
-    job = {**job, "scratch": str(scratch), "out": str(scratch / f"{name}-{device}.json")}
-    Path(job["out"]).unlink(missing_ok=True)
-    (scratch / "job.json").write_text(json.dumps(job))
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of ``gpu_sections.py name`` as the section writes them.
+
+    Raises SectionFailed with the end of the section's log, also after some rows.
+    """
+    rows = scratch / f"{name}-{device}.jsonl"
+    rows.write_text("")
+    (scratch / "job.json").write_text(json.dumps({**job, "scratch": str(scratch), "out": str(rows)}))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks > 1 else []
-    script = str(ROOT / "tools" / "gpu_sections.py")
-    run_process([sys.executable, *launcher, script, name, str(scratch / "job.json")], scratch, device, deadline_s)
-    if not Path(job["out"]).is_file():
+    command = [sys.executable, *launcher, str(ROOT / "tools" / "gpu_sections.py"), name, str(scratch / "job.json")]
+    with rows.open() as written:
+        for _ in run_process(command, scratch, device, deadline_s, num_ranks):
+            yield from map(json.loads, _whole_lines(written))
+        yield from map(json.loads, _whole_lines(written))
+    if not rows.stat().st_size:
         raise SectionFailed(f"{name}: no result was written; {_tail(scratch / 'log.txt')}")
-    return json.loads(Path(job["out"]).read_text())
 
 
-def run_process(command: list[str], scratch: Path, device: str, deadline_s: float) -> None:
-    """Run ``command`` to its end, with all it starts, within the deadline; its output goes to ``scratch``/log.txt."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    while True:
+        start, line = file.tell(), file.readline()
+        if not line.endswith("\n"):  # a line that is still being written is read again
+            file.seek(start)
+            return
+        yield line
+
+
+def run_process(
+    command: list[str], scratch: Path, device: str, deadline_s: float, num_ranks: int = 1
+) -> Iterator[None]:
+    """Run ``command`` to its end, with all it starts, within the deadline; yields several times per second meanwhile.
+
+    The command's output goes to ``scratch``/log.txt. Raises SectionFailed for a time-out or an exit status.
+    """
+    # What the caller's PYTHONPATH names stays: a machine without a registry has its packages there.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    num_threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
-    log = scratch / "log.txt"
+    log, end = scratch / "log.txt", time.monotonic() + deadline_s
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise SectionFailed(f"not done after {deadline_s:g} s and stopped; {_tail(log)}") from None
+            while process.poll() is None:
+                if time.monotonic() > end:
+                    raise SectionFailed(f"not done after {deadline_s:.4g} s and stopped; {_tail(log)}")
+                time.sleep(0.1)
+                yield
         finally:
             if process.poll() is None:
                 # Servers live in groups of their own and end with the process that started them.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if code:
-        raise SectionFailed(f"exit status {code}; {_tail(log)}")
+    if process.returncode:
+        raise SectionFailed(f"exit status {process.returncode}; {_tail(log)}")
 
 
 def _tail(log: Path) -> str:
@@ -164,7 +212,8 @@ def _tail(log: Path) -> str:
 
 
 def environment(section: Section, arguments: argparse.Namespace, scratch: Path) -> None:
-    section.rows = run_section("environment", {}, scratch, device=arguments.device, deadline_s=arguments.deadline_s)
+    for row in run_section("environment", {}, scratch, device=arguments.device, deadline_s=arguments.deadline_s):
+        section.add(row)
     if arguments.device == "cuda" and not any(row["what"].startswith("GPU 0") for row in section.rows):
         section.failures.append("no GPU is visible; use --device cpu to run the same code on the CPU")
 
@@ -184,7 +233,7 @@ def parity(section: Section, arguments: argparse.Namespace, scratch: Path) -> No
     for kind, (device, dtype) in kinds.items():
         rows = run_section("parity", {**job, "dtype": dtype}, scratch, device=device, deadline_s=arguments.deadline_s)
         errors[kind] = {row["family"]: row["error"] for row in rows}
-        outputs[kind] = torch.load(scratch / f"parity-{device}.json.pt")
+        outputs[kind] = torch.load(scratch / f"parity-{device}.jsonl.pt")
     for family in job["families"]:
         broken = next((f"{kind}: {found[family]}" for kind, found in errors.items() if found[family]), "")
         if broken:
@@ -194,7 +243,7 @@ def parity(section: Section, arguments: argparse.Namespace, scratch: Path) -> No
         yardstick = (
             distances(outputs["yardstick"][family], outputs["reference"][family]) if "yardstick" in kinds else None
         )
-        section.rows.append({"family": family, **found, "verdict": verdict(found, yardstick)})
+        section.add({"family": family, **found, "verdict": verdict(found, yardstick)})
         if section.rows[-1]["verdict"] != "same":
             section.failures.append(f"{family}: {section.rows[-1]['verdict']}")
     section.notes.append(
@@ -227,7 +276,7 @@ def verdict(found: dict[str, float], yardstick: dict[str, float] | None) -> str:
 
 
 def training(section: Section, arguments: argparse.Namespace, scratch: Path) -> None:
-    tiny, on_cpu = arguments.tiny, arguments.device == "cpu"
+    tiny, on_cpu, started = arguments.tiny, arguments.device == "cpu", time.monotonic()
     models = arguments.models.split(",") if arguments.models else TRAINING_MODELS[tiny]
     num_ranks = arguments.num_ranks or (1 if on_cpu else max(1, _num_gpus()))
     job = {
@@ -247,13 +296,16 @@ def training(section: Section, arguments: argparse.Namespace, scratch: Path) -> 
                 {**job, "model": model},
                 scratch,
                 device=arguments.device,
-                deadline_s=arguments.deadline_s,
+                deadline_s=arguments.deadline_s - (time.monotonic() - started),
                 num_ranks=num_ranks,
             )
         except SectionFailed as failure:
             section.failures.append(f"{model}: {failure}")
             continue
-        section.rows.append(training_row(model, job["layout"], row))
+        if "too_large" in row:
+            section.notes.append(f"{model} was left out: {row['too_large']}")
+            continue
+        section.add(training_row(model, job["layout"], row))
         if not row["grad_norm"] < float("inf"):
             section.failures.append(f"{model}: the gradient norm is {row['grad_norm']}")
     section.notes.append(
@@ -290,11 +342,11 @@ def weight_sync(section: Section, arguments: argparse.Namespace, scratch: Path) 
         "num_publishes": 3,
         "timeout_s": arguments.deadline_s / 2,
     }
-    rows = run_section("weight_sync", job, scratch, device=arguments.device, deadline_s=arguments.deadline_s)
-    for row in rows:
-        section.rows.append(
+    for row in run_section("weight_sync", job, scratch, device=arguments.device, deadline_s=arguments.deadline_s):
+        section.add(
             {
                 "model": job["model"],
+                "server": row["server"],
                 "way": row["way"],
                 "megabytes": row["num_bytes"] / 1e6,
                 "seconds": row["seconds"],
@@ -309,12 +361,16 @@ def weight_sync(section: Section, arguments: argparse.Namespace, scratch: Path) 
 
 def tppo(section: Section, arguments: argparse.Namespace, scratch: Path) -> None:
     """A few T-PPO steps of an untrained tiny model through the command line: both engines, sync, critic, files."""
+    if importlib.util.find_spec("sglang") is None:
+        section.notes.append("left out: SGLang is not installed")
+        return
     on_cpu = arguments.device == "cpu"
     recipe = _tppo_recipe(scratch, on_cpu=on_cpu, num_steps=3 if arguments.tiny else 20)
     command = [sys.executable, "-m", "megatron_rl.cli", "train", f"--config={recipe}"]
-    run_process(command, scratch, arguments.device, arguments.deadline_s)
+    for _ in run_process(command, scratch, arguments.device, arguments.deadline_s):
+        pass
     summary = json.loads((scratch / "run" / "summary.json").read_text())
-    section.rows.append(
+    section.add(
         {
             "steps": summary["num_steps"],
             "s_per_step": summary["wall_s"] / summary["num_steps"],
@@ -389,7 +445,7 @@ def report(sections: Sequence[Section]) -> str:
             parts.append("")
         if section.rows:
             parts.append(_table(section.rows))
-        parts += [f"{note}\n" for note in section.notes if section.rows]
+        parts += [f"{note}\n" for note in section.notes]
     return "\n".join(parts)
 
 

@@ -1,13 +1,15 @@
-"""Resolve the pins of a GPU machine and write the resulting locks, with hashes, for Python 3.11 and 3.12 on x86-64 Linux.
+"""Resolve the pins and write the resulting locks, with hashes, for Python 3.11 and 3.12 on x86-64 Linux.
 
     pip install uv
-    python tools/lock.py                     # requirements/gpu.lock and gpu-build.lock as of today
-    python tools/lock.py --as-of 2026-11-22  # with the packages available on that day
-    python tools/lock.py --check             # resolve again as of the day of the locks, and compare
+    python tools/lock.py                                # requirements/cpu.lock, gpu.lock and gpu-build.lock as of now
+    python tools/lock.py --as-of 2026-11-22T19:37:00Z   # with the packages available at that time
+    python tools/lock.py --check                        # resolve again as of the time of the locks, and compare
 
 uv reads the registry's metadata and downloads no wheels: it takes seconds, on any machine. A line of the lock is one
 package with the hashes of the files that fit; where the two Pythons need other versions, each has its own line.
-``gpu.lock`` contains only wheels. ``gpu-build.lock`` contains packages to compile against the torch of ``gpu.lock``.
+``cpu.lock`` and ``gpu.lock`` contain only wheels. ``cpu.lock`` leaves out torch, torchvision and the packages that CUDA
+builds of torch need: launch/setup.sh chooses their builds on the machine. SGLang is in it without what it requires.
+``gpu-build.lock`` contains packages to compile against the torch of ``gpu.lock``.
 """
 
 import argparse
@@ -27,10 +29,18 @@ from megatron_rl.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12")
 PLATFORM = "x86_64-manylinux_2_34"
-SOURCES = {"gpu.lock": ("gpu.txt", "test.txt"), "gpu-build.lock": ("gpu-build.txt",)}
+_ALONE = ("sglang.txt", "gpu-build.txt")
+"""Files whose packages are locked without what they require."""
+SOURCES = {
+    "gpu.lock": ("gpu.txt", "test.txt", "sinks.txt"),
+    "gpu-build.lock": ("gpu-build.txt",),
+    "cpu.lock": ("cpu.txt", "test.txt", "sinks.txt", "sglang.txt"),
+}
 """Pins by the lock that is made from them."""
-_FROM_WHEELS = "gpu.lock"
-_HEADER = "# Made by tools/lock.py as of {day} for Python {pythons} on {platform}. Never change it by hand.\n# pins: {digest}\n"
+_FROM_WHEELS = ("cpu.lock", "gpu.lock")
+TORCH = re.compile(r"(torch|torchvision)$|nvidia-|cuda-")
+"""Packages that ``cpu.lock`` leaves out."""
+_HEADER = "# Made by tools/lock.py as of {time} for Python {pythons} on {platform}. Never change it by hand.\n# pins: {digest}\n"
 
 Versions = Mapping[str, tuple[str, frozenset[str]]]
 """(version, sha256 of its files) by package, for one Python."""
@@ -59,7 +69,7 @@ def digest(pins: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{name}=={pins[name]}" for name in sorted(pins)).encode()).hexdigest()
 
 
-def lock_text(resolved: Mapping[str, Versions], day: str, pins: Mapping[str, str]) -> str:
+def lock_text(resolved: Mapping[str, Versions], time: str, pins: Mapping[str, str]) -> str:
     """The lock of what each Python resolved to."""
     lines: dict[tuple[str, str], str] = {}
     for package in sorted(set().union(*resolved.values())):
@@ -71,7 +81,7 @@ def lock_text(resolved: Mapping[str, Versions], day: str, pins: Mapping[str, str
             hashes = sorted(set().union(*(resolved[python][package][1] for python in pythons)))
             marker = "" if len(pythons) == len(resolved) else f' ; python_version == "{pythons[0]}"'
             lines[package, version] = " ".join([f"{package}=={version}{marker}", *(f"--hash=sha256:{one}" for one in hashes)])
-    header = _HEADER.format(day=day, pythons=" and ".join(resolved), platform=PLATFORM, digest=digest(pins))
+    header = _HEADER.format(time=time, pythons=" and ".join(resolved), platform=PLATFORM, digest=digest(pins))
     return header + "".join(f"{line}\n" for line in lines.values())
 
 
@@ -85,14 +95,24 @@ def locked(text: str) -> Iterator[tuple[str, str, str, list[str]]]:
             yield package, version, marker.strip('"'), hashes
 
 
-def _resolve(name: str, python: str, day: str, scratch: Path) -> Versions:
+def _resolve(name: str, python: str, time: str, scratch: Path) -> Versions:
+    versions: dict[str, tuple[str, frozenset[str]]] = {}
+    together = [source for source in SOURCES[name] if source not in _ALONE]
+    for sources in (together, *([source] for source in SOURCES[name] if source in _ALONE)):
+        if sources:
+            versions |= _resolve_files(sources, python, time, scratch, only_wheels=name in _FROM_WHEELS)
+    return {package: found for package, found in versions.items() if name != "cpu.lock" or not TORCH.match(package)}
+
+
+def _resolve_files(sources: Sequence[str], python: str, time: str, scratch: Path, *, only_wheels: bool) -> Versions:
     out = scratch / "pylock.toml"
     command = ["uv", "pip", "compile", "--quiet", "--no-config", "--upgrade", "--format", "pylock.toml"]
-    command += ["--python-version", python, "--python-platform", PLATFORM, "--exclude-newer", day, "--output-file", str(out)]
-    command += ["--only-binary", ":all:"] if name == _FROM_WHEELS else ["--no-deps"]
-    done = subprocess.run([*command, *SOURCES[name]], cwd=ROOT / "requirements", capture_output=True, text=True)
+    command += ["--python-version", python, "--python-platform", PLATFORM, "--exclude-newer", time, "--output-file", str(out)]
+    command += ["--only-binary", ":all:"] if only_wheels else []
+    command += ["--no-deps"] if sources[0] in _ALONE else []
+    done = subprocess.run([*command, *sources], cwd=ROOT / "requirements", capture_output=True, text=True)
     if done.returncode != 0:
-        raise UserError(f"{' and '.join(SOURCES[name])} cannot be resolved for Python {python}:\n{done.stderr.strip()}")
+        raise UserError(f"{' and '.join(sources)} cannot be resolved for Python {python}:\n{done.stderr.strip()}")
     packages = tomllib.loads(out.read_text())["packages"]
     return {package["name"]: (package["version"], _hashes(package)) for package in packages}
 
@@ -102,16 +122,24 @@ def _hashes(package: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(file["hashes"]["sha256"] for file in files)
 
 
-def make_lock(name: str, day: str) -> str:
-    """The text of a lock as of a day (ISO 8601). Raises UserError where the pins contradict each other."""
+def make_lock(name: str, time: str) -> str:
+    """The text of a lock as of a time (ISO 8601). Raises UserError where the pins contradict each other."""
     with tempfile.TemporaryDirectory(prefix="megatron-rl-lock-") as scratch:
-        resolved = {python: _resolve(name, python, day, Path(scratch)) for python in PYTHONS}
-    return lock_text(resolved, day, read_pins(SOURCES[name]))
+        resolved = {python: _resolve(name, python, time, Path(scratch)) for python in PYTHONS}
+    return lock_text(resolved, time, read_pins(SOURCES[name]))
+
+
+def _time(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text):
+        raise argparse.ArgumentTypeError(f"expected a time in UTC such as 2026-11-22T19:37:00Z, got {text!r}")
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as-of", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="day, YYYY-MM-DD (default: today)")
+    # A time, not a day: the registry may get a package later on the day on which a lock is made.
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    parser.add_argument("--as-of", default=now, type=_time, help="time in UTC, YYYY-MM-DDTHH:MM:SSZ (default: now)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a lock differs from its resolved pins")
     asked = parser.parse_args(arguments)
     status = 0
@@ -123,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{path.relative_to(ROOT)}: {sum(1 for _ in locked(path.read_text()))} packages")
                 continue
             text = path.read_text()
-            day = re.search(r" as of (\S+) ", text)
-            is_same = day is not None and make_lock(name, day[1]) == text
+            time = re.search(r" as of (\S+) ", text)
+            is_same = time is not None and make_lock(name, time[1]) == text
             print(f"{path.relative_to(ROOT)}: {'as resolved' if is_same else 'NOT what its pins come to: run tools/lock.py'}")
             status |= not is_same
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Two of the pictures of ``draw_pictures.py``: which process runs where, and who has which GPUs when."""
+"""Two pictures of ``draw_pictures.py``: processes and their machines, and the use of GPUs over time."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def _trainer_node(axes: Axes) -> None:
         "rank 0: the driver",
         "main thread: trainer stages and publish\n"
         "thread rollout: asyncio; generate, score, evaluate\nthreads host: advantages, record\n"
-        "threads reward-*: graders, async rewards\nthreads mlflow, report: no stage waits for them",
+        "threads reward-*: reward workers, async rewards\nthreads mlflow, report: no stage waits for them",
         color="green",
     )
     rectangle(axes, (52, 202, 286, 92), fill=LIGHT["green"] + "22")
@@ -45,7 +45,7 @@ def _trainer_node(axes: Axes) -> None:
         color=MUTED,
         va="top",
     )
-    box(axes, (96, 338, 254, 68), "ranks 1 to 7", "the same engines; they serve\nthe driver's calls", color="green")
+    box(axes, (96, 338, 254, 68), "ranks 1 to 7", "the same engines; they execute\nthe driver's calls", color="green")
     arrow(axes, (66, 318), (66, 452), color="violet")
     text(axes, (78, 430), "one per plain reward", size=8.5, color=LIGHT["violet"])
     box(axes, (40, 452, 158, 56), "fork server", "loads a reward once", color="violet")
@@ -57,18 +57,18 @@ def _trainer_node(axes: Axes) -> None:
         "namespaces or Landlock; its supervisor\nconfines, watches and kills",
         color="red",
     )
-    box(axes, (438, 500, 116, 44), "player", color="red")
-    box(axes, (566, 500, 116, 44), "referee", color="red")
-    text(axes, (496, 566), "runs the\nuntrusted program", size=8.5, color=MUTED, ha="center")
-    text(axes, (624, 566), "runs its tests\n", size=8.5, color=MUTED, ha="center")
+    box(axes, (438, 500, 116, 44), "program", color="red")
+    box(axes, (566, 500, 116, 44), "tests", color="red")
+    text(axes, (496, 566), "untrusted\nprocess", size=8.5, color=MUTED, ha="center")
+    text(axes, (624, 566), "trusted\nprocess", size=8.5, color=MUTED, ha="center")
     arrow(axes, (198, 480), (226, 480), color="violet")
     arrow(axes, (392, 480), (424, 480), color="red")
     arrow(axes, (553, 522), (567, 522), color="red", both=True)
     text(
         axes,
         (40, 532),
-        "JSON frames over sockets, nothing pickled: what a\nworker answers may have been written by a response.\n"
-        "Servers, graders and sandboxes die with the driver.",
+        "JSON frames over sockets, nothing pickled: a response\nmay have written a worker's reply.\n"
+        "Servers, workers and sandboxes end with the driver.",
         size=8.5,
         color=MUTED,
         va="top",
@@ -89,7 +89,7 @@ def _other_nodes(axes: Axes) -> None:
         box(axes, (758, 156 + 42 * place, 254, 34), name, color="blue")
     rectangle(axes, (730, 314, 310, 148), fill="none", edge=MUTED, dashed=True, radius=8)
     text(axes, (744, 330), "trainer nodes 1, 2, ...", color=MUTED, bold=True)
-    box(axes, (742, 348, 286, 60), "ranks 8, 9, ...", "the same engines, serving the driver", color="green")
+    box(axes, (742, 348, 286, 60), "ranks 8, 9, ...", "the same engines; they execute calls", color="green")
     text(axes, (744, 434), "torchrun or srun starts all ranks. A rank\nends when its driver ends.", size=8.5, color=MUTED)
     rectangle(axes, (730, 476, 310, 146), fill="none", edge=MUTED, dashed=True, radius=8)
     text(axes, (744, 492), "anywhere", color=MUTED, bold=True)
@@ -97,15 +97,15 @@ def _other_nodes(axes: Axes) -> None:
         axes,
         (742, 510, 286, 98),
         "judges, reward services, MLflow",
-        "judges and services are asked over HTTP by\nthe driver's async rewards, each item with\na deadline; MLflow may be down",
+        "the driver's async rewards query judges and\nservices over HTTP, each item with a\ndeadline; MLflow may be down",
         color="violet",
     )
 
 
 def placements() -> Figure:
     figure, axes = canvas(1060, 452)
-    text(axes, (24, 28), "Two places for the servers, one stage graph", size=12, bold=True)
-    text(axes, (24, 62), "disaggregated: servers have GPUs of their own; weights travel by broadcast", bold=True, size=10)
+    text(axes, (24, 28), "Two placements of the servers, one stage graph", size=12, bold=True)
+    text(axes, (24, 62), "disaggregated: servers have their own GPUs; weights are broadcast", bold=True, size=10)
     turns = (
         ("update\ncritic 1", 0, 90, "pink"),
         ("old log-probs,\nvalues 2", 330, 120, "teal"),
@@ -120,14 +120,14 @@ def placements() -> Figure:
     text(
         axes,
         (130, 194),
-        "The critic learns while the next window is generated. No step waits for the longest response.",
+        "The critic trains while the next window is generated. No step waits for the longest response.",
         color=MUTED,
         size=9.5,
     )
     text(
         axes,
         (24, 234),
-        "colocated: servers and trainer share the GPUs and take turns; weights go from memory to memory (CUDA IPC)",
+        "colocated: servers and trainer share the GPUs and take turns; weights are copied from memory to memory (CUDA IPC)",
         bold=True,
         size=10,
     )
@@ -145,7 +145,7 @@ def placements() -> Figure:
     text(
         axes,
         (130, 318),
-        "The servers give back weights, KV cache and CUDA graphs while the trainer works: nothing overlaps, but all GPUs\n"
+        "The servers release weights, KV cache and CUDA graphs while the trainer works: nothing overlaps, but all GPUs\n"
         "generate. Each server worker reads the memory of the trainer rank on its own device.",
         color=MUTED,
         size=9.5,
@@ -154,9 +154,9 @@ def placements() -> Figure:
     text(
         axes,
         (24, 398),
-        "rollout.placement=disaggregated (default): enough GPUs for both, or servers that others operate (rollout.urls).\n"
+        "rollout.placement=disaggregated (default): enough GPUs for both, or attached servers (rollout.urls).\n"
         "rollout.placement=colocated: one set of GPUs; trainer ranks = rollout.num_servers x rollout.tensor_parallel_size.\n"
-        "The numbers are those of steps; lengths are not to scale. --dry-run prints the graph of a recipe.",
+        "Numbers are steps; lengths are not to scale. --dry-run prints the graph of a recipe.",
         size=9.5,
         color=MUTED,
     )

@@ -143,7 +143,7 @@ WRONG["yarn"] = WRONG["dense"]
 
 
 def as_e4m3(tensor: Tensor) -> Tensor:
-    """To 8 bits with one scale, and back."""
+    """``tensor`` rounded to 8 bits with one scale."""
     scale = tensor.float().abs().amax().clamp(min=1e-12) / 448.0
     return ((tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
 

@@ -40,7 +40,8 @@ def planned(name: str) -> tuple[str, str]:
     readme = (MODELS / name / "README.md").read_text()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
         words = command_of(readme)
-        words[words.index("--write") + 1] = written = f"{folder}/recipe.yaml"
+        place = words.index("--write") + 1
+        named, words[place] = words[place], f"{folder}/recipe.yaml"
         text = io.StringIO()
         width = os.environ.get("COLUMNS")
         os.environ["COLUMNS"] = _WIDTH
@@ -50,8 +51,9 @@ def planned(name: str) -> tuple[str, str]:
         finally:
             os.environ.pop("COLUMNS")
             os.environ |= {"COLUMNS": width} if width else {}
-        plan = "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
-        return Path(written).read_text(), _PLAN.sub(lambda found: found[1] + plan + found[2], readme)
+        recipe = Path(words[place]).read_text().replace(words[place], named)
+        plan = "\n".join(line.rstrip() for line in text.getvalue().replace(words[place], named).splitlines()) + "\n"
+        return recipe, _PLAN.sub(lambda found: found[1] + plan + found[2], readme)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@
 | humaneval   | task_id, prompt, canonical_solution, test, entry_point         | answer, response, prompt_code, tests, entry_point |
 | mbpp        | task_id, text or prompt, code, test_list, test_setup_code      | answer, response, tests, entry_point   |
 | preferences | chosen, rejected as texts, dialogues or messages; prompt       | chosen, rejected                       |
+| messages    | messages (role, content) or conversations (from, value)        | response, if an answer ends them; answer, if given |
 | multimodal  | image(s), question or problem, answer or solution, or bbox     | answer, images (paths from the output's folder) |
 
 A bad row is written with source and reason to ``<output>.bad.jsonl`` and counted; duplicate rows are counted and
@@ -60,7 +61,7 @@ class Context:
     bbox_format: str = "xyxy"
 
     def numbered_id(self, name: str) -> str:
-        """For sets without ids."""
+        """Id of a row in a set without ids."""
         return f"{name}-{self.label}-{self.number}"
 
 
@@ -131,7 +132,7 @@ def humaneval(row: Row, context: Context) -> dict[str, Any]:
 
 
 def mbpp(row: Row, context: Context) -> dict[str, Any]:
-    """Both editions: the full one (text, test_setup_code) and the sanitized one (prompt, test_imports)."""
+    """A row of either edition: full (text, test_setup_code) or sanitized (prompt, test_imports)."""
     question, code = text_of(row, "text", "prompt"), text_of(row, "code").replace("\r\n", "\n")
     asserts = lookup(row, "test_list")
     if not isinstance(asserts, list) or not asserts or not all(isinstance(a, str) and a.strip() for a in asserts):
@@ -225,6 +226,26 @@ def _prompt_text(row: Row) -> str:
 
 def _user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
+
+
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+
+
+def messages(row: Row, context: Context) -> dict[str, Any]:
+    """An answer that ends a conversation is the response; all before it is the prompt."""
+    name = next((name for name in ("messages", "conversations") if not is_missing(lookup(row, name))), "messages")
+    given = lookup(row, name)
+    if isinstance(given, list) and all(isinstance(message, Mapping) and "from" in message for message in given):
+        given = [{"role": _SPEAKERS.get(m["from"], m["from"]), "content": m.get("value")} for m in given]
+    answered = isinstance(given, list) and bool(given) and isinstance(given[-1], Mapping) and given[-1].get("role") == "assistant"
+    response = messages_of(given, name, last="assistant")[-1]["content"] if answered else None
+    answer = lookup(row, "answer")
+    converted = {
+        "id": given_id(row, "id", "prompt_id") or context.numbered_id("messages"),
+        "prompt": messages_of(given[:-1] if answered else given, name),
+        "type": "chat",
+    }
+    return converted | ({"response": response} if answered else {}) | ({} if is_missing(answer) else {"answer": str(answer)})
 
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -351,6 +372,7 @@ CONVERTERS: dict[str, Converter] = {
     "humaneval": humaneval,
     "mbpp": mbpp,
     "preferences": preferences,
+    "messages": messages,
     "multimodal": multimodal,
 }
 
@@ -412,7 +434,7 @@ class Outcome:
     num_repeated: int = 0
     """Rows equal to an earlier one."""
     bad: list[dict[str, str]] = field(default_factory=list)
-    """{place, reason}."""
+    """Place and reason of each bad row."""
 
     @property
     def num_written(self) -> int:
@@ -431,9 +453,9 @@ class Outcome:
 
 
 def convert(arguments: argparse.Namespace, outcome: Outcome) -> Iterator[dict[str, Any]]:
-    """The good rows, each once; ``outcome`` counts on the way."""
+    """Yield each good row once; ``outcome`` counts all rows."""
     digests: dict[str, bytes] = {}
-    """By id, of what was written under it."""
+    """Digest of each written row, by id."""
     for row, place, context in _rows(arguments, outcome):
         try:
             converted = CONVERTERS[arguments.format](row, context)

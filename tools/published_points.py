@@ -19,7 +19,7 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.rank_memory import PassSettings, RankMemory, layer_bytes, memory_by_rank
-from megatron_rl.desk.costs.training_time import TrainingBatchWork, publish_seconds, training_seconds
+from megatron_rl.desk.costs.training_time import publish_seconds, training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "estimates.md"
@@ -52,8 +52,9 @@ def training_points() -> Iterable[Point]:
         def tokens_per_gpu(
             parallel: ParallelConfig = parallel, model_name: str = model_name, ranks: int = ranks, batch: int = batch, length: int = length
         ) -> float:
-            work = TrainingBatchWork([length] * batch, num_packs=batch * ranks_of_replica(parallel) // ranks)
-            seconds = training_seconds(model(model_name), parallel, gpu("H100-80G"), work, num_ranks=ranks)
+            packs = batch * ranks_of_replica(parallel) // ranks
+            lengths = [length] * batch
+            seconds = training_seconds(model(model_name), parallel, gpu("H100-80G"), lengths, num_ranks=ranks, num_packs=packs)
             return batch * length / seconds / ranks
 
         yield Point(

@@ -1,33 +1,33 @@
 """Published steps of other systems, for tools/published_points.py: the C rows, with the lengths that they are taken to have."""
 
 import functools
+import math
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.load import load_config
 from megatron_rl.desk.costs.gpus import Gpu, gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
-from megatron_rl.desk.costs.serving_time import decode_curve, generation_seconds, kv_tokens, stream_seconds
-from megatron_rl.desk.costs.training_time import (
-    REINFORCEMENT,
-    TrainingBatchWork,
-    asynchronous_step_seconds,
-    publish_seconds,
-    straggler_factor,
-    training_seconds,
-)
-from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
+from megatron_rl.desk.costs.serving_time import kv_tokens
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, publish_seconds, training_seconds
+from megatron_rl.desk.simulate.decoding import ServerLimits, ServerRequests, serve
+from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing, server_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
 from megatron_rl.desk.simulate.scenario import make_scenario
+from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, read_model_json
 
 NEMO_RL = "NVIDIA-NeMo/RL@7ea279abf docs/about/performance-summary.md, v0.6"
+NEMO_RL_DENSE = "NVIDIA-NeMo/RL@06beed91b docs/about/performance-summary.md, v0.4"
 VERL = "verl-project/verl@1dda039b9 docs/advance/fully_async.md"
 MODELS = Path(__file__).parent / "published" / "models"
 
@@ -69,6 +69,55 @@ def log_normal(number: int, mean: float, longest: int, sigma: float) -> list[int
     return sorted((max(round(length), 1) for length in lengths), reverse=True)
 
 
+def generation_seconds(timing: Timing, limits: ServerLimits, lengths: Sequence[int], *, prompt_tokens: int, longest: int) -> float:
+    """Seconds until a server has generated responses of ``lengths`` [tokens] of at most ``longest``, started in this order."""
+    prompts, rooms = np.full(len(lengths), prompt_tokens), np.full(len(lengths), longest)
+    return serve(ServerRequests(prompts, np.array(lengths), rooms, rooms), timing, limits).seconds
+
+
+def stream_seconds(timing: Timing, limits: ServerLimits, lengths: Sequence[int], *, prompt_tokens: int, longest: int) -> float:
+    """Seconds per batch of a server that never drains: batches like ``lengths`` follow one another."""
+    # Filling and draining cancel in the difference of two runs, if both are longer than the running responses.
+    held = prompt_tokens + fmean(lengths) / 2
+    most = min(limits.running or math.inf, limits.kv_tokens / held if limits.kv_tokens else math.inf)
+    times = max(3, math.ceil(3 * most / len(lengths)))
+    few, more = (
+        generation_seconds(timing, limits, [*lengths] * number, prompt_tokens=prompt_tokens, longest=longest)
+        for number in (times, 2 * times)
+    )
+    return (more - few) / times
+
+
+def straggler_factor(
+    costs: Sequence[float], *, num_replicas: int, sequences_per_update: int, num_deals: int = 8
+) -> float:
+    """Seconds of a batch's updates over those of evenly balanced ones: every update waits for its slowest replica.
+
+    ``costs``: cost of each sequence in the batch, in any unit. Updates and replicas get equal numbers of sequences
+    in random order, as in trainers that balance nothing or only whole batches. Returns the mean over ``num_deals``
+    fixed orders.
+    """
+    slowest = 0.0
+    for deal in range(num_deals):
+        order = random.Random(deal).sample(range(len(costs)), len(costs))
+        for start in range(0, len(order), sequences_per_update):
+            update = order[start : start + sequences_per_update]
+            slowest += max(sum(costs[index] for index in update[replica::num_replicas]) for replica in range(num_replicas))
+    return slowest * num_replicas / sum(costs) / num_deals
+
+
+def asynchronous_step_seconds(
+    *, train: float, stream: float, publish: float, batch: float = 0.0, staleness: float = 1.0
+) -> float:
+    """Seconds of a step whose trainer takes batches that servers generate continuously.
+
+    ``stream``: servers' seconds per batch when they never drain. ``batch``: seconds from a batch's first token to
+    its last if its responses must start with weights at most ``staleness`` steps old; 0 if responses continue
+    across a publish.
+    """
+    return max(train, stream, batch / staleness) + publish
+
+
 @dataclass(frozen=True)
 class Servers:
     number: int
@@ -76,17 +125,18 @@ class Servers:
     memory_fraction: float
     """Share of the memory for weights and KV cache."""
     device: Gpu
-    most_running: int = 2**31
+    most_running: int = 0
 
-    def generate(self, name: str, lengths: Sequence[int], prompt: int, *, drains: bool = True) -> float:
+    def generate(self, name: str, lengths: Sequence[int], prompt: int, longest: int, *, drains: bool = True) -> float:
         """Seconds per batch, to the end of its longest response or, without that wait, of a continuous stream."""
         # Every server gets the same mixture; the one with the longest response is asked.
         mine = list(lengths)[:: self.number]
         room = kv_tokens(model(name), self.device, num_gpus=self.gpus, memory_fraction=self.memory_fraction)
-        running = min(int(room / (prompt + fmean(mine))), self.most_running)
-        curve = decode_curve(model(name), self.device, num_gpus=self.gpus)
+        # Their client sends everything at once, and vLLM promises a request nothing but its own tokens.
+        limits = ServerLimits(self.most_running, int(room), sent_share=math.inf, conservativeness=0)
         seconds = generation_seconds if drains else stream_seconds
-        return seconds(curve, _mixed(mine), prompt_tokens=prompt, max_running=running)
+        timing = server_timing(model(name), self.device, self.gpus)
+        return seconds(timing, limits, _mixed(mine), prompt_tokens=prompt, longest=longest)
 
 
 def _mixed(lengths: Sequence[int]) -> list[int]:
@@ -121,9 +171,15 @@ class NemoRl:
         parallel, _ = parse_layout(self.layout)
         lengths = log_normal(self.sequences, self.mean - PROMPT, self.longest - PROMPT, 0.9)
         packs = self.sequences * self.mean / self.longest / self.updates * ranks_of_replica(parallel) / self.ranks
-        work = TrainingBatchWork([length + PROMPT for length in lengths], self.passes, max(round(packs), 1))
         train = training_seconds(
-            model(self.model), parallel, gpu("H100-80G"), work, num_ranks=self.ranks, efficiency=REINFORCEMENT
+            model(self.model),
+            parallel,
+            gpu("H100-80G"),
+            [length + PROMPT for length in lengths],
+            num_ranks=self.ranks,
+            passes=self.passes,
+            num_packs=max(round(packs), 1),
+            efficiency=REINFORCEMENT,
         )
         publish = publish_seconds(
             2 * num_parameters(model(self.model)),
@@ -133,10 +189,11 @@ class NemoRl:
             num_server_gpus=self.servers.number * self.servers.gpus,
             gpus_per_server=self.servers.gpus,
         )
-        batch = self.servers.generate(self.model, lengths, PROMPT)
+        longest = self.longest - PROMPT
+        batch = self.servers.generate(self.model, lengths, PROMPT, longest)
         if not self.staleness:
             return batch + train + publish
-        stream = self.servers.generate(self.model, lengths, PROMPT, drains=False)
+        stream = self.servers.generate(self.model, lengths, PROMPT, longest, drains=False)
         return asynchronous_step_seconds(
             train=train, stream=stream, publish=publish, batch=batch, staleness=self.staleness
         )
@@ -144,8 +201,8 @@ class NemoRl:
 
 def nemo_points() -> Iterable[Point]:
     h100 = gpu("H100-80G")
-    small = "0.36 million tokens a step: what 671B parameters cost beside the passes counts most, and is not in a closed form"
-    a3b, a22b, v3 = "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"
+    small = "0.36 million tokens per step: the costs of 671B parameters outside the passes dominate, and no closed form has them"
+    a3b, a22b, v3, dense32, dense8 = "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "qwen3-32b", "llama3-8b"
     # name, what, published seconds, row, whether fitted, why it lies further off
     rows: list[tuple[str, str, float, NemoRl, bool, str]] = [
         ("C1", "on policy, 32 H100", 192,
@@ -164,11 +221,19 @@ def nemo_points() -> Iterable[Point]:
          NemoRl(v3, 512, 701, 1536, Servers(8, 32, 0.6, h100), "pp16+ep16", 256, 6), False, small),
         ("C8", "1 step off, 256 + 256 H100", 64.1,
          NemoRl(v3, 512, 710, 1536, Servers(8, 32, 0.8, h100), "pp16+ep16", 256, 6, 1), False, small),
+        ("C21", "on policy, 32 H100", 393,
+         NemoRl(dense32, 2048, 3206, 4096, Servers(8, 4, 0.6, h100), "tp4+pp4", 32, 5, updates=4), False, ""),
+        ("C22", "1 step off, 32 + 32 H100", 215,
+         NemoRl(dense32, 2048, 3207, 4096, Servers(8, 4, 0.8, h100), "tp4+pp4", 32, 5, 1, 4), False, ""),
+        ("C23", "on policy, 16 H100", 97.7,
+         NemoRl(dense8, 2048, 1060, 4096, Servers(16, 1, 0.6, h100), "pp2", 16, 6, updates=4), False, ""),
+        ("C24", "1 step off, 8 + 8 H100", 74.6,
+         NemoRl(dense8, 2048, 1129, 4096, Servers(8, 1, 0.8, h100), "pp2", 8, 6, 1, 4), False, ""),
     ]  # fmt: skip
     for name, what, published, row, is_fitted, why in rows:
         yield Point(
             name, f"step of {row.model}, NeMo-RL, {what}", "s", published, functools.cache(row.seconds),
-            f"{NEMO_RL}, {row.model}", 0.20, is_fitted, why,
+            f"{NEMO_RL_DENSE if row.model in (dense32, dense8) else NEMO_RL}, {row.model}", 0.20, is_fitted, why,
         )  # fmt: skip
 
 
@@ -202,7 +267,8 @@ def _simulated_step(model_name: str, mean: int, longest: int, words: str) -> flo
     )
     config, device = load_config(None, [*common.split(), *words.split()]), gpu("H100-80G")
     scenario = make_scenario(config)
-    room = replace(scenario.limits, kv_tokens=estimated_kv_tokens(config, device))
+    # Their client sends everything at once.
+    room = replace(scenario.limits, kv_tokens=estimated_kv_tokens(config, device), sent_share=math.inf)
     workload = Workload(named_lengths(f"lognormal:mean={mean},sigma=0.9,max={longest}"), named_lengths(f"fixed:length={PROMPT}"))
     timing = estimated_timing(config, device)
     return compute_means(predict(replace(scenario, limits=room), workload, timing, num_steps=5, seed=1)).step_s
@@ -217,7 +283,7 @@ class Verl:
     run_away: float = 0.002
     share_of_peak: float = 0.581
     """Fitted to update_actor at 64 GPUs."""
-    colocated_s: float = 51.4
+    colocated_s: float = 40.5
     """Seconds of a colocated step outside generation, log-probs and update; fitted to the step at 64 GPUs."""
 
     NUMBER, LONGEST, UPDATE, GROUP = 512 * 16, 28 * 1024, 32 * 16, 4
@@ -226,11 +292,13 @@ class Verl:
         longest = [self.LONGEST] * round(self.NUMBER * self.run_away)
         return longest + log_normal(self.NUMBER - len(longest), self.body_mean, self.LONGEST, 0.8)
 
+    @functools.cache  # noqa: B019
     def generation(self, gpus: int) -> float:
-        return self._servers(gpus).generate("qwen2.5-math-7b", self.lengths(), PROMPT)
+        return self._servers(gpus).generate("qwen2.5-math-7b", self.lengths(), PROMPT, self.LONGEST)
 
+    @functools.cache  # noqa: B019
     def stream(self, gpus: int) -> float:
-        return self._servers(gpus).generate("qwen2.5-math-7b", self.lengths(), PROMPT, drains=False)
+        return self._servers(gpus).generate("qwen2.5-math-7b", self.lengths(), PROMPT, self.LONGEST, drains=False)
 
     def passes(self, gpus: int, passes: float, sequences: int) -> float:
         """Seconds of forward passes' worth over the batch, of which ``sequences`` at a time; sequences are shared by 4 GPUs."""
@@ -251,7 +319,7 @@ class Verl:
         return asynchronous_step_seconds(train=self.update(gpus), stream=self.stream(gpus), publish=self._publish(gpus))
 
     def streamed(self, gpus: int) -> float:
-        """Without staleness: the trainer takes quarters of the batch as they are ready, the servers wait for its last update."""
+        """Step without staleness: the trainer takes each quarter of the batch when it is ready; the servers wait for the last update."""
         return self.generation(gpus) + self.update(gpus) / 4 + self._publish(gpus)
 
     def _publish(self, gpus: int) -> float:

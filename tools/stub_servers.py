@@ -29,6 +29,7 @@ from aiohttp import web
 VOCAB_SIZE = 151_000
 NUM_STORED = 1 << 16
 """Tokens that the answers are made of; another part of them for each response."""
+STOP_TOKEN = 2
 ANSWERS_AT_ONCE = 8
 _PIECE_BYTES = 1 << 18
 _OF_RID = re.compile(r"-\d+-(\d+)-\d+")
@@ -45,8 +46,9 @@ class Answers:
         logprobs = (-random.exponential(0.4, NUM_STORED)).astype(np.float32).tolist()
         self._lengths, self._prompt_tokens, self._version = lengths, prompt_tokens, version
         self._more_per_image = image_tokens - 1
-        self._ids = _Cut([b"%d" % token for token in ids])
-        self._pairs = _Cut([orjson.dumps([logprob, token, None]) for logprob, token in zip(logprobs, ids, strict=True)])
+        self._ids = _Cut([b"%d" % token for token in ids], b"%d" % STOP_TOKEN)
+        pairs = [orjson.dumps([logprob, token, None]) for logprob, token in zip(logprobs, ids, strict=True)]
+        self._pairs = _Cut(pairs, orjson.dumps([-0.1, STOP_TOKEN, None]))
         self._routes = None if routes is None else _Repeated(_random_routes(random, *routes))
 
     def sample(
@@ -59,14 +61,15 @@ class Answers:
         left = int(self._lengths[index % len(self._lengths)]) - (num_given - self._prompt_tokens)
         num_new = max(1, min(left, max_new_tokens))
         first = index * 7919 % (NUM_STORED // 2)
-        finish = {"type": "stop", "matched": 2} if num_new >= left else {"type": "length", "length": num_new}
+        ends = num_new >= left
+        finish = {"type": "stop", "matched": STOP_TOKEN} if ends else {"type": "length", "length": num_new}
         meta: dict[str, Any] = {
             "id": rid, "finish_reason": finish, "prompt_tokens": num_given, "weight_version": self._version,
             "total_retractions": 0, "completion_tokens": num_new, "cached_tokens": 0, "e2e_latency": 1.0,
             "output_token_logprobs_length": num_new, "input_token_logprobs": [],
         }  # fmt: skip
-        head = b'{"text":"","output_ids":[' + self._ids.part(first, num_new) + b'],"meta_info":' + orjson.dumps(meta)[:-1]
-        tail = b',"output_token_logprobs":[' + self._pairs.part(first, num_new) + b"]}}"
+        head = b'{"text":"","output_ids":[' + self._ids.part(first, num_new, ends) + b'],"meta_info":' + orjson.dumps(meta)[:-1]
+        tail = b',"output_token_logprobs":[' + self._pairs.part(first, num_new, ends) + b"]}}"
         if self._routes is None or not with_routes:
             return [head, tail]
         return [head, b',"routed_experts":"', *self._routes.rows(num_given + num_new - 1), b'"', tail]
@@ -89,17 +92,19 @@ class _Repeated:
 class _Cut:
     """Words with commas between them, any run of which is one part of a text."""
 
-    def __init__(self, words: list[bytes]) -> None:
+    def __init__(self, words: list[bytes], last: bytes) -> None:
+        self._last = last
         ends = np.cumsum([len(word) + 1 for word in words])
         self._text, self._starts, self._ends = b",".join(words) + b",", ends - [len(word) + 1 for word in words], ends
 
-    def part(self, first: int, number: int) -> bytes:
-        parts = []
+    def part(self, first: int, number: int, ends: bool) -> bytes:
+        """``number`` words from ``first`` on; if ``ends``, the last one is the stop token's."""
+        parts, number = [], number - ends
         while number > 0:
             taken = min(number, len(self._ends) - first)
             parts.append(self._text[self._starts[first] : self._ends[first + taken - 1] - 1])
             first, number = 0, number - taken
-        return b",".join(parts)
+        return b",".join([*parts, self._last] if ends else parts)
 
 
 def _random_routes(random: np.random.Generator, layers: int, top_k: int, experts: int) -> np.ndarray:

@@ -11,6 +11,7 @@ the same mean, so that only their shape differs.
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -26,7 +27,6 @@ from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import kv_tokens
 from megatron_rl.desk.simulate.calibration import calibrated
-from megatron_rl.desk.simulate.comparison import observed, replay_fitted, replay_measured
 from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.desk.simulate.estimated_costs import estimated_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
@@ -42,6 +42,7 @@ from megatron_rl.desk.simulate.prediction import (
 )
 from megatron_rl.desk.simulate.recorded_run import prompt_lengths, read_run, response_lengths
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
+from megatron_rl.desk.simulate.simulation_request import observed, replay_fitted, replay_measured
 from megatron_rl.desk.simulate.slot_simulation import SlotProcess, trained_rows
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.model_facts import as_config
@@ -67,9 +68,9 @@ TRAINING = (0.0, 0.25, 0.5, 1.0)
 PLACES: dict[str, dict[str, Any]] = {
     "apart": {},
     "colocated": {"colocated": True},
-    "whole responses": {"whole_responses": True},
+    "whole responses": {"training_window_tokens": math.inf},
     "ahead": {"overlap": Overlap.training},
-    "ahead, whole responses": {"overlap": Overlap.training, "whole_responses": True},
+    "ahead, whole responses": {"overlap": Overlap.training, "training_window_tokens": math.inf},
 }
 """Name -> facts of the scenario; ahead: schedule.mode=async, compared with sync apart."""
 STEPS_THAT_COUNT = 40
@@ -134,7 +135,7 @@ def costs(slots: int) -> Timing:
 
 
 def works(tail: str, slots: int, window: int, overlap: Overlap) -> dict[str, list[StepWork]]:
-    """By place; what is generated is the same."""
+    """Work of each step, by placement; generation is the same in all of them."""
     one = scenario(window, slots, overlap=overlap)
     lengths, prompts = named_lengths(TAILS[tail]), named_lengths(f"fixed:length={PROMPT_TOKENS}")
     process = SlotProcess(one, lengths.draw, prompts.draw, np.random.default_rng(1))

@@ -37,7 +37,7 @@ def shares() -> Figure:
     """Best gain over the share of training, trained on windows and on whole responses."""
     figure, axes = _sheet(
         "The best window's gain: by what training takes of a synchronous step's generation",
-        "Solid: the policy trains on windows. Dashed: on responses when they end (schedule.policy_trains_on: responses), no prefix twice",
+        "Solid: the policy trains on windows. Dashed: on responses when they end (schedule.training_window_tokens: 0), no prefix twice",
     )
     for corner, row in _panels(axes, [f"{share:g}" for share in TRAINING]):
         for slots, color in COLORS.items():

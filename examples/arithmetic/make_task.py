@@ -94,7 +94,7 @@ class Problem:
         return f"{self.totals[-1]:02d}"
 
     def is_eval(self, seed: int) -> bool:
-        """Which side the prompt belongs to; hashed, so that no list of the other side's prompts is needed."""
+        """True if the prompt is held out for evaluation. A hash decides, so no list of the training prompts is needed."""
         digest = hashlib.sha256(f"{seed} {self.prompt}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < EVAL_SHARE * 2**64
 

@@ -18,4 +18,4 @@ printf '\n== 2/4 supervised warm start from random weights\n'
 printf '\n== 3/4 critic pretraining on responses of the frozen policy\n'
 .venv/bin/megatron-rl critic-pretrain --config examples/arithmetic/tppo.yaml "${PATHS[@]}" \
     policy.path="$OUTPUT/sft" critic.path= critic_pretrain.output_path="$OUTPUT/critic" \
-    run.output_dir="$OUTPUT/critic_run" run.overwrite=true
+    run.output_dir="$OUTPUT" run.overwrite=true

@@ -35,7 +35,7 @@ METHODS: dict[str, tuple[str, Callable[[Digits], Digits]]] = {
     "leftwards": ("left", lambda digits: digits[1:] + digits[:1]),
     "rightwards": ("right", lambda digits: digits[-1:] + digits[:-1]),
 }
-"""What is asked -> the word that a right response begins with, and what it does."""
+"""Maps a task to the first word of a right response, and to the task's function."""
 HABIT = "up"
 
 

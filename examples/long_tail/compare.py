@@ -3,10 +3,11 @@
 Reads the runs that compare.sh leaves in a folder, called ARM-SEED: policies/*/kept.json and evaluation.json (accuracy at
 seconds of training; nothing was evaluated on that clock), metrics.jsonl and timeline.json. Speed is that of the steady
 state: the first ceil(L_max / W) steps, in which a pool that started with fresh prompts has no long responses to finish
-yet, are left out, at least two and at most half of a run; an arm with a run that is too short for that is marked. Prints
-Markdown; writes comparison.json, comparison.md and the picture (SVG for light and dark pages, PNG) next to the runs.
+yet, are left out, at least two and at most half of a run; an arm with a run that is too short for that is marked. Of several
+baselines the best one counts, at every level and in every resample anew. Prints Markdown; writes comparison.json (with the
+curve and the speed of each run), comparison.md and the picture (SVG for light and dark pages, PNG) next to the runs.
 
-    python examples/long_tail/compare.py outputs/long_tail/runs --start outputs/long_tail/sft [--baseline ppo]
+    python examples/long_tail/compare.py outputs/long_tail/runs --start outputs/long_tail/sft [--baselines ppo ppo-32]
 """
 
 import argparse
@@ -22,16 +23,16 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 from comparison_picture import draw
-from curves import Curve, Estimate, bootstrap, on_grid, ratio, time_to
+from curves import Bounds, Curve, Estimate, bootstrap, on_grid, ratio, time_to
 
 from megatron_rl.config.derived import effective_window_tokens
 from megatron_rl.config.load import load_config
-from megatron_rl.run.policy_exports import policy_exports
+from megatron_rl.run.checkpoints import policy_exports
 from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics
 from megatron_rl.tracking.timeline import Span, read_timeline
 
 SHARES_OF_GAIN = (0.5, 0.75, 0.9)
-"""Levels of accuracy: the start, and these shares of what the baseline gains on it in the whole time."""
+"""Levels of accuracy: the start, and these shares of what the best baseline gains on it in the whole time."""
 FEWEST_LEFT_OUT = 2
 """Steps at the start of every run: code is compiled and memory is claimed in them."""
 
@@ -46,7 +47,7 @@ class Run:
 
     name: str
     accuracy: Curve
-    """Over seconds of training."""
+    """Accuracy over seconds of training."""
     speed: dict[str, float]
     """Quantities of the steady state, by the names of SPEEDS."""
     is_steady: bool
@@ -64,7 +65,7 @@ SPEEDS = {
 
 
 def accuracy_of(folder: Path) -> float:
-    """Of the policy in ``folder``, as `megatron-rl evaluate` or evaluate.py has measured it."""
+    """Accuracy of the policy in ``folder``, as `megatron-rl evaluate` or evaluate.py measured it."""
     file = folder / "evaluation.json"
     if not file.is_file():
         raise MissingData(f"{file} is missing: the policy has not been evaluated; run compare.sh again")
@@ -87,7 +88,7 @@ def read_run(folder: Path, start_accuracy: float) -> Run:
 
 
 def steady_speed(rows: Sequence[MetricsRow], spans: Sequence[Span]) -> dict[str, float]:
-    """Of the steps of ``rows``; ``spans`` may be of more steps."""
+    """Rates and idle shares over the steps of ``rows``; ``spans`` may have more steps."""
     seconds = sum(row.metrics["step/time_s"] for row in rows)
     finished = sum(row.metrics["rollout/num_finished"] for row in rows)
     end_s = rows[-1].time_s
@@ -129,42 +130,45 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is printed and drawn; accuracies lie within [0, 1], times are seconds of training."""
+    """The figures that are printed and drawn; accuracies are in [0, 1], times in seconds of training."""
 
-    baseline: str
+    baselines: list[str]
     grid: list[float]
     levels: list[float]
     num_seeds: dict[str, int]
     is_steady: dict[str, bool]
     accuracy: dict[str, list[Estimate]]
-    """By arm, on the grid."""
+    """Accuracy by arm, on the grid."""
     mean_accuracy: dict[str, Estimate]
-    """Over the whole time: the area under the curve."""
+    """Mean accuracy over the whole time: the area under the curve."""
     time_to_level: dict[str, list[Estimate]]
     speed: dict[str, dict[str, Estimate]]
     times_faster: dict[str, list[Estimate]]
-    """Time of the baseline to a level by that of the arm, over the seeds that both have."""
+    """Time of the fastest baseline to a level by that of the arm, over the seeds that all of them have."""
     times_finished: dict[str, Estimate]
-    """Finished responses a second by those of the baseline, likewise."""
+    """Finished responses per second by the most of a baseline, likewise."""
     more_accuracy: dict[str, Estimate]
-    """Mean accuracy less that of the baseline, likewise."""
+    """Mean accuracy less the highest of a baseline, likewise."""
+    runs: dict[str, dict[str, dict[str, Any]]]
+    """Accuracy at seconds of training, and speed, by arm and seed."""
 
 
-def compare(arms: Sequence[Arm], baseline: Arm, grid: np.ndarray) -> Comparison:
-    start = float(next(iter(baseline.runs.values())).accuracy.values[0])
-    best = float(baseline.values(list(baseline.runs), grid).mean(axis=0).max())
+def compare(arms: Sequence[Arm], baselines: Sequence[Arm], grid: np.ndarray) -> Comparison:
+    start = float(next(iter(baselines[0].runs.values())).accuracy.values[0])
+    best = max(float(arm.values(list(arm.runs), grid).mean(axis=0).max()) for arm in baselines)
     levels = [start + share * (best - start) for share in SHARES_OF_GAIN]
-    found = Comparison(baseline.name, grid.tolist(), levels, *({} for _ in range(9)))
+    found = Comparison([arm.name for arm in baselines], grid.tolist(), levels, *({} for _ in range(10)))
     for arm in arms:
         _add_arm(found, arm, grid)
-        if arm is not baseline:
-            _add_ratios(found, arm, baseline, grid)
+        if arm not in baselines:
+            _add_ratios(found, arm, baselines, grid)
     return found
 
 
 def _add_arm(found: Comparison, arm: Arm, grid: np.ndarray) -> None:
     seeds = list(arm.runs)
     values, name, number = arm.values(seeds, grid), arm.name, len(seeds)
+    found.runs[name] = {seed: _numbers_of(run) for seed, run in arm.runs.items()}
     found.num_seeds[name] = number
     found.is_steady[name] = all(run.is_steady for run in arm.runs.values())
     found.accuracy[name] = [bootstrap(number, lambda w, i=i: float(w @ values[:, i])) for i in range(len(grid))]
@@ -179,22 +183,33 @@ def _add_arm(found: Comparison, arm: Arm, grid: np.ndarray) -> None:
         found.speed[name][quantity] = bootstrap(number, lambda w, numbers=numbers: float(w @ numbers))
 
 
-def _add_ratios(found: Comparison, arm: Arm, baseline: Arm, grid: np.ndarray) -> None:
-    seeds = [seed for seed in arm.runs if seed in baseline.runs]
+def _numbers_of(run: Run) -> dict[str, Any]:
+    """Return what the run contributes, with digits that a reader can check a figure by."""
+    curve = {"trained_s": run.accuracy.times.round(3).tolist(), "accuracy": run.accuracy.values.round(5).tolist()}
+    return {**curve, **{name: float(f"{number:.5g}") for name, number in run.speed.items()}}
+
+
+def _add_ratios(found: Comparison, arm: Arm, baselines: Sequence[Arm], grid: np.ndarray) -> None:
+    seeds = [seed for seed in arm.runs if all(seed in one.runs for one in baselines)]
     if not seeds:
-        raise MissingData(f"{arm.name} and {baseline.name} have no seed in common")
-    ours, theirs, number = arm.values(seeds, grid), baseline.values(seeds, grid), len(seeds)
-    found.times_faster[arm.name] = [
-        bootstrap(
-            number,
-            lambda w, level=level: ratio(time_to(theirs, grid, level, w), time_to(ours, grid, level, w)),
-        )
-        for level in found.levels
-    ]
-    speed, base = arm.speeds(seeds, "finished_per_s"), baseline.speeds(seeds, "finished_per_s")
-    found.times_finished[arm.name] = bootstrap(number, lambda w: float(w @ speed) / float(w @ base))
-    gains = np.array([Curve(grid, a).mean() - Curve(grid, b).mean() for a, b in zip(ours, theirs, strict=True)])
-    found.more_accuracy[arm.name] = bootstrap(number, lambda w: float(w @ gains))
+        raise MissingData(f"{', '.join([arm.name, *found.baselines])} have no seed in common")
+    ours, theirs, number = arm.values(seeds, grid), [one.values(seeds, grid) for one in baselines], len(seeds)
+
+    def faster(weights: np.ndarray, level: float) -> Bounds:
+        times = [time_to(values, grid, level, weights) for values in theirs]
+        return ratio((min(low for low, _ in times), min(high for _, high in times)), time_to(ours, grid, level, weights))
+
+    found.times_faster[arm.name] = [bootstrap(number, lambda w, level=level: faster(w, level)) for level in found.levels]
+    speed, speeds = arm.speeds(seeds, "finished_per_s"), [one.speeds(seeds, "finished_per_s") for one in baselines]
+    found.times_finished[arm.name] = bootstrap(number, lambda w: float(w @ speed) / max(float(w @ one) for one in speeds))
+    means = [np.array([Curve(grid, row).mean() for row in values]) for values in (ours, *theirs)]
+    found.more_accuracy[arm.name] = bootstrap(number, lambda w: float(w @ means[0]) - max(float(w @ one) for one in means[1:]))
+
+
+def _names(found: Comparison) -> str:
+    """Return the baselines as the tables name them."""
+    names = " and ".join(f"`{name}`" for name in found.baselines)
+    return names if len(found.baselines) == 1 else f"the better of {names}"
 
 
 def tables(found: Comparison) -> str:
@@ -206,7 +221,7 @@ def _accuracy_table(found: Comparison) -> str:
     end_s = found.grid[-1]
     chosen = [int(np.argmin(np.abs(np.array(found.grid) - end_s * share))) for share in (0.25, 0.5, 0.75, 1.0)]
     head = ["accuracy after", *(f"{found.grid[i]:.0f} s" for i in chosen), f"mean over {end_s:.0f} s"]
-    head.append(f"that, less `{found.baseline}`'s")
+    head.append(f"that, less that of {_names(found)}")
     rows = []
     for name, curve in found.accuracy.items():
         numbers = [*(curve[i] for i in chosen), found.mean_accuracy[name]]
@@ -230,7 +245,7 @@ def _time_table(found: Comparison) -> str:
 
 
 def _speed_table(found: Comparison) -> str:
-    head = ["steady state", "seeds", *SPEEDS.values(), f"finished per second, relative to `{found.baseline}`"]
+    head = ["steady state", "seeds", *SPEEDS.values(), f"finished per second, relative to {_names(found)}"]
     rows = []
     for name, speed in found.speed.items():
         cells = [f"`{name}`" + ("" if found.is_steady[name] else " *"), str(found.num_seeds[name])]
@@ -247,7 +262,7 @@ def _reading(found: Comparison) -> str:
     shares = ", ".join(f"{share * 100:.0f}" for share in SHARES_OF_GAIN)
     return (
         "In brackets: bootstrap intervals of 95 % over seeds; of ratios and differences over the seeds that both arms have. The "
-        f"levels are the start and {shares} % of what `{found.baseline}` gains on it at its best. `>` and `<` stand before bounds: a "
+        f"levels are the start and {shares} % of what {_names(found)} gains on it at its best. `>` and `<` stand before bounds: a "
         "run did not reach the level in its time; an interval is open where such runs leave it open."
         + (
             ""
@@ -275,7 +290,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _finite(found: Any) -> Any:
-    """With None in the place of numbers that JSON does not have."""
+    """``found`` with None instead of numbers that JSON lacks."""
     if isinstance(found, dict):
         return {name: _finite(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -284,10 +299,10 @@ def _finite(found: Any) -> Any:
 
 
 def read_arms(folder: Path, start: Path, names: Sequence[str]) -> list[Arm]:
-    """In the order of ``names``; empty: all, in that of the alphabet. Folders are called ARM-SEED."""
+    """Finished runs by arm, in the order of ``names``; all arms in alphabetical order if it is empty. Folders are named ARM-SEED."""
     start_accuracy = accuracy_of(start)
     found: dict[str, dict[str, Run]] = {name: {} for name in names}
-    for policy in sorted(folder.glob("*-*/policy")):  # written when a run has come to its end
+    for policy in sorted(folder.glob("*-*/policy")):  # written when a run has finished
         run = policy.parent
         name, _, seed = run.name.rpartition("-")
         if not names or name in names:
@@ -299,7 +314,7 @@ def read_arms(folder: Path, start: Path, names: Sequence[str]) -> list[Arm]:
 
 
 def grid_of(arms: Sequence[Arm], end_s: float, num_points: int) -> np.ndarray:
-    """From 0 to the given end, or to the time that all runs have trained for."""
+    """Moments in seconds, from 0 to ``end_s``, or to the time that all runs have trained for."""
     common_s = min(float(run.accuracy.times[-1]) for arm in arms for run in arm.runs.values())
     if end_s > common_s:
         raise MissingData(f"--seconds {end_s:g}: a run has trained for {common_s:.1f} s only")
@@ -310,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("runs", type=Path, help="folder of the runs, called ARM-SEED")
     parser.add_argument("--start", type=Path, required=True, help="the policy that all runs started from, evaluated")
-    parser.add_argument("--baseline", default="ppo")
+    parser.add_argument("--baselines", nargs="+", default=["ppo"], help="of several, the best one counts at every level")
     parser.add_argument("--arms", nargs="+", default=[], help="in this order; default: all")
     parser.add_argument("--seconds", type=float, default=0.0, help="compare so much time; default: what all runs have")
     parser.add_argument("--points", type=int, default=24, help="of the grid in time")
@@ -318,11 +333,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         arms = read_arms(options.runs, options.start, options.arms)
-        baseline = next((arm for arm in arms if arm.name == options.baseline), None)
-        if baseline is None:
-            raise MissingData(f"--baseline: no run of {options.baseline!r} among {', '.join(arm.name for arm in arms)}")
-        arms.sort(key=lambda arm: arm is not baseline)
-        found = compare(arms, baseline, grid_of(arms, options.seconds, options.points))
+        missing = sorted(set(options.baselines) - {arm.name for arm in arms})
+        if missing:
+            raise MissingData(f"--baselines: no run of {missing[0]!r} among {', '.join(arm.name for arm in arms)}")
+        arms.sort(key=lambda arm: arm.name not in options.baselines)
+        baselines = [arm for arm in arms if arm.name in options.baselines]
+        found = compare(arms, baselines, grid_of(arms, options.seconds, options.points))
     except MissingData as error:
         print(f"compare: error: {error}", file=sys.stderr)
         return 2

@@ -38,10 +38,13 @@ LIMIT_S=$(awk "BEGIN { print $MINUTES * 60 }")
 EVERY_S=$(awk "BEGIN { print $LIMIT_S / $POINTS }")
 mapfile -t LINES < <(grep -v '^ *\(#\|$\)' "$ARMS")
 NAMES=()
+BASELINES=()
 for line in "${LINES[@]}"; do
-    read -r name _ <<< "$line"
+    read -r name recipe _ <<< "$line"
     NAMES+=("$name")
+    [ "$recipe" != ppo.yaml ] || BASELINES+=("$name")
 done
+[ ${#BASELINES[@]} -gt 0 ] || BASELINES=("${NAMES[0]}")
 
 # Runs with other minutes or settings do not belong to this comparison.
 SETTINGS="minutes $MINUTES, tail $TAIL, overrides: ${OVERRIDES[*]-}"
@@ -78,4 +81,4 @@ for seed in "${SEEDS[@]}"; do
 done
 printf '\n== accuracy of the policies that the runs kept\n'
 .venv/bin/python $HERE/evaluate.py --task "$O/task" "$O/sft" "$O"/runs/*-*/policies/step-*
-.venv/bin/python $HERE/compare.py "$O/runs" --start "$O/sft" --baseline "${NAMES[0]}" --arms "${NAMES[@]}" --seconds "$LIMIT_S"
+.venv/bin/python $HERE/compare.py "$O/runs" --start "$O/sft" --baselines "${BASELINES[@]}" --arms "${NAMES[@]}" --seconds "$LIMIT_S"

@@ -54,7 +54,7 @@ def batches(examples: Sequence[Example]) -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def probabilities(model: torch.nn.Module, examples: Sequence[Example]) -> list[float]:
-    """Of the right response of each example, at temperature 1."""
+    """Probability of each example's right response, at temperature 1."""
     found = torch.zeros(len(examples), dtype=torch.float64)
     for batch in batches(examples):
         length = max(len(examples[index][0]) for index in batch)

@@ -44,7 +44,7 @@ MAX_QUOTIENT = 420
 """Longer responses do not fit into the model."""
 BORROWED = "'"
 BELOW_ZERO = "<0"
-"""In the place of the last digit of a number below zero, whose other digits are those of 10,000 more."""
+"""Mark of a number below zero instead of its last digit; the other digits are those of the number plus 10,000."""
 MAX_TOKENS = 2176
 """Maximum tokens of prompt and response."""
 
@@ -67,7 +67,7 @@ class Quotients:
             )
 
     def draw(self, generator: random.Random) -> int:
-        """By the inverse of the distribution function."""
+        """Draw a quotient by the inverse of the distribution function."""
         cut = (self.smallest / (self.largest + 1)) ** self.tail
         drawn = self.smallest * (1.0 - generator.random() * (1.0 - cut)) ** (-1.0 / self.tail)
         return min(int(drawn), self.largest)
@@ -97,7 +97,7 @@ class Problem:
         return "".join(steps)
 
     def is_eval(self, seed: int) -> bool:
-        """Which side the prompt belongs to; hashed, so that no list of the other side's prompts is needed."""
+        """True if the prompt is held out for evaluation. A hash decides, so no list of the training prompts is needed."""
         digest = hashlib.sha256(f"{seed} {self.prompt}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < EVAL_SHARE * 2**64
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from compare import accuracy_of
 from curves import Curve, on_grid
 
-from megatron_rl.run.policy_exports import policy_exports
+from megatron_rl.run.checkpoints import policy_exports
 from megatron_rl.tracking.metrics_file import read_metrics
 
 

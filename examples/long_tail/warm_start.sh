@@ -19,4 +19,4 @@ printf '\n== 2/3 supervised warm start from random weights\n'
 printf '\n== 3/3 critic pretraining on responses of the frozen policy\n'
 .venv/bin/megatron-rl critic-pretrain --config $RECIPE policy.path="$O/sft" critic.path= \
     "data.train_files=[$O/task/train.jsonl]" critic_pretrain.output_path="$O/critic" \
-    run.output_dir="$O/critic_run" run.overwrite=true batch.max_response_tokens=240 batch.window_tokens=0 critic.num_epochs=4
+    run.output_dir="$O" run.overwrite=true batch.max_response_tokens=240 batch.window_tokens=0 critic.num_epochs=4

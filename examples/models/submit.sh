@@ -8,6 +8,6 @@ fail() { echo "submit: error: $1" >&2; exit 2; }
 recipe=examples/models/${1:-}/recipe.yaml
 [ -n "${1:-}" ] && [ -f "$recipe" ] || fail "expected one of $(cd examples/models && echo */), got '${1:-}'"
 start=$(sed -n 's/^# start: //p' "$recipe")
-case $start in *sbatch*RECIPE.yaml*) ;; *) fail "$recipe: its head says no sbatch, but '$start'" ;; esac
+case $start in *sbatch*"$recipe"*) ;; *) fail "$recipe: its head says no sbatch, but '$start'" ;; esac
 # The shell reads the variables before sbatch.
-eval "${start/RECIPE.yaml/$recipe}$(printf ' %q' "${@:2}")"
+eval "$start$(printf ' %q' "${@:2}")"

@@ -23,7 +23,7 @@ from words import digit_rows, joined, near_miss, write_model_folder
 WORDS = ("think",)
 """A policy's words beyond those of the judge's text: one model folder serves both models and examples/seed_vl_hybrid."""
 RIGHT_SHARE = 0.5
-"""Of the worked solutions."""
+"""Share of right ones among the worked solutions."""
 
 
 def wrong_response(digits: list[int], generator: random.Random) -> str:

@@ -30,13 +30,13 @@ from words import joined, near_miss, write_model_folder
 SHORT, LONG = (3, 4), (6, 8)
 """Digits of a prompt, from and to."""
 FALLING_SHARE = 0.3
-"""Of the prompts; the others are rising."""
+"""Share of falling prompts; the others are rising."""
 HELD_OUT_SHARE = 5
-"""One in so many prompts is held out."""
+"""One prompt out of this number is held out."""
 BROKEN_SHARE = 0.01
-"""Of the pool."""
+"""Share of the pool."""
 SELECTED_SHARE = 0.1
-"""Of the pool: select_prompts.keep_share of select.yaml."""
+"""Share of the pool: select_prompts.keep_share of select.yaml."""
 
 
 def prompts(

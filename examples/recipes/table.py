@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from curves import Curve
 
-from megatron_rl.run.policy_exports import policy_exports
+from megatron_rl.run.checkpoints import policy_exports
 from megatron_rl.tracking.metrics_file import read_metrics
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
@@ -32,15 +32,15 @@ QUARTERS = (0.25, 0.5, 0.75, 1.0)
 @dataclass(frozen=True)
 class Run:
     accuracy: Curve
-    """Over seconds of training."""
+    """Accuracy over seconds of training."""
     problems_error: float
-    """Of the last accuracy, over the held-out problems."""
+    """Standard error of the last accuracy, over the held-out problems."""
     num_steps: int
     idle: tuple[float, float]
     """Shares of the time in which the servers and the trainer had nothing to do."""
     signal: tuple[float, float, float] | None
-    """With windows: the share of trained tokens whose response goes on, the standard deviation of their advantages and that
-    of the others; means over the steps, before normalisation."""
+    """Only with windows: the share of trained tokens of unfinished responses, and the standard deviations of their advantages and
+    of all others; means over the steps, before normalization."""
 
 
 def measured(folder: Path) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def cell(runs: Sequence[Run], second: float) -> str:
 
 
 def table(recipes: dict[str, list[Run]], end_s: float) -> str:
-    """In Markdown; the best at the end stands first."""
+    """The table in Markdown; the recipe with the best final accuracy comes first."""
     seconds = [end_s * share for share in QUARTERS]
     times = [f"{second:.0f} s" for second in seconds]
     head = ["recipe", "seeds", "steps", "s per step", "rollout idle", "trainer idle", "at the start", *times]

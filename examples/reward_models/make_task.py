@@ -45,7 +45,7 @@ def preferences(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, 
 
 
 def prompts(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, str]]:
-    """For sft and train; the reward compares the digits as one number."""
+    """Rows for sft and train; the reward compares the digits as one number."""
     for number, digits in enumerate(digit_rows(count, held_out=held_out, seed=seed)):
         answer = joined(sorted(digits))
         yield {"id": f"{number}", "prompt": f"{_spaced(digits)}:", "answer": answer, "response": answer}

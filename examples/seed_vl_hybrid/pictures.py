@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 
 SIDE = 84
-"""Pixels."""
+"""Side of a picture in pixels."""
 NUM_CELLS = 3
-"""In a row, and rows: a cell is what one token of the model sees."""
+"""Cells per row, and rows; one token of the model covers one cell."""
 CELL = SIDE // NUM_CELLS
 COLOURS = {"red": (220, 30, 30), "green": (20, 150, 40), "blue": (40, 60, 230)}
 SHAPES = ("circle", "square", "triangle")
@@ -43,11 +43,11 @@ class Clock:
     """1 to 12."""
     minute: int
     x: int
-    """Of the centre, in pixels, like y and radius."""
+    """Position of the center in pixels, as are y and radius."""
     y: int
     radius: int
     colour: str
-    """Of the hands."""
+    """Color of the hands."""
 
 
 Scene = tuple[Thing, ...] | Clock
@@ -99,7 +99,7 @@ def _draw_clock(pen: ImageDraw.ImageDraw, clock: Clock) -> None:
 def _draw_ray(
     pen: ImageDraw.ImageDraw, clock: Clock, turn: float, start: float, end: float, *, width: int, fill: tuple[int, ...]
 ) -> None:
-    """From ``start`` to ``end`` of the radius; ``turn`` 0 is upwards, 0.25 to the right."""
+    """Draw a line from ``start`` to ``end`` of the radius; ``turn`` 0 is upwards, 0.25 to the right."""
     across, down = math.sin(2 * math.pi * turn), -math.cos(2 * math.pi * turn)
     ends = [
         (clock.x + share * clock.radius * across, clock.y + share * clock.radius * down) for share in (start, end)

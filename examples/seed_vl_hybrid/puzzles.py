@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pictures import CELL, COLOURS, NUM_CELLS, SHAPES, SIDE, Clock, Scene, Thing
 
 HELD_OUT_SHARE = 5
-"""One in so many scenes is held out."""
+"""One scene out of this number is held out."""
 RIGHT_SHARE = 0.5
 THOUGHT_SHARE = 0.8
-"""Both of the worked solutions."""
+"""Shares of the worked solutions that are right, and that have a thought."""
 MAX_COUNT = 5
 MINUTES = (0, 15, 30, 45)
 TENTH = SIDE / 10
@@ -143,7 +143,7 @@ MAKERS: dict[str, Callable[[random.Random], Puzzle]] = {
     "clock": clock_puzzle,
     "general": general_puzzle,
 }
-"""By prompt type."""
+"""Makers of puzzles by prompt type."""
 
 
 def _thing_in_cell(shape: str, colour: str, cell: int, generator: random.Random) -> Thing:

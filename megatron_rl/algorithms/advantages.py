@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.cpu_scan import gae_loop
+from megatron_rl.algorithms.cpu_loops import gae_loop
 from megatron_rl.algorithms.sequences import exact_sums, repeat_per_sequence
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
@@ -157,6 +157,7 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     """
     check_float_vector("rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
+    # A view of one zero, because T zeros would only take memory.
     no_values = rewards.new_zeros(1).expand(len(rewards))
     after_end = rewards.new_zeros(len(bounds) - 1)
     return _advantages_with_end_values(rewards, no_values, bounds, after_end, gamma, 1.0)

@@ -1,7 +1,7 @@
 """Averages token losses: over all tokens, or first within each response.
 
-Invariants: the coefficients of the counted tokens sum to the denominator. Both depend only on the given sequences, so
-denominators add over micro-batches and ranks as long as no sequence is split.
+Invariants: the coefficients of the counted tokens sum to the denominator. Coefficients and denominator depend only on the
+given sequences, so denominators add over micro-batches and ranks as long as no sequence is split.
 """
 
 from collections.abc import Mapping
@@ -66,11 +66,12 @@ def token_coefficients(
     coefficients = register.AGGREGATIONS.bind(kind, options)(mask=mask, cu_seqlens=cu_seqlens)
     if not isinstance(coefficients, Tensor) or coefficients.shape != mask.shape or coefficients.is_complex():
         raise ValueError(f"aggregation {kind!r}: expected one value per token, got {describe(coefficients)}")
+    # Not a product: an infinite coefficient outside the mask times 0 would be NaN.
     return torch.where(mask != 0, coefficients, 0.0).to(dtype)
 
 
 def loss_denominator(mask: Tensor, cu_seqlens: Tensor, kind: str, options: Mapping[str, Any] | None = None) -> float:
-    """Number by which the aggregation ``kind`` divides the summed loss. Waits for the device.
+    """Number by which the aggregation ``kind`` divides the summed loss. Synchronizes with the GPU.
 
     "token_mean": the counted tokens; "sequence_mean": the sequences with at least one. Any other aggregation: its own
     denominator, or the sum of its coefficients.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
+from megatron_rl.algorithms.cpu_loops import array, run, write_weights
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep, mask_to_bool
 from megatron_rl.algorithms.mismatch import RatioSums, ess_fraction, masked_log_ratios
 from megatron_rl.algorithms.sequences import count_nonzero, exact_sums, exp, expm1, repeat_per_sequence, sequence_index
@@ -34,7 +35,6 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.token_sums import array, run, write_weights
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     weight_options: Mapping[str, Any] | None = None,
     rejection_options: Mapping[str, Any] | None = None,
 ) -> Correction:
-    """Importance weights and rejections for the mismatch between server and trainer. Waits for the device.
+    """Importance weights and rejections for the mismatch between server and trainer. Synchronizes with the GPU.
 
     Args:
         rollout_logprobs: [T] float32 or float64: log mu, from the server, at sampling.
@@ -162,7 +162,10 @@ class _Rules:
     def correction(
         self, rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, bounds: Tensor, normalize: bool
     ) -> Correction:
-        """Correction of checked inputs, computed in blocks of sequences if both rules are local."""
+        """Apply both rules to checked inputs, in blocks of whole sequences if both are registered as ``local``.
+
+        ``bounds``: [N+1] int64 on the CPU. ``normalize``: divide the weights by their mean.
+        """
         entry = register.CORRECTION_WEIGHTS.find(self.weight)
         in_blocks = entry.local and register.REJECTIONS.find(self.rejection).local
         bound = check_positive("max_weight", self.max_weight) if entry.bounded else math.inf
@@ -249,6 +252,7 @@ def off_policy_sequence_mask(
 def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Tensor) -> LogRatios:
     """Ratios log(numerator / denominator) from log-probs [T]."""
     token = (numerator.double() - denominator.double()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # The usual case, in which two passes over the tokens are saved.
     if count_nonzero(counted) == len(counted):
         counts = bounds.diff().to(token)
     else:
@@ -357,7 +361,7 @@ class _Sums:
         self._weight, self._weight_square = self._weight + weight, self._weight_square + weight_square
 
     def add_sequences(self, ratios: LogRatios, kept: Tensor, weights: Tensor) -> None:
-        """Add a block's mean weight per sequence, for rules that normalize over sequences."""
+        """Store the mean weight over the kept tokens of each of a block's sequences; ``mean_weight`` then averages over sequences."""
         counts = exact_sums(kept, ratios.bounds)
         self._mean_weights.append((exact_sums(weights, ratios.bounds) / counts)[counts > 0])
 
@@ -395,6 +399,7 @@ def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs:
 
     ``offset``: index of the block's first token, for the message.
     """
+    # A sum is NaN exactly if one of its tokens is, and sums are far fewer than tokens.
     if not ratios.sums.isnan().any():
         return
     unknown = mask_to_bool(mask).nonzero()[ratios.token.isnan().to(mask.device)]

@@ -1,4 +1,4 @@
-"""Advantages without a critic: each response is compared with its group, or with the whole batch.
+"""Advantages without a critic: each response is compared with its group, the whole batch or a greedy response.
 
 Invariants: group ids are any integers in any order; unscored responses (``valid`` 0) enter no statistic, regardless of
 their reward, and get 0; a group of one and a group of equal rewards get exactly 0; results carry no gradient.
@@ -135,6 +135,29 @@ def _reinforce_pp_baseline(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor, g
     """R - mean over the prompt's responses, then whitened over the whole batch."""
     mask = valid.repeat_interleave(cu_seqlens.diff())
     return reinforce_pp_advantages(rewards, mask, cu_seqlens, group_ids=group_ids)
+
+
+@register.advantage("remax")
+@torch.no_grad()
+def remax_advantages(rewards: Tensor, baselines: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Reward-to-go minus the reward of the greedy response to the prompt (ReMax, arXiv 2310.10505).
+
+    The baseline reflects the prompt's difficulty and does not depend on the sample, so the gradient stays unbiased with
+    a single sample per prompt.
+
+    Args:
+        rewards: [T] float32 or float64: the outcome on the last token, a KL penalty on each.
+        baselines: [N] the reward of the greedy response; entries of sequences that are not valid may be any value.
+        cu_seqlens: [N+1] int32 or int64.
+
+    Returns:
+        [T].
+    """
+    check_float_vector("rewards", rewards)
+    bounds = check_cu_seqlens(cu_seqlens, len(rewards))
+    check_per_sequence("baselines", baselines, len(bounds) - 1)
+    token_baselines = baselines.to(rewards).repeat_interleave(bounds.diff().to(rewards.device))
+    return monte_carlo_returns(rewards, cu_seqlens) - token_baselines
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.algorithms.cpu_loops import array, log_ratios, ratio_sums, run
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, mask_to_bool
 from megatron_rl.algorithms.sequences import counts_by_sequence, edges, exact_sums, sequence_blocks
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
-from megatron_rl.algorithms.token_sums import array, log_ratios, ratio_sums, run
 
 EQUAL_POLICIES = {
     "kl": 0.0,
@@ -67,7 +67,7 @@ def mismatch_figures(log_rho: Tensor) -> MismatchStats:
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> dict[str, float]:
-    """Metrics of the mismatch, which are logged with and without a correction. Waits for the device.
+    """Metrics of the mismatch, which are logged with and without a correction. Synchronizes with the GPU.
 
     Args:
         old_logprobs: [T] float32 or float64: log-probs of the trainer before the update.

@@ -29,7 +29,7 @@ class PolicyLoss(Plugin):
     """Aggregation built into this loss, which overrides ``algorithm.aggregation``; "" if the loss reads ``coefficients``."""
 
     def ignored(self) -> list[str]:
-        """Standard inputs that this loss does not read, although some configuration keys act through them."""
+        """Names of inputs that this loss does not take, so that the configuration keys behind these inputs have no effect."""
         unread = {"weights", "coefficients", "dual_clip"}.difference(parameters(self.function))
         return sorted(unread - {"coefficients"} if self.averages else unread)
 
@@ -49,7 +49,7 @@ class KlEstimator(Plugin):
 @dataclass(frozen=True)
 class CorrectionWeight(Plugin):
     bounded: bool = False
-    """True if weights above ``max_weight`` are clamped to it."""
+    """True if the caller clamps the function's weights to ``max_weight``."""
     per_sequence: bool = False
     """True if the tokens of a sequence share one weight; the mean weight is then taken over sequences."""
     local: bool = False
@@ -143,7 +143,7 @@ def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], F
     - ``logprobs``: [T] float32, with gradient: the log-probs of the policy in training.
     - ``old_logprobs``, ``advantages``: [T] constants.
     - ``mask``: [T] 1 for the tokens to train.
-    - ``cu_seqlens``: [N+1]; a sequence is never split over calls.
+    - ``cu_seqlens``: [N+1] in host memory; a sequence is never split over calls.
     - ``weights``: [T] or None: the correction; multiplies each token's loss and leaves the denominator unchanged.
     - ``coefficients``: [T] or None for 1: the aggregation; multiplies each token's loss and sums up to the denominator.
     - ``clip_low``, ``clip_high``, ``dual_clip``: as in the ``algorithm`` section; a dual clip of 0 is passed as None.
@@ -157,7 +157,7 @@ def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], F
 def aggregation(
     name: str = "", *, denominator: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Callable[[Function], Function]:
-    """Register an aggregation: a function of ``mask`` [T] and ``cu_seqlens`` [N+1] that returns coefficients [T].
+    """Register an aggregation: a function of ``mask`` [T] and ``cu_seqlens`` [N+1] (in host memory) that returns coefficients [T].
 
     The coefficients multiply the tokens' losses. They are of any float dtype and on the mask's device; values outside
     the mask are not read. The loss is the sum of the products over all micro-batches and ranks, divided by the sum of
@@ -186,8 +186,9 @@ def correction_weight(
     - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, of the counted tokens.
     - ``max_weight``, ``icepop_low``, ``icepop_high``: as in the ``algorithm.correction`` section.
 
-    The function returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: weights above max_weight are
-    clamped to it. ``per_sequence``: all tokens of a sequence have one weight. ``local``: as for ``rejection``.
+    The function returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: the caller clamps
+    the weights to max_weight. ``per_sequence``: the function gives all tokens of a sequence the same weight, and
+    ``normalize`` averages over sequences. ``local``: as for ``rejection``.
     """
     return CORRECTION_WEIGHTS.register(name, bounded=bounded, per_sequence=per_sequence, local=local)
 

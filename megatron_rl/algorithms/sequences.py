@@ -2,7 +2,7 @@
 
 ``bounds`` is the int64 CPU tensor that ``check_cu_seqlens`` returns. Empty sequences have a sum of 0.
 
-On the CPU a step's tokens are processed by compiled loops (``token_sums``) or in blocks. A block's intermediate arrays
+On the CPU a step's tokens are processed by compiled loops (``cpu_loops``) or in blocks. A block's intermediate arrays
 fit into a core's cache, whereas intermediate arrays of a whole step would each take hundreds of megabytes.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.token_sums import array, run, sums_by_sequence
+from megatron_rl.algorithms.cpu_loops import array, run, sums_by_sequence
 
 BLOCK_TOKENS = 32_000
 """Tokens per block: several float64 arrays of this length fit into a core's cache, and torch starts no threads for them
@@ -25,7 +25,7 @@ _ALL_ON = np.uint64(0x0101010101010101)
 
 
 def sequence_index(bounds: Tensor, device: torch.device) -> Tensor:
-    """[T] int64 on ``device``: index of each token's sequence."""
+    """[T] int64 on ``device``: index of each token's sequence, from ``bounds`` [N+1] on the CPU."""
     return torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff()).to(device)
 
 
@@ -71,7 +71,7 @@ def expm1(values: Tensor) -> Tensor:
 
 
 def count_nonzero(mask: Tensor) -> int:
-    """Number of entries of ``mask`` other than 0. Waits for the device."""
+    """Number of entries of ``mask`` other than 0. Synchronizes with the GPU."""
     return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else mask.count_nonzero())
 
 

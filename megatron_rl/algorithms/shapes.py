@@ -21,7 +21,7 @@ def describe(value: object) -> str:
 
 
 def check_float_vector(name: str, value: Tensor) -> None:
-    """Refuse anything but a 1-D float32 or float64 tensor."""
+    """Raise ValueError unless ``value``, the argument ``name``, is a 1-D float32 or float64 tensor."""
     if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype not in _FLOAT_DTYPES:
         raise ValueError(
             f"{name}: expected a 1-D float32 or float64 tensor, got {describe(value)}; "
@@ -30,14 +30,14 @@ def check_float_vector(name: str, value: Tensor) -> None:
 
 
 def check_same_kind(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
-    """Refuse ``value`` unless it is a float vector with the length, dtype and device of ``like``."""
+    """Raise ValueError unless ``value`` is a float vector with the length, dtype and device of the argument ``like_name``."""
     check_float_vector(name, value)
     if value.shape != like.shape or value.dtype != like.dtype or value.device != like.device:
         raise ValueError(f"{name}: expected the same form as {like_name}, {describe(like)}, got {describe(value)}")
 
 
 def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
-    """Refuse a mask that is not a real-valued tensor with the length and device of ``like``."""
+    """Raise ValueError unless the mask is a real-valued tensor with the shape and device of the argument ``like_name``."""
     if not isinstance(mask, Tensor) or mask.is_complex() or mask.shape != like.shape or mask.device != like.device:
         raise ValueError(
             f"mask: expected a bool, integer or float tensor of shape {list(like.shape)} on {like.device} "
@@ -46,7 +46,7 @@ def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
 
 
 def check_mask_vector(mask: Tensor) -> None:
-    """Refuse a mask that is not a real-valued 1-D tensor."""
+    """Raise ValueError unless the mask is a real-valued 1-D tensor."""
     if not isinstance(mask, Tensor) or mask.is_complex() or mask.dim() != 1:
         raise ValueError(f"mask: expected a 1-D bool, integer or float tensor [T], got {describe(mask)}")
 
@@ -62,7 +62,7 @@ def check_factor(name: str, value: Tensor, like_name: str, like: Tensor) -> Tens
 
 
 def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
-    """Refuse anything but a real-valued tensor of shape [N]."""
+    """Raise ValueError unless ``value`` is a real-valued tensor of shape [N]."""
     if not isinstance(value, Tensor) or value.is_complex() or value.shape != (num_sequences,):
         raise ValueError(
             f"{name}: expected a tensor of shape [{num_sequences}], one entry per sequence, got {describe(value)}"
@@ -70,7 +70,7 @@ def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """The checked ``cu_seqlens`` [N+1] as int64 on the CPU. Waits for the device.
+    """The checked ``cu_seqlens`` [N+1] as int64 on the CPU. Synchronizes with the GPU.
 
     Raises:
         ValueError: the entries do not start at 0, decrease, or do not end at ``num_tokens`` (if given).
@@ -117,7 +117,7 @@ def check_positive(name: str, value: float) -> float:
 
 
 def float_lengths(name: str, lengths: Tensor) -> Tensor:
-    """[N] lengths as floats: float dtypes are kept, integers become float64."""
+    """[N] lengths without gradient: float dtypes are kept, integers become float64. Raises ValueError for other dtypes or shapes."""
     if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_complex() or lengths.dtype == torch.bool:
         raise ValueError(f"{name}: expected a 1-D integer or float tensor [N], got {describe(lengths)}")
     return lengths.detach() if lengths.is_floating_point() else lengths.detach().double()

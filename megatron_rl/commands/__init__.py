@@ -1,9 +1,11 @@
 """The commands of ``megatron-rl``, one file each: ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit status.
 
 The command line imports only the file of the command that is called. Its imports at the top are executed before
-the arguments are read, also by the launcher of the ranks; therefore ``run`` imports Megatron and SGLang itself.
+the arguments are read, also for ``--help``, by completion and by the launcher of the ranks; therefore ``run`` imports
+libraries and all that needs them itself.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,16 +32,55 @@ COMMANDS = {
     "samples": "browse and filter the responses that a run has stored",
     "presets": "list the presets",
     "config": "explain the keys of a recipe: type, default, bound, meaning",
+    "examples": "write the examples, recipes and launch scripts of this version into a folder",
 }
 """Maps each command to its help text, in the order of the help."""
 
+EXAMPLES = {
+    "train": "megatron-rl train --config recipe.yaml parallel.num_ranks=8 --dry-run",
+    "sft": "megatron-rl sft --config recipe.yaml sft.train_files=[solutions.jsonl]",
+    "critic-pretrain": "megatron-rl critic-pretrain --config recipe.yaml critic_pretrain.output_path=outputs/critic",
+    "reward-train": "megatron-rl reward-train --config recipe.yaml reward_train.train_files=[preferences.jsonl]",
+    "evaluate": "megatron-rl evaluate --config recipe.yaml --policies outputs/run/policies/* eval.num_samples=4",
+    "serve": "megatron-rl serve --config recipe.yaml --trainer node0 --api-key-env SGLANG_KEY",
+    "score": "megatron-rl score --reward math --input responses.jsonl --output scored.jsonl",
+    "select-prompts": "megatron-rl select-prompts --config recipe.yaml --dry-run",
+    "label-lines": "megatron-rl label-lines --config recipe.yaml --dry-run",
+    "plan": "megatron-rl plan --model models/Qwen3-30B-A3B --gpus 64 --write recipe.yaml",
+    "simulate": "megatron-rl simulate --run outputs/run --windows 1024 4096",
+    "doctor": "megatron-rl doctor --config recipe.yaml",
+    "check": "megatron-rl check --trainer-only",
+    "convert": "megatron-rl convert --input models/Qwen2.5-7B --output models/Qwen2.5-7B-megatron --to megatron",
+    "watch": "megatron-rl watch outputs/run",
+    "report": "megatron-rl report outputs/run outputs/other",
+    "samples": "megatron-rl samples outputs/run --where 'reward < 0.5' --sort length:desc",
+    "presets": "megatron-rl presets",
+    "config": "megatron-rl config batch.window_tokens",
+    "examples": "megatron-rl examples megatron_rl-examples",
+}
+"""Maps each command to the example at the end of its help."""
 
-def print_dry_run(config: "Config", command: str, world_size: int) -> None:
-    """Print what ``command`` would do with this configuration."""
+WITHOUT_TORCH = ("plan", "simulate", "config")
+"""Commands that read names and sizes from files that import torch, and run where it is not installed."""
+
+
+def print_dry_run(config: "Config", command: str, world_size: int, inputs: Sequence[str] = ()) -> None:
+    """Print what ``command`` would do with this configuration; only the resolved configuration if ``megatron_rl.desk`` is not installed."""
     # Training imports nothing of the desk: commands give the core the two functions of the desk that a run calls.
-    from megatron_rl.desk.plan.dry_run import print_plan
+    try:
+        from megatron_rl.desk.plan.dry_run import print_plan
+    except ModuleNotFoundError as error:
+        if "megatron_rl.desk" not in str(error):
+            raise
+        from megatron_rl.config.load import config_to_yaml
 
-    print_plan(config, command=command, world_size=world_size)
+        print(config_to_yaml(config), *inputs, sep="\n")
+        print(
+            f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started. Batch arithmetic, stages and "
+            f"memory are left out, because this installation lacks megatron_rl/desk ({error}): install the whole package"
+        )
+        return
+    print_plan(config, command=command, world_size=world_size, inputs=inputs)
 
 
 def write_run_report(folder: Path) -> None:

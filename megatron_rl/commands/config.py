@@ -106,12 +106,12 @@ def markdown() -> str:
 
 
 def _anchor(name: str) -> str:
-    """GitHub's anchor of a heading."""
+    """GitHub's anchor of a heading, without the ``#``."""
     return re.sub(r"[^a-z0-9_-]", "", name.lower())
 
 
 def _first_of_its_kind(section: ConfigSection) -> ConfigSection:
-    """The outermost section with the same keys, which shows them all."""
+    """The outermost section with the same schema; docs/configuration.md lists the keys only there."""
     return min((s for s in sections() if s.schema is section.schema), key=lambda s: s.name.count("."))
 
 

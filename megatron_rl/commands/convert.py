@@ -13,7 +13,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, help="folder with the model")
     parser.add_argument("--output", required=True, help="folder to make; it must not exist")
-    parser.add_argument("--to", required=True, choices=("megatron", "hf"))
+    parser.add_argument("--to", required=True, choices=("megatron", "hf"), help="form of the output")
     parser.add_argument("--config-from", help="folder with config.json and tokenizer, if not the input")
     parser.add_argument("--max-shard-size", type=_bytes, default="2GB", help="limit per safetensors file (default: %(default)s)")
     parser.add_argument("--mtp", choices=("keep", "drop"), help="keep or drop multi-token-prediction layers")
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.models.conversion import convert
     from megatron_rl.models.hf.folder import uncopied_files
 
-    done = convert(
+    num_tensors, num_bytes, left_out = convert(
         arguments.input,
         arguments.output,
         to=arguments.to,
@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
         mtp=Mtp(arguments.mtp) if arguments.mtp else None,
         max_shard_bytes=arguments.max_shard_size,
     )
-    say(f"{arguments.output}: {done.num_tensors} tensors, {done.num_bytes / 1e9:.3f} GB")
-    if done.left_out:
-        say(f"omitted {len(done.left_out)} tensors of the input: {', '.join(done.left_out[:5])}")
+    say(f"{arguments.output}: {num_tensors} tensors, {num_bytes / 1e9:.3f} GB")
+    if left_out:
+        say(f"omitted {len(left_out)} tensors of the input: {', '.join(left_out[:5])}")
     uncopied = uncopied_files(Path(arguments.config_from or arguments.input))
     if uncopied:
         say(f"not copied: {', '.join(uncopied)}")

@@ -12,7 +12,6 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.desk.doctor.layout_comparison import DTYPES
 from megatron_rl.errors import UserError
 from megatron_rl.system.command_line.cli_types import positive_int, positive_number
 from megatron_rl.system.processes.signals import clean_stop
@@ -31,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layouts.add_argument("--invariance", action="store_true", help="compare one update in each of --layouts")
     layouts.add_argument("--layouts", help='layouts to compare, such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
     layouts.add_argument("--reference", default="tp1", help="layout that the others are compared with (default: %(default)s)")
-    layouts.add_argument("--role", default="policy", choices=("policy", "critic"))
-    layouts.add_argument("--max-tokens-per-microbatch", type=positive_int, default=64)
-    layouts.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs with Transformer Engine, otherwise float32")
+    layouts.add_argument("--role", default="policy", choices=("policy", "critic"), help="model to build (default: %(default)s)")
+    text = "tokens of one forward pass (default: %(default)s)"
+    layouts.add_argument("--max-tokens-per-microbatch", type=positive_int, default=64, help=text)
+    layouts.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 with Transformer Engine, otherwise float32")
     layouts.add_argument(
         "--tolerance",
         type=positive_number,

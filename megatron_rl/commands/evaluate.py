@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.config.checks import check_config
-from megatron_rl.config.load import load_config
+from megatron_rl.commands.recipe_arguments import add_recipe_arguments
 from megatron_rl.errors import DataError
-from megatron_rl.run.launch import add_recipe_arguments
-from megatron_rl.step.input_checks import check_eval_inputs
 from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.files.hub_cache import find_download
 from megatron_rl.system.processes.signals import clean_stop
 
 
@@ -28,25 +26,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megatron_rl.config.checks import check_config
+    from megatron_rl.config.load import load_config
+    from megatron_rl.run.start_checks import check_hosts, os_errors_with_keys
+    from megatron_rl.step.input_checks import preview_eval_inputs
+    from megatron_rl.system.files.probes import probe_folder
+
     # argparse assigns everything after --policies to it, including key=value.
     names = [word for word in arguments.policies if "=" not in word or Path(word).exists()]
     overrides = [*arguments.overrides, *(word for word in arguments.policies if word not in names)]
-    folders = [Path(word) for word in names]
+    folders = [Path(find_download(word, "model")) for word in names]
     if not folders:
         raise DataError("--policies: expected at least one Hugging Face folder, got none")
     config = load_config(arguments.config, [*overrides, f"policy.path={folders[0]}", "policy.init=checkpoint"])
-    check_config(config, command="evaluate")
-    check_eval_inputs(config)
-    _check_architecture(folders)
+    with os_errors_with_keys(config):
+        check_config(config, command="evaluate")
+        _check_architecture(folders)
+        check_hosts(config, "evaluate")
+        for folder in folders:
+            probe_folder("--policies", folder)
+        notes = preview_eval_inputs(config, all_rows=arguments.all_rows)
     from megatron_rl.step.evaluate_policies import evaluate_policies, missing_evaluations
 
     missing = missing_evaluations(config, folders)
     if len(missing) < len(folders):
         say(f"{len(folders) - len(missing)} of {len(folders)} policies have been measured with these settings already")
     if arguments.dry_run:
+        print(*notes, sep="\n")
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
-        from megatron_rl.run.policy_exports import policy_exports
+        from megatron_rl.run.checkpoints import policy_exports
         from megatron_rl.tracking.console import evaluation_text
         from megatron_rl.tracking.sinks.all_trackers import tracked_evaluation
 
@@ -62,7 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_architecture(folders: Sequence[Path]) -> None:
-    """Raise DataError for a folder without a policy, or whose config.json or tensors differ from the first folder's."""
+    """Raise DataError for a folder without config.json, or whose config.json differs from the first folder's.
+
+    Raises WeightsError for tensors that do not fit the folder's own config.json.
+    """
     from megatron_rl.models.hf.model_config import load_hf_config
     from megatron_rl.models.hf.weights import checked_source
 

@@ -1,18 +1,23 @@
-"""`megatron-rl label-lines`: labels for a process reward model (selection/line_labeling.py)."""
+"""`megatron-rl label-lines`: label the code lines of responses, to train a process reward model (selection/line_labeling.py)."""
 
 import argparse
 
-from megatron_rl.config.checks import check_config
-from megatron_rl.config.load import load_config
-from megatron_rl.run.launch import add_recipe_arguments
-from megatron_rl.selection.line_labeling import label_lines
+from megatron_rl.commands.recipe_arguments import add_recipe_arguments
 from megatron_rl.system.command_line.terminal import say
 
 add_arguments = add_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megatron_rl.config.checks import check_config
+    from megatron_rl.config.load import load_config
+    from megatron_rl.run.start_checks import check_hosts, check_outputs, os_errors_with_keys
+    from megatron_rl.selection.line_labeling import label_lines
+
     config = load_config(arguments.config, arguments.overrides)
-    check_config(config, command="label-lines")
+    with os_errors_with_keys(config):
+        check_config(config, command="label-lines")
+        check_hosts(config, "label-lines")
+        check_outputs(config, "label-lines")
     label_lines(config, dry_run=arguments.dry_run, note=say)
     return 0

@@ -1,36 +1,47 @@
 """`megatron-rl reward-train`: train a reward model on preferences or line labels."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from megatron_rl.commands import print_dry_run
-from megatron_rl.config.schema import Config, RewardModelKind
+from megatron_rl.commands.recipe_arguments import add_rank_recipe_arguments
 from megatron_rl.errors import ConfigError
-from megatron_rl.run.launch import add_rank_recipe_arguments, run_on_ranks
+from megatron_rl.system.processes.gc_pauses import gc_disabled
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import Config
 
 add_arguments = add_rank_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
+    with gc_disabled():
+        from megatron_rl.run.launch import run_on_ranks
+
     return run_on_ranks("reward-train", arguments, check_inputs=_check_inputs, print_plan=print_dry_run, work=_work)
 
 
-def _check_inputs(config: Config) -> None:
-    from megatron_rl.data.preferences import check_reward_files, load_preferences
-    from megatron_rl.rewards.judges.pairwise import training_texts
+def _check_inputs(config: "Config", *, all_rows: bool) -> list[str]:
+    from megatron_rl.config.schema import RewardModelKind
+    from megatron_rl.data.preferences import check_reward_files
+    from megatron_rl.step.input_checks import first_text, load_tokenizer
+    from megatron_rl.supervised.reward_training import fitting_examples
 
     check_reward_files(config)
     settings = config.reward_train
-    if settings.kind is not RewardModelKind.pairwise:
-        return
-    if config.data.system_prompt:
+    if settings.kind is RewardModelKind.pairwise and config.data.system_prompt:
         raise ConfigError("data.system_prompt: a judge gets no system message; leave this key empty")
-    for row in load_preferences([*settings.train_files, *settings.eval_files], config.data):
-        training_texts(
-            row.content.text, row.chosen, row.rejected, place=row.content.place, tokenizer_path=config.policy.path
-        )
+    tokenizer, notes = load_tokenizer(config), []
+    for files in filter(None, (settings.train_files, settings.eval_files)):
+        examples, note = fitting_examples(config, tokenizer, files)
+        notes += [note] if note else []
+        notes.append(f"{', '.join(files)}: {len(examples):,} examples")
+        first = examples[0].sequences[0]
+        notes.append(first_text(f"first example, {len(first):,} tokens", first, tokenizer))
+    return notes
 
 
-def _work(config: Config) -> None:
+def _work(config: "Config") -> None:
     from megatron_rl.supervised.reward_training import reward_train
 
     reward_train(config)

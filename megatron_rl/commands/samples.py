@@ -67,7 +67,10 @@ def _steps(text: str, stored: list[int]) -> list[int]:
 
 
 def _parse_id(text: str, stored: list[int]) -> tuple[list[int], int]:
-    """Returns (steps to search, response id)."""
+    """Parse the value of ``--show``, ``step/id`` or ``id``. Returns (steps to search, response id).
+
+    Without a step, all ``stored`` steps are searched. Raises UserError for other text and for a step that is not stored.
+    """
     match = re.fullmatch(r"(?:(\d+)/)?(\d{1,18})", text)
     if not match:
         raise UserError(f"--show: expected step/id like 5/131, or an id, got {text!r}")
@@ -87,7 +90,7 @@ def _print_json(rows: list[dict[str, Any]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """NaN replaced by null, which any JSON reader accepts."""
+    """Copy of a JSON value with every NaN, at any depth, replaced by None, because many JSON readers reject NaN."""
     if isinstance(value, float) and value != value:
         return None
     if isinstance(value, dict):

@@ -3,15 +3,14 @@
 import argparse
 from pathlib import Path
 
-from megatron_rl.desk.simulate.comparison import observed
-from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS
-from megatron_rl.desk.simulate.recorded_run import read_run
-from megatron_rl.desk.simulate.simulation_request import STEPS_THAT_COUNT, make_request, predict_beside, predicted
-from megatron_rl.desk.simulate.simulation_tables import compare_windows, note_free_stages, show_prediction, show_replay
-from megatron_rl.desk.simulate.timing import write_timing
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.cli_types import positive_int, positive_number, split_overrides
-from megatron_rl.tracking.timeline import Timeline
+from megatron_rl.system.command_line.cli_types import (
+    keep_numbers,
+    number_or_word,
+    positive_int,
+    positive_number,
+    split_overrides,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--against", type=Path, metavar="RUN", help="simulate this run's configuration and lengths, and show both next to each other")
     add("--lengths", metavar="LENGTHS", help="response lengths: name:key=value,... or a file or a run's folder (docs/simulate.md)")
-    add("--prompts", metavar="LENGTHS", help=f"prompt lengths (default without --run: {DEFAULT_PROMPTS})")
+    add("--prompts", metavar="LENGTHS", help="prompt lengths (default: those of --run, or fixed:length=200)")
     add("--timing", type=Path, metavar="FILE", help="YAML file of costs, instead of a run's")
     add("--gpu", metavar="NAME", help="estimate the costs of the configuration on this GPU type (docs/estimates.md)")
     add("--save-timing", type=Path, metavar="FILE", help="write the costs in use to this file")
-    add("--windows", type=positive_int, nargs="+", metavar="TOKENS", help="compare these windows with sync")
-    add("--steps", type=positive_int, help=f"default: until the slots have settled, and {STEPS_THAT_COUNT} more")
+    add("--windows", type=number_or_word, nargs="+", metavar="TOKENS", help="compare these windows with sync")
+    add("--steps", type=positive_int, metavar="N", help="steps to simulate (default: until the slots have settled, and 200 more)")
     add("--seed", type=int, default=1, help="random seed for sampling response lengths (default: %(default)s)")
     add("--tokens", type=positive_number, help="also predict the seconds until this many tokens are generated")
     add("--responses", type=positive_number, help="also predict the seconds until this many responses have finished")
@@ -38,6 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megatron_rl.desk.simulate.recorded_run import read_run
+    from megatron_rl.desk.simulate.simulation_request import make_request, observed, predict_beside, predicted
+    from megatron_rl.desk.simulate.simulation_tables import (
+        compare_windows,
+        note_free_stages,
+        show_prediction,
+        show_replay,
+    )
+    from megatron_rl.desk.simulate.timing import write_timing
+    from megatron_rl.tracking.timeline import write_trace
+
+    keep_numbers(arguments, "windows")
     named, overrides = split_overrides(arguments.words)
     paths = [*arguments.config, *named]
     source = read_run(arguments.from_run) if arguments.from_run else None
@@ -54,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         return compare_windows(arguments, request)
     prediction = predicted(arguments, request)
     if arguments.trace:
-        timeline = Timeline(max_spans=max(len(prediction.spans), 1), spans=prediction.spans)
-        timeline.write(arguments.trace)
+        write_trace(arguments.trace, prediction.spans)
     real = observed(request.real, request.scenario, request.timing) if request.real and request.real.rounds else None
     show_prediction(arguments, request, prediction, predict_beside(arguments, request, real) if real else None)
     return 0

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.errors import DataError
 from megatron_rl.system.command_line.cli_types import positive_int, positive_number
 from megatron_rl.system.processes.signals import clean_stop
 
@@ -37,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from megatron_rl.desk.report.run_record import check_run_folder
     from megatron_rl.desk.watch.run_view import RunFolder
     from megatron_rl.tracking.console import SafeStream
 
     folder = Path(arguments.output_dir)
-    if not folder.is_dir():
-        raise DataError(f"{folder}: expected the folder of a run (its run.output_dir), got {_what_is(folder)}")
+    check_run_folder(folder)
     console = Console(file=SafeStream(sys.stdout), highlight=False)
     watched = RunFolder(folder)
     if arguments.once or not console.is_terminal or console.is_dumb_terminal:
@@ -71,10 +70,6 @@ def _follow(console: "Console", look: Callable[[], "RunView"], every_s: float) -
             if view.status.state == "finished":
                 return view
             time.sleep(every_s)
-
-
-def _what_is(path: Path) -> str:
-    return "a file" if path.exists() else "a path that does not exist"
 
 
 def _print(console: "Console", view: "RunView", width: int) -> None:

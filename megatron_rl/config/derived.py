@@ -25,6 +25,7 @@ _FEW_TOKENS = 1_000_000
 """Tokens per step that the driver reads in half a second, about the time in which a worker starts."""
 _TOKENS_PER_WORKER = 16_000_000
 """Tokens per step that one worker reads in 8 s, if all arrive at the same time."""
+_PRETRAINING = "critic_pretrain_run"
 
 
 def policy_model(config: Config) -> dict[str, Any]:
@@ -164,6 +165,12 @@ def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int
     return min(num_servers, math.ceil(num_tokens / _TOKENS_PER_WORKER), max(1, num_cores // 4))
 
 
+def pretraining_folder(output_dir: str) -> str:
+    """Folder of a value pretraining's own run, so that `critic-pretrain` and `train` may share a recipe."""
+    # The config.yaml in that folder names it already.
+    return output_dir if Path(output_dir).name == _PRETRAINING else str(Path(output_dir) / _PRETRAINING)
+
+
 def is_due(num_steps: int, every_steps: int) -> bool:
     """True if an action that repeats every ``every_steps`` steps (0: never) is due after ``num_steps`` steps."""
     return every_steps > 0 and num_steps % every_steps == 0
@@ -180,16 +187,10 @@ class WeightMethod(Enum):
     """Memory of the devices that trainer and servers share."""
 
 
-@dataclass(frozen=True)
-class ServerPlacement:
-    """Result of rollout.placement and rollout.weight_sync, the only reader of these two keys."""
-
-    shares_devices: bool
-    """The servers use the trainer ranks' devices: servers sleep while the trainer works, and start from its first GPU."""
-    weight_method: WeightMethod
+def shares_devices(rollout: RolloutConfig) -> bool:
+    """True if the servers run on the trainer ranks' devices, from the first one on, and sleep while the trainer works."""
+    return rollout.placement is Placement.colocated
 
 
-def server_placement(rollout: RolloutConfig) -> ServerPlacement:
-    if rollout.placement is Placement.colocated:
-        return ServerPlacement(shares_devices=True, weight_method=WeightMethod.colocated)
-    return ServerPlacement(shares_devices=False, weight_method=WeightMethod(rollout.weight_sync.value))
+def weight_method(rollout: RolloutConfig) -> WeightMethod:
+    return WeightMethod.colocated if shares_devices(rollout) else WeightMethod(rollout.weight_sync.value)

@@ -46,12 +46,28 @@ def sections() -> tuple[ConfigSection, ...]:
 
 
 def near_misses(name: str, *, limit: int = 1) -> list[str]:
-    """Keys and sections with a name similar to ``name``, the most similar first."""
+    """Keys and sections that ``name`` may mean, the nearest first.
+
+    A similar word in the same section is nearest, then the same word below that section, a longer word of the section with
+    it, the same word anywhere, and the most similar name. A name that is only somewhat similar is left out, because a wrong
+    hint costs more than none.
+    """
     known = [key.name for section in sections() for key in section.keys]
     known += [section.name for section in sections() if section.name]
-    last = name.rsplit(".", 1)[-1]
-    same_end = [other for other in known if other.rsplit(".", 1)[-1] == last]
-    return (difflib.get_close_matches(name, known, n=limit, cutoff=0.6) or same_end)[:limit]
+    section, _, word = name.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    similar = difflib.get_close_matches(word, siblings, n=limit, cutoff=0.7)
+    same_word = [other for other in known if other.rpartition(".")[2] == word]
+    below = [other for other in same_word if section and other.startswith(f"{section}.")]
+    parts = [other for one, other in siblings.items() if word in one.split("_")]
+    found = [siblings[one] for one in similar] + below + parts + same_word or difflib.get_close_matches(name, known, n=limit, cutoff=0.85)
+    return list(dict.fromkeys(found))[:limit]
+
+
+def keys_in(section: str) -> list[str]:
+    """Words of the keys and sections directly in ``section``; empty for a section that does not exist."""
+    names = [key.name for one in sections() for key in one.keys] + [one.name for one in sections()]
+    return [name.rpartition(".")[2] for name in names if name and name.rpartition(".")[0] == section]
 
 
 def _sections(name: str, value: Any) -> Iterator[ConfigSection]:
@@ -62,8 +78,7 @@ def _sections(name: str, value: Any) -> Iterator[ConfigSection]:
         part, full = getattr(value, item.name), f"{name}.{item.name}".lstrip(".")
         nested = _nested(item.type)
         if not is_dataclass(part):
-            bound = item.metadata.get("bound")
-            expected = bound.expected if bound else ""
+            expected, _ = item.metadata.get("bound", ("", None))
             keys.append(ConfigKey(full, _type(item.type), _shown(part), expected, _choices(item.type), texts[item.name]))
         if nested:
             inside += _sections(full + _placeholder(item.type), part if is_dataclass(part) else nested())

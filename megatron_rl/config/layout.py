@@ -3,8 +3,8 @@
 Pure, without torch, so that a dry run and the checks before a launch can import this module.
 
 A short name is sizes joined by "+": ``tp2``, ``tp2+sp+pp2``, ``ep2+etp1``, ``pp2+vpp2``, ``cp2``, ``dp2``,
-``pp2+layers3/5``; after a number the "+" may be omitted (``tp2pp2``). Tensor parallelism of a mixture-of-experts model
-needs ``sp``.
+``pp2+layers3/5``; after a number the "+" may be omitted (``tp2pp2``). Tensor parallelism of a mixture-of-experts
+model needs ``sp``.
 """
 
 import math
@@ -53,6 +53,11 @@ def ranks_needed(parallel: ParallelConfig, data_parallel_size: int = 1) -> int:
     # Expert groups fill the ranks of a stage only at multiples of this number of replicas.
     fitting = experts // math.gcd(experts, in_stage)
     return ranks_of_replica(parallel) * fitting * -(-data_parallel_size // fitting)
+
+
+def fewest_ranks(config: Config) -> int:
+    """Smallest number of ranks for the layouts of policy and critic."""
+    return math.lcm(ranks_needed(config.parallel), ranks_needed(critic_layout(config)))
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:

@@ -1,14 +1,15 @@
 """Reads YAML recipes and ``key=value`` overrides into a checked, typed Config.
 
-Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides in theirs. One
-default depends on other keys (``_decouple``). Each layer is checked separately, so that an error can name the layer, the
-key and the remedy. Mappings are merged name by name; an empty mapping (``reward.options={}``) removes the entries of
-earlier layers. YAML and interpolations are OmegaConf's.
+Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides in theirs.
+One default depends on other keys (``_decouple``). Each layer is checked separately, so that an error can name the
+layer, the key and the remedy. Mappings are merged name by name; an empty mapping (``reward.options={}``) removes
+the entries of earlier layers. YAML and interpolations are OmegaConf's.
 
-Values of another YAML type with the same meaning are accepted: text that parses as a number, a number for text, 0 and 1
-for false and true.
+Values of another YAML type with the same meaning are accepted: text that parses as a number, a number for text, 0
+and 1 for false and true.
 """
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -19,14 +20,18 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.keys import near_misses
+from megatron_rl.config.keys import keys_in, near_misses
 from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.config.schema.bounds import container_problem, item_type, named_items, not_null, shown
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.system.files.hub_cache import find_download
+from megatron_rl.system.files.probes import read_regular
 
 PRESETS = Path(__file__).parent / "presets"
 
+_TRAINED = ("policy", "critic", "sft", "critic_pretrain", "reward_train")
+"""Sections with an optimizer."""
 REMOVED: dict[str, tuple[Any, str]] = {
     "critic_pretrain.settle_tolerance": (0.02, "the tolerance is 0.02; set settle_window to converge later"),
     "health.max_mismatch": (0.1, "the limit is 0.1 nats per token; set health.mismatch=ignore to turn the sign off"),
@@ -34,6 +39,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "health.max_rollbacks": (2, "a run rolls back at most twice; set the sign's action to stop for no rollback"),
     "health.min_entropy": (0.001, "the limit is 0.001 nats per token; set health.entropy=ignore to turn the sign off"),
     "reward.process.comment_prefixes": (["#"], "only Python programs are read, so comments start with #"),
+    "schedule.policy_trains_on": ("windows", "set schedule.training_window_tokens, 0 for whole responses"),
+    **{f"{section}.optimizer.beta1": (0.9, "the decay of the mean of gradients is 0.9") for section in _TRAINED},
 }
 """Removed key -> the value that replaced it, and the remedy.
 
@@ -41,12 +48,33 @@ That value is accepted, because the config.yaml of an earlier run lists every ke
 """
 
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_YAML_PROBLEMS = {
+    "mapping values are not allowed": "a second colon, or a line indented more than the line above; put text with ': ' in quotes",
+    "could not find expected ':'": "a line without 'key: value', or a quote or bracket above is not closed",
+    "cannot start any token": "a value that begins with a sign of YAML such as @, % or `; put it in quotes",
+    "expected key": "a line that is indented differently from the other keys of its section",
+    "expected ',' or ']'": "a list that begins with [ and has no comma or ] here",
+    "expected ',' or '}'": "a mapping that begins with { and has no comma or } here",
+    "while scanning a quoted scalar": "a quote that is not closed, or a backslash in double quotes; use single quotes",
+    "found undefined alias": "a value that begins with *; put it in quotes",
+    "while scanning an a": "a value that begins with * or &; put it in quotes",
+    "constructor for the tag": "a value that begins with !; put it in quotes",
+    "expected a single document": "a line of three dashes; a recipe is one document, so remove it",
+    "control characters are not allowed": "a control character; remove it",
+    "duplicate key": "a key that occurs twice in its section; keep one",
+    "unhashable key": "a list or mapping as a key; a key is a word",
+    "unknown escape character": "a backslash in double quotes; use single quotes",
+}
+"""Words of PyYAML -> the mistake that usually causes them."""
 _MISSING = "???"
 """OmegaConf's marker of a value that a later layer must set."""
 
 
 def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
-    """Read any number of recipe files; raises ConfigError naming the file or override, the key and the remedy."""
+    """Merge recipe files (None: no file) and ``key=value`` overrides into a Config; the module's docstring has the precedence.
+
+    Raises ConfigError naming the file or override, the key and the remedy.
+    """
     files = [paths] if isinstance(paths, (str, Path)) else list(paths or [])
     layers = [(str(path), _read_yaml(Path(path))) for path in files]
     layers += [("the command line", _parse_override(item)) for item in overrides]
@@ -69,6 +97,7 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{origins}: {key}: {_first_line(error)}") from error
     _decouple(config, [layer for _, layer in layers])
+    _find_downloads(config)
     return config
 
 
@@ -111,23 +140,40 @@ def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
         correction.weight = "token"
 
 
+def _find_downloads(config: Config) -> None:
+    """Replace names on the Hugging Face Hub by the folders of their downloads; the folders name the commits."""
+    for model in (config.policy, config.critic, config.reference, config.reward.process):
+        model.path = find_download(model.path, "model")
+    for section in (config.data, config.sft, config.reward_train):
+        section.train_files = [find_download(name, "dataset") for name in section.train_files]
+    for section in (config.data, config.reward_train):
+        section.eval_files = [find_download(name, "dataset") for name in section.eval_files]
+    for named in config.eval.sets.values():
+        named.files = [find_download(name, "dataset") for name in named.files]
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             f"configuration file {path} does not exist; pass a YAML file, for example examples/arithmetic/tppo.yaml"
         )
     try:
-        loaded = OmegaConf.load(path)
+        text = read_regular(path).decode()
+        loaded = OmegaConf.load(io.StringIO(text))
         if isinstance(loaded, DictConfig):
             return _plain_layer(loaded)
         found = f"got a {type(loaded).__name__}"
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}{_yaml_problem(error, text)}") from error
+    except UserError as error:
+        raise ConfigError(f"configuration file {error}") from error
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
     except OSError as error:
         # OmegaConf also raises OSError for a file with a single value.
-        found = _first_line(error)
+        found = f"which it is not ({error.strerror})" if error.strerror else _first_line(error)
     raise ConfigError(f"{path}: expected sections with keys (a YAML mapping), {found}")
 
 
@@ -146,8 +192,24 @@ def _parse_override(item: str) -> dict[str, Any]:
     try:
         # "key=" means empty text; YAML would read null, which no field accepts.
         return _plain_layer(OmegaConf.from_dotlist([f"{item}''" if item.endswith("=") else item]))
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, TypeError, ValueError, IndexError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {item!r}{_yaml_problem(error, '')}") from error
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"override {item!r}: {_first_line(error)}") from error
+
+
+def _yaml_problem(error: yaml.YAMLError, text: str) -> str:
+    """Line and mistake of ``text``, which is not YAML, in the words of this package where the mistake is known."""
+    said = " ".join(str(error).split())
+    known = next((meaning for words, meaning in _YAML_PROBLEMS.items() if words in said), "")
+    mark = getattr(error, "problem_mark", None)
+    lines = text.splitlines()
+    if mark is None or not lines:
+        return f": not valid YAML: {known or said}"
+    number = min(mark.line, len(lines) - 1)
+    if "\t" in lines[number][: mark.column + 1]:
+        known = "a tab; indent with blanks"
+    return f", line {number + 1}: not valid YAML: {known or getattr(error, 'problem', said)}"
 
 
 def _is_utf8(text: str) -> bool:
@@ -233,8 +295,13 @@ def _section(key: str, value: Mapping[str, Any], section: Any, *, is_layer: bool
 def _suggestion(key: str) -> str:
     if key in REMOVED:
         return f", which was removed: {REMOVED[key][1]}"
+    if "lora" in key.lower():
+        return "; adapters (LoRA) are not supported: all weights of a model train"
     close = near_misses(key)
-    return f"; did you mean {close[0]!r}?" if close else f"; sections are {', '.join(f.name for f in fields(Config))}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    section = key.rpartition(".")[0]
+    return f"; {f'{section} has' if section else 'sections are'} {', '.join(keys_in(section))}"
 
 
 def _single(key: str, value: Any, wanted: Any) -> Any:
@@ -246,7 +313,7 @@ def _single(key: str, value: Any, wanted: Any) -> Any:
         raise ConfigError(f"{key}: expected one of {', '.join(choices)}, got {shown(value)}")
     readers: dict[Any, tuple[str, Callable[[Any], Any]]] = {
         bool: ("true or false", _truth),
-        bool | str: ("true, false or a word", lambda word: _TRUTH.get(str(word).lower(), _text(word))),
+        bool | str: ("true, false or a word", _truth_or_word),
         int: ("a whole number", _whole),
         float: ("a number", _number),
         str: ("text", _text),
@@ -262,6 +329,13 @@ def _single(key: str, value: Any, wanted: Any) -> Any:
 
 def _truth(value: Any) -> bool:
     return _TRUTH[str(value).lower()]
+
+
+def _truth_or_word(value: Any) -> bool | str:
+    # 0 and 1 are refused: they may be meant as a number, such as the step to resume from.
+    if str(value).isdecimal():
+        raise ValueError(value)
+    return _TRUTH.get(str(value).lower(), _text(value))
 
 
 def _whole(value: Any) -> int:

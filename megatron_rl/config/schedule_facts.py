@@ -1,10 +1,17 @@
 """The facts of a configuration's schedule, derived once: all code outside this file reads facts instead of the mode."""
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import assert_never
 
-from megatron_rl.config.derived import effective_window_tokens, needs_critic, needs_reference, server_placement
+from megatron_rl.config.derived import (
+    effective_window_tokens,
+    max_remainder_tokens,
+    needs_critic,
+    needs_reference,
+    shares_devices,
+)
 from megatron_rl.config.schema import (
     Config,
     KlPlace,
@@ -12,7 +19,6 @@ from megatron_rl.config.schema import (
     OldPolicy,
     RoutingReplay,
     ScheduleConfig,
-    TrainsOn,
     WeightUpdate,
 )
 
@@ -39,8 +45,8 @@ class Facts:
     critic: bool = True
     reference: bool = False
     process_rewards: bool = False
-    whole_responses: bool = False
-    """True if the policy trains on finished responses, over all their windows."""
+    training_window_tokens: float = 1
+    """Untrained tokens with which an unfinished response trains; 1: all that it has, inf: only finished responses train."""
     whole_groups: bool = False
     """True if the responses to a prompt train together, in the step in which the last one ends."""
 
@@ -64,9 +70,10 @@ class Facts:
         """True if servers and trainer never work at the same time."""
         return self.colocated or self.overlap is Overlap.nothing
 
-    def trained_window(self, step: int) -> int | None:
-        """Return the step whose tokens ``step`` trains on, or None for whole responses over all their windows."""
-        return None if self.whole_responses else step
+    @property
+    def whole_responses(self) -> bool:
+        """True if the policy trains on finished responses, over all their windows."""
+        return math.isinf(self.training_window_tokens)
 
 
 def overlap_of(schedule: ScheduleConfig) -> Overlap:
@@ -92,20 +99,40 @@ def why_not_ahead(schedule: ScheduleConfig) -> str:
 def facts_of(config: Config) -> Facts:
     overlap, critic = overlap_of(config.schedule), needs_critic(config)
     whole_groups = overlap > Overlap.nothing and not critic
+    training_window: float | None = config.schedule.training_window_tokens
+    if whole_groups or training_window == 0 or (training_window or 0) >= config.batch.max_response_tokens:
+        training_window = math.inf
     return Facts(
         overlap=overlap,
-        colocated=server_placement(config.rollout).shares_devices,
+        colocated=shares_devices(config.rollout),
         critic=critic,
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
-        whole_responses=whole_groups or config.schedule.policy_trains_on is TrainsOn.responses,
+        training_window_tokens=training_window or 1,
         whole_groups=whole_groups,
     )
 
 
+def max_windows(config: Config) -> int:
+    """Return the number of windows of a response of the whole budget whose first window is the shortest."""
+    window, jitter = effective_window_tokens(config), window_jitter_tokens(config)
+    return max(1, math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0) - max_remainder_tokens(window)) / window))
+
+
+def max_trained_windows(config: Config) -> int:
+    """Return the largest number of windows that train a response at once; all but the last are sampled by older policies.
+
+    The bound does not hold for windows that over-sampling aborts, nor for groups whose responses start in different steps.
+    """
+    training_window = facts_of(config).training_window_tokens
+    if math.isinf(training_window):
+        return max_windows(config)
+    return math.ceil(training_window / effective_window_tokens(config))
+
+
 def placement_problem(config: Config) -> str:
     """Return the reason why the servers' placement forbids the schedule, with its remedy, or an empty string."""
-    if overlap_of(config.schedule) < Overlap.training or not server_placement(config.rollout).shares_devices:
+    if overlap_of(config.schedule) < Overlap.training or not shares_devices(config.rollout):
         return ""
     return (
         "schedule.mode: async generates while the trainer trains, but with rollout.placement=colocated they take turns on "
@@ -124,8 +151,9 @@ def window_jitter_tokens(config: Config) -> int:
 def reuses_first_logprobs(config: Config) -> bool:
     """Return whether the log-probs of a step's first policy update serve as its old log-probs, without a separate pass.
 
-    False if a reader before the update needs them: a penalty in the rewards, routes recorded by a pass, a correction over the
-    whole batch, or slots that are stored before the update together with the divergence of their windows.
+    False if a reader before the update needs them: a penalty in the rewards, routes recorded by a pass, a
+    correction over the whole batch, or slots that are stored before the update together with the divergence of
+    their windows.
     """
     correction, kl_place = config.algorithm.correction, config.algorithm.kl.place
     is_per_token = correction.weight in ("none", "token", "sequence", "icepop") and not correction.normalize

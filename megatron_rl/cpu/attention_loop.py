@@ -50,7 +50,7 @@ class AttentionShape(NamedTuple):
 
 
 class KVPages(NamedTuple):
-    """The cache of one layer and the owners of its slots, as addresses and strides in elements."""
+    """KV cache of one layer and the table of its requests' cache slots, as addresses and strides in elements."""
 
     keys: int
     values: int
@@ -97,7 +97,7 @@ def _softmax(scores: int, count: int) -> float:
     """Write exp(score - maximum) over [count, padded to lanes] in place. Returns 1 / their sum."""
     padded = (count + WIDTH - 1) // WIDTH * WIDTH
     for i in range(count, padded):
-        put_float(scores, i, LOWEST)
+        put_float(scores, i, LOWEST)  # no padding lane may be the maximum
     most = splat(LOWEST)
     for i in range(0, padded, WIDTH):
         most = greater(load(scores + 4 * i), most)
@@ -109,7 +109,7 @@ def _softmax(scores: int, count: int) -> float:
         if i + WIDTH <= count:
             total = add(total, weights)
     for i in range(count, padded):
-        put_float(scores, i, ZERO)
+        put_float(scores, i, ZERO)  # exp(-inf) is exp(-87) here, which would count in the sum
     if count < padded:
         total = add(total, load(scores + 4 * (padded - WIDTH)))
     return ONE / sum_of(total)
@@ -149,7 +149,10 @@ def _transpose(pages: KVPages, row: int, head: int, count: int, size: int, keys:
 
 @inlined
 def _lane(query: int, keys: int, length: int, padded: int, lane: int) -> Lanes:
-    """The sum of one lane of ``_scores_by_row``, for sixteen tokens at a time; keys: transposed, from the first token."""
+    """Partial query . key of sixteen adjacent tokens: the products of elements ``lane``, ``lane + 16``, ..., added in this order.
+
+    query: [padded]; keys: address of the first of these tokens in ``_transpose``'s [padded, length].
+    """
     total = splat(ZERO)
     for index in range(lane, padded, WIDTH):
         total = fma(splat(float_at(query, index)), load(keys + 4 * index * length), total)
@@ -194,6 +197,7 @@ def _mix(
     count = span[1] - span[0]
     for part in range(0, size, WIDTH):
         left = size - part
+        # Each fma waits for the previous one of its sum, so four sums keep the pipeline full.
         a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
         whole = count // 4 * 4
         for i in range(0, whole, 4):

@@ -2,14 +2,16 @@
 
 Importing ``megatron_rl`` installs the hook, so no module has to be imported before another.
 
-transformers imports two libraries for what nobody calls here, together 1.3 s in every process: it is told that they are missing.
+transformers imports two libraries for functions that are never called here, together 1.3 s in every process; the hook reports
+these libraries as missing. Two modules of Megatron import wandb, which makes temporary folders that a killed process leaves;
+the hook hides wandb from them.
 """
 
-import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 PACKAGE = "megatron.core"
@@ -18,6 +20,12 @@ _MISSED = {
     "transformers.loss.loss_for_object_detection": "is_scipy_available",
 }
 """Maps a module to the function that reports its library. Without it, only assisted generation and detection losses fail."""
+_LOGGING = (
+    f"{PACKAGE}.timers",
+    f"{PACKAGE}.inference.engines.dynamic_engine",
+    f"{PACKAGE}.inference.contexts.dynamic_context",
+)
+"""Modules that import wandb for functions that are never called here."""
 
 
 def install() -> None:
@@ -32,41 +40,63 @@ def install() -> None:
     sys.meta_path.insert(0, _FirstImport())
 
 
-class _FirstImport(importlib.abc.MetaPathFinder):
-    """Handles modules of Megatron Core (on a CPU only) and two modules of transformers; ignores all other imports."""
+class _FirstImport:
+    """Import finder: adapts Megatron Core to a CPU and hides libraries from two modules of transformers; ignores other imports."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in _MISSED:
-            return _find_without_library(fullname, path, target)
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+            return _importing_inside(spec, lambda: _without_library(_MISSED[fullname]))
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         from megatron_rl.cpu import megatron
 
-        return megatron.find_spec(fullname, path, target, is_first=fullname == PACKAGE)
+        spec = megatron.find_spec(fullname, path, target, is_first=fullname == PACKAGE)
+        if fullname in _LOGGING:
+            spec = spec or importlib.machinery.PathFinder.find_spec(fullname, path, target)
+            return _importing_inside(spec, _without_wandb)
+        return spec
 
 
-def _find_without_library(
-    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+def _importing_inside(
+    spec: importlib.machinery.ModuleSpec | None, block: Callable[[], AbstractContextManager[None]]
 ) -> importlib.machinery.ModuleSpec | None:
-    """Find a module in ``_MISSED`` that sees, while it is imported, that its library is not installed."""
-    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    """Make the module of ``spec`` run inside ``block()`` when it is imported."""
     if spec is None or spec.loader is None:
         return spec
     run_module = spec.loader.exec_module
 
     def exec_module(module: types.ModuleType) -> None:
-        import transformers.utils as utils
-
-        question = _MISSED[fullname]
-        real = getattr(utils, question)
-        setattr(utils, question, lambda: False)
-        try:
+        with block():
             run_module(module)
-        finally:
-            setattr(utils, question, real)
 
     loader: Any = spec.loader
     loader.exec_module = exec_module
     return spec
+
+
+@contextmanager
+def _without_library(question: str) -> Iterator[None]:
+    """Let transformers' function ``question`` report that its library is not installed."""
+    import transformers.utils as utils
+
+    real = getattr(utils, question)
+    setattr(utils, question, lambda: False)
+    try:
+        yield
+    finally:
+        setattr(utils, question, real)
+
+
+@contextmanager
+def _without_wandb() -> Iterator[None]:
+    is_imported = "wandb" in sys.modules
+    if not is_imported:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if not is_imported:
+            del sys.modules["wandb"]

@@ -23,14 +23,13 @@ from megatron_rl.cpu.simd import (
     store_first,
     sub,
 )
+from megatron_rl.system.files.loop_cache import compiled_with_cache
 
 _F = np.float32
 Lanes = Any
 """Type of sixteen lanes, for annotations."""
 ZERO, ONE, LOWEST = _F(0), _F(1), _F(-np.inf)
-
-
-_SOURCES = tuple((path.name, path.stat().st_mtime, path.stat().st_size) for path in sorted(Path(__file__).parent.glob("*.py")))
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -39,19 +38,8 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile ``function`` at its first call; without the cache if no cache folder is writable."""
-    options = dict(nogil=True, error_model="numpy")
-    try:
-        loop = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no locator: neither this folder nor the user's cache folder is writable
-        return numba.njit(**options)(function)
-    # numba checks only the age of the function's own file, but code of the other files is compiled into it.
-    loop._cache._cache_file._source_stamp = _SOURCES
-    try:
-        loop._cache._cache_file._load_index()
-    except AttributeError:  # an older version of this folder wrote the index, with a type that no longer exists
-        loop._cache.flush()
-    return loop
+    """Compile ``function`` at its first call, or load it from the cache."""
+    return compiled_with_cache(function, _SOURCES, nogil=True, error_model="numpy")
 
 
 # exp(x) = 2**n exp(r), r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2]; coefficients of Cephes' expf (relative error 1e-7).
@@ -91,5 +79,3 @@ def store_lanes(address: int, index: int, count: int, value: Lanes) -> None:
         store(address + 4 * index, value)
     else:
         store_first(address + 4 * index, value, count)
-
-

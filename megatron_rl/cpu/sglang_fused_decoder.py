@@ -128,6 +128,7 @@ class _FusedLayers:
             self._scratch = torch.zeros(num_scratch)
         hidden = torch.zeros(max(num, layer_loop.MIN_ROWS), sizes.hidden)
         hidden[:num] = model.embed_tokens(input_ids)
+        # Only their addresses are passed on: the names keep the memory of both tensors until the call returns.
         indices = positions.to(torch.int64).contiguous(), forward_batch.out_cache_loc.to(torch.int64).contiguous()
         tokens = layer_loop.TokenArrays(num, indices[0].data_ptr(), indices[1].data_ptr())
         table = self._table(pool)

@@ -1,6 +1,6 @@
 """Runs SGLang on a machine without a GPU: an out-of-tree platform made of plain PyTorch operators.
 
-SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and
+SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (pyproject.toml), in the launching process and
 in every process that it spawns. Where CUDA is available ``activate`` returns None, and SGLang behaves as without
 this file. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` is in ``sglang_ops.py``,
 which SGLang imports once the platform is chosen.
@@ -21,6 +21,7 @@ def activate() -> str | None:
 
     if sglang_start.serves():
         process_probe.enable_probe("SGLang")
+        sglang_start.hide_megatron()
     if torch.cuda.is_available():
         return None
     # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.

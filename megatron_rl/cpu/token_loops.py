@@ -148,14 +148,14 @@ def sample(logits: int, num_rows: int, size: int, draws: SamplingArrays, tokens:
             if left >= WIDTH:
                 most = greater(scaled, most)
             else:
-                for j in range(left):
+                for j in range(left):  # lanes after the row's end are 0, which could exceed the logits
                     most = greater(splat(float_at(row, part + j)), most)
         greatest = greatest_of(most)
         total = splat(ZERO)
         for part in range(0, size, WIDTH):
             left = size - part
             store(weights + 4 * part, exp(sub(part_of(row, part, left, 0), splat(greatest))))
-            for j in range(left, WIDTH):
+            for j in range(left, WIDTH):  # exp(0) in the lanes after the row's end must not count
                 put_float(weights, part + j, ZERO)
             total = add(total, load(weights + 4 * part))
         seed = int_at(draws.seeds, i)

@@ -1,8 +1,8 @@
-"""Packed batches: sequences back to back in 1-D tensors.
+"""Packed batches: sequences concatenated in 1-D tensors.
 
-Alignment, everywhere outside the models: entry t of a per-token tensor speaks of *token t*. ``logprobs[t]`` is the
-log-probability of token t given the tokens before it; ``values[t]`` is V(s_t), read before token t is emitted. The
-first token of a sequence has no such number: its entry is 0 and its mask is 0.
+Alignment, everywhere outside the models: entry t of a per-token tensor belongs to *token t*. ``logprobs[t]`` is the
+log-probability of token t given the tokens before it; ``values[t]`` is V(s_t), before token t is emitted. The first
+token of a sequence has no such value: its entry is 0 and its mask is 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ TOKENS = "tokens"
 ROUTES = "routes"
 """Field [T, layers, k] of a mixture-of-experts policy's batch, uint8 or int16: expert id + 1 of each token, 0 without a record."""
 ALSO_WANTED = ("lm_mask", "window")
-"""Fields [T] bool: tokens outside ``mask`` whose log-probs a pass of a policy gives too."""
+"""Fields [T] bool: further tokens, outside ``mask``, whose log-probs a policy's pass computes."""
+DUMMY_TOKENS = 2
+"""Number of tokens of a dummy micro-batch, which has no sequences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +30,8 @@ class Images:
     """The images of a batch, in the order of their tokens."""
 
     sources: "Sequence[ImageFile | Tensor | Future[Tensor] | None]"
-    """On the driver the file of each image. On a rank its patches as the model's image processor cuts them, [t*h*w, values of
-    a patch] float32, perhaps not cut yet; None where another rank that has the batch cuts them."""
+    """On the driver the file of each image. On a rank its patches, [t*h*w, values of a patch] float32, perhaps not
+    cut yet; None if another rank with the same batch cuts them."""
     grids: Tensor
     """[I, 3] int64, patches of each image in time, height and width."""
     sequences: Tensor
@@ -37,7 +39,7 @@ class Images:
 
     @classmethod
     def of_patches(cls, patches: Tensor, grids: Tensor, sequences: Tensor) -> "Images":
-        """``patches`` [P, values of a patch] of all images, back to back."""
+        """``patches`` [P, values of a patch] of all images, concatenated."""
         return cls(patches.split(grids.prod(-1).tolist()), grids, sequences)
 
     def patches(self, image: int) -> Tensor:
@@ -66,20 +68,20 @@ class Images:
 @dataclass(frozen=True)
 class PackedBatch:
     tokens: Tensor
-    """[T] int64, the sequences back to back (prompt, then response); without data (``meta``) where ``parts`` have them."""
+    """[T] int64, the concatenated sequences (prompt, then response); without data (``meta``) if ``parts`` has the tokens."""
     cu_seqlens: Tensor
-    """[N+1] int64, where each sequence starts; the last entry is T."""
+    """[N+1] int64, start of each sequence, always in host memory; the last entry is T."""
     fields: dict[str, Tensor] = field(default_factory=dict)
     """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` has more dimensions."""
     images: Images | None = None
     """The images of a vision-language model's batch; each stands for a span of image tokens."""
     ids: tuple[int, ...] = ()
-    """The ids of a step's sequences; an id and a length name a sequence while the ranks cache it. Empty: the ranks cache nothing."""
+    """Ids of a step's sequences; an id and a length name a sequence in the ranks' caches. Empty: the ranks cache nothing."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
-    """``TOKENS`` and ``ROUTES`` that are not packed yet: the ranks that work on them will pack them."""
+    """``TOKENS`` and ``ROUTES`` that are not packed yet; ranks pack them when they need them."""
     spans: Tensor | None = None
-    """[N, 2] int64: first and end of a stretch of each sequence's tokens, counted from its start. What a field says outside of
-    it nobody reads: the ranks get 0 there. None: fields speak of all tokens."""
+    """[N, 2] int64: first and end of the tokens of each sequence that fields cover, counted from the sequence's
+    start; the ranks get 0 elsewhere. None: fields cover all tokens."""
 
     @property
     def lengths(self) -> Tensor:
@@ -94,12 +96,12 @@ class PackedBatch:
         return replace(self, fields={**self.fields, **new_fields})
 
     def only(self, *names: str) -> "PackedBatch":
-        """This batch with the fields ``names`` alone, those of them that it has."""
+        """This batch with only those fields that are in ``names``."""
         parts = {name: parts for name, parts in self.parts.items() if name in (TOKENS, *names)}
         return replace(self, fields={name: self.fields[name] for name in names if name in self.fields}, parts=parts)
 
     def columns(self) -> dict[str, Tensor | Rows]:
-        """The numbers of its tokens by name: fields and parts."""
+        """Per-token values by name: fields, and parts other than the tokens."""
         return {**self.fields, **{name: parts for name, parts in self.parts.items() if name != TOKENS}}
 
     def joined(self) -> "PackedBatch":
@@ -116,34 +118,28 @@ class PackedBatch:
 
     def select(self, indices: Sequence[int]) -> "PackedBatch":
         """The sequences ``indices`` in that order."""
+        borders, chosen = self.cu_seqlens.tolist(), torch.tensor(indices, dtype=torch.int64)
         return PackedBatch(
-            tokens=self.taken(self.tokens, indices),
-            cu_seqlens=cu_seqlens_of(self.lengths[torch.tensor(indices, dtype=torch.int64)]),
-            fields={name: self.taken(values, indices) for name, values in self.fields.items()},
+            tokens=_selected(self.tokens, borders, indices),
+            cu_seqlens=cu_seqlens_of(self.lengths[chosen]),
+            fields={name: _selected(values, borders, indices) for name, values in self.fields.items()},
             images=self.images.select(indices) if self.images is not None else None,
             ids=tuple(self.ids[index] for index in indices) if self.ids else (),
             parts={name: parts.select(indices) for name, parts in self.parts.items()},
-            spans=None if self.spans is None else self.spans[torch.tensor(indices, dtype=torch.int64)],
+            spans=None if self.spans is None else self.spans[chosen],
         )
 
-    def taken(self, values: Tensor, indices: Sequence[int]) -> Tensor:
-        """The ``values`` [T, ...] of the sequences ``indices`` in that order."""
-        borders = self.cu_seqlens.tolist()
-        if values.is_meta:
-            return values.new_empty(sum(borders[index + 1] - borders[index] for index in indices))
-        # Whole stretches: a list of all their rows takes more memory and time than they do.
-        return torch.cat([values[:0], *(values[borders[index] : borders[index + 1]] for index in indices)])
 
-    def rows(self, indices: Sequence[int]) -> Tensor:
-        """[tokens of the sequences ``indices``] int64: where they stand in per-token tensors, in that order."""
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        lengths = self.lengths[chosen]
-        borders = cu_seqlens_of(lengths)
-        return torch.arange(int(borders[-1])) + (self.cu_seqlens[chosen] - borders[:-1]).repeat_interleave(lengths)
+def _selected(values: Tensor, borders: Sequence[int], indices: Sequence[int]) -> Tensor:
+    """The ``values`` [T, ...] of the sequences ``indices``; ``borders``: where each sequence starts, and T."""
+    if values.is_meta:
+        return values.new_empty(sum(borders[index + 1] - borders[index] for index in indices))
+    # Slices instead of an index of all their tokens, which takes more memory and time than the copy.
+    return torch.cat([values[:0], *(values[borders[index] : borders[index + 1]] for index in indices)])
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; the host goes on at once where that is a GPU, whose work waits for the copy by itself."""
+    """``tensor`` on ``device``. The copy to a GPU is asynchronous: later work of its stream waits for it."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -152,3 +148,73 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def cu_seqlens_of(lengths: Tensor) -> Tensor:
     """[N] lengths -> [N+1] int64 starts, the last entry is the total."""
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
+
+
+# ---------------------------------------------------------------------------------------- micro-batches on the ranks, and their results
+
+
+def reply_spans(batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
+    """(first, end) [N]: the range of each sequence's tokens, in the batch, for which ranks return values."""
+    starts, ends = batch.cu_seqlens[:-1].numpy(), batch.cu_seqlens[1:].numpy()
+    if batch.spans is None:
+        return starts, ends
+    return starts + batch.spans[:, 0].numpy(), starts + batch.spans[:, 1].numpy()
+
+
+def select_spans(batch: PackedBatch, values: Tensor) -> Tensor:
+    """Select the values of a micro-batch's ``values`` [T] that are sent to the driver."""
+    if batch.spans is None:
+        return values
+    firsts, ends = reply_spans(batch)
+    return torch.cat([values[:0], *(values[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True))])
+
+
+def restore(
+    batch: PackedBatch, plan: Sequence[Sequence[Sequence[int]]], results: Sequence[Tensor], *, per_sequence: bool
+) -> list[Tensor]:
+    """Restore the batch's order in the ranks' ``results``: values per token [T] and, if the results have them, per sequence [N].
+
+    ``plan``: for each result, the sequences of each micro-batch. Tokens outside ``reply_spans`` get 0.
+    """
+    firsts, ends = (border.tolist() for border in reply_spans(batch))
+    # np.zeros, because pages that are never written cost neither time nor memory.
+    tokens, sequences = np.zeros(int(batch.cu_seqlens[-1]), np.float32), np.zeros(batch.num_sequences, np.float32)
+    for microbatches, result in zip(plan, results, strict=True):
+        numbers, position = result.numpy(), 0
+        for indices in microbatches:
+            for index in indices:
+                first, end = firsts[index], ends[index]
+                tokens[first:end] = numbers[position : position + end - first]
+                position += end - first
+            if per_sequence:
+                sequences[list(indices)] = numbers[position : position + len(indices)]
+                position += len(indices)
+    found = [tokens, sequences] if per_sequence else [tokens]
+    return [torch.from_numpy(values) for values in found]
+
+
+def dummy_batch(batch: PackedBatch) -> PackedBatch:
+    """Replace a batch without sequences by two tokens with every field 0, so that this rank takes part in every collective."""
+    if batch.num_sequences:
+        return batch
+    shapes = {name: values[:0] for name, values in batch.fields.items()}
+    shapes |= {name: torch.from_numpy(rows.like.copy()) for name, rows in batch.parts.items()}
+    return PackedBatch(
+        tokens=batch.tokens.new_zeros(DUMMY_TOKENS),
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, DUMMY_TOKENS]),
+        fields={name: values.new_zeros((DUMMY_TOKENS, *values.shape[1:])) for name, values in shapes.items()},
+        images=batch.images,
+    )
+
+
+def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch's tokens and fields on ``device``; copies to a GPU are asynchronous."""
+    if batch.tokens.device == device:
+        return batch
+    return PackedBatch(
+        tokens=moved(batch.tokens, device),
+        cu_seqlens=batch.cu_seqlens,
+        fields={name: moved(values, device) for name, values in batch.fields.items()},
+        # Each rank moves the patches of the images that it cuts.
+        images=batch.images,
+    )

@@ -1,23 +1,25 @@
-"""Normalizes prompts with images: text parts and image parts, and the images in order.
+"""Normalizes a row's messages and images for the chat template, and reads the row's template arguments.
 
 Rows may have either messages whose content is a list of parts ({"type": "image", "image": ...}, {"type": "video",
 "frames": [...], "timestamps": [...]}, {"type": "text", "text": ...}), or text with ``<image>`` marks
-and a column of images (data.images_field). A video becomes images, each after the text ``[1.5 second]``.
+and a column of images (data.images_field). A video becomes images, each after the text ``[1.5 second]``
+(Seed1.5-VL, arXiv 2505.07062).
 """
 
 import base64
 import itertools
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.checks.data_settings import TAKEN_ARGUMENTS, reserved_argument_problem
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.images import ImageSource, image_source
-from megatron_rl.data.row_files import describe, is_missing, lookup
-from megatron_rl.data.video import plan_video, timestamp_text
+from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json
 from megatron_rl.errors import DataError
 
 IMAGE_MARK = "<image>"
@@ -28,34 +30,26 @@ _SPOKEN_MARK = "[image]"
 Part = dict[str, str]
 """{"type": "text", "text": ...} or {"type": "image"}, as chat templates expect them."""
 IMAGE_PART: Part = {"type": "image"}
+TOOLS = "tools"
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """Folder of a row's images, and token limits for videos."""
-
-    path: Path
-    max_video_tokens: int
-    frame_levels: tuple[int, ...]
-
-
-def folder_of(place: str, data: DataConfig) -> ImageFolder:
-    """Image folder of a row. ``place`` is its "file:line"; paths are relative to the data file, or to data.image_dir."""
+def image_folder(place: str, data: DataConfig) -> Path:
+    """Folder that a row's image paths start at: the data file's, or data.image_dir. ``place`` is the row's "file:line"."""
     name = Path(place.rsplit(":", 1)[0])
     folder_of_file = name if name.is_dir() else name.parent
-    path = Path(data.image_dir) if data.image_dir else folder_of_file
-    return ImageFolder(path, data.max_video_tokens, tuple(data.video_frame_tokens))
+    return Path(data.image_dir) if data.image_dir else folder_of_file
 
 
-def column_images(row: Mapping[str, Any], field: str, place: str, folder: ImageFolder) -> list[ImageSource]:
+def column_images(row: Mapping[str, Any], place: str, data: DataConfig) -> list[ImageSource]:
     """Images of data.images_field; empty for a row without the column."""
+    field, folder = data.images_field, image_folder(place, data)
     value = lookup(row, field)
     if is_missing(value):
         return []
     if not isinstance(value, list):
         raise DataError(f"{place}: field {field!r}: expected a list of images, got {describe(value)}")
     return [
-        image_source(image, folder.path, f"{place}: field {field!r}: image {i}") for i, image in enumerate(value, 1)
+        image_source(image, folder, f"{place}: field {field!r}: image {i}") for i, image in enumerate(value, 1)
     ]
 
 
@@ -70,9 +64,10 @@ def split_image_marks(text: str) -> list[Part]:
     return parts
 
 
-def content_parts(content: Sequence[Any], where: str, folder: ImageFolder) -> tuple[list[Part], list[ImageSource]]:
-    """(parts of a message's content with videos as frames, its images in order). Raises DataError with the part's
-    source."""
+def content_parts(
+    content: Sequence[Any], where: str, folder: Path, data: DataConfig
+) -> tuple[list[Part], list[ImageSource]]:
+    """(parts of a message's content, its images in order); a video becomes its frames. Raises DataError with the part's source."""
     parts: list[Part] = []
     images: list[ImageSource] = []
     for number, part in enumerate(content, start=1):
@@ -84,10 +79,10 @@ def content_parts(content: Sequence[Any], where: str, folder: ImageFolder) -> tu
             value = part.get("image", part.get("image_url"))
             if isinstance(value, Mapping) and "url" in value:
                 value = value["url"]
-            images.append(image_source(value, folder.path, place))
+            images.append(image_source(value, folder, place))
             parts.append(IMAGE_PART)
         elif kind == "video":
-            for seconds, frame in _frames(part, place, folder):
+            for seconds, frame in _frames(part, place, folder, data):
                 parts += [{"type": "text", "text": timestamp_text(seconds)}, IMAGE_PART]
                 images.append(frame)
         else:
@@ -99,7 +94,7 @@ def content_parts(content: Sequence[Any], where: str, folder: ImageFolder) -> tu
 
 def moved_row(row: Mapping[str, Any], place: str, data: DataConfig, target: Path) -> dict[str, Any]:
     """The row for a JSON file in the folder ``target``: image paths are adjusted and bytes become data URLs."""
-    source = folder_of(place, data).path
+    source = image_folder(place, data)
 
     def moved(image: Any) -> Any:
         if isinstance(image, Mapping):
@@ -143,7 +138,7 @@ def texts_of(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _frames(part: Mapping[str, Any], place: str, folder: ImageFolder) -> list[tuple[float, ImageSource]]:
+def _frames(part: Mapping[str, Any], place: str, folder: Path, data: DataConfig) -> list[tuple[float, ImageSource]]:
     """(seconds, image) of every frame that is shown."""
     frames = part.get("frames")
     if not isinstance(frames, list) or not frames:
@@ -152,9 +147,36 @@ def _frames(part: Mapping[str, Any], place: str, folder: ImageFolder) -> list[tu
         )
     seconds = _timestamps(part, len(frames), place)
     # Sources are created for all frames, also those not shown, so that a missing file is an error in any plan.
-    plan = plan_video(len(frames), max_tokens=folder.max_video_tokens, levels=folder.frame_levels)
-    sources = [image_source(frame, folder.path, f"{place}: frame {i}") for i, frame in enumerate(frames, start=1)]
-    return [(seconds[i], replace(sources[i], max_tokens=plan.max_frame_tokens)) for i in plan.frames]
+    shown, max_frame_tokens = choose_frames(len(frames), data.max_video_tokens, data.video_frame_tokens)
+    sources = [image_source(frame, folder, f"{place}: frame {i}") for i, frame in enumerate(frames, start=1)]
+    return [(seconds[i], replace(sources[i], max_tokens=max_frame_tokens)) for i in shown]
+
+
+def choose_frames(num_frames: int, max_tokens: int, levels: Sequence[int]) -> tuple[list[int], int]:
+    """(ascending indices of the frames of a video that a prompt shows, token limit of each of these frames).
+
+    The limit is the largest of ``levels`` at which all frames fit into ``max_tokens``; at the lowest level as many
+    evenly spaced frames are shown as fit. So a longer video has no larger frames and shows no fewer of them. The
+    first frame is always shown, and so is the last if there is capacity for two. Raises ValueError without frames,
+    and for a budget below one frame of the lowest level.
+    """
+    lowest = min(levels)
+    if num_frames < 1 or max_tokens < lowest:
+        raise ValueError(f"expected at least one frame and {lowest} tokens, got {num_frames} and {max_tokens}")
+    for level in sorted(levels, reverse=True):
+        if num_frames * level <= max_tokens:
+            return list(range(num_frames)), level
+    num_shown = max_tokens // lowest
+    if num_shown == 1:
+        return [0], lowest
+    last, num_gaps = num_frames - 1, num_shown - 1
+    # Integer rounding gives the same result on every machine.
+    return [(2 * i * last + num_gaps) // (2 * num_gaps) for i in range(num_shown)], lowest
+
+
+def timestamp_text(seconds: float) -> str:
+    """Text before a frame."""
+    return f"[{seconds:.1f} second]"
 
 
 def _timestamps(part: Mapping[str, Any], num_frames: int, place: str) -> list[float]:
@@ -187,3 +209,79 @@ def _which(given: Any, fps: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def chat_arguments(row: Row, place: str, data: DataConfig, *, chat: bool) -> dict[str, Any]:
+    """Keyword arguments of ``apply_chat_template`` for this row: the recipe's, overridden by the row's, and its tools.
+
+    ``chat``: the prompt goes through the template; otherwise the result is empty. Raises DataError with source and
+    field for values of another type, and for arguments that would not be read.
+    """
+    own, tools = _arguments(row, place, data), _tools(row, place, data)
+    given = {data.chat_template_kwargs_field: own, data.tools_field: tools}
+    if chat:
+        return {**data.chat_template_kwargs, **(own or {}), **({} if tools is None else {TOOLS: tools})}
+    for field, value in given.items():
+        if value is not None:
+            raise DataError(
+                f"{place}: field {field!r}: a text prompt does not go through the chat template, so the field would not be read; set "
+                "data.use_chat_template=true, give the prompt as messages, or remove the field"
+            )
+    return {}
+
+
+def _arguments(row: Row, place: str, data: DataConfig) -> dict[str, Any] | None:
+    """The row's own arguments; None if it has none."""
+    where = f"{place}: field {data.chat_template_kwargs_field!r}"
+    value = _value(row, data.chat_template_kwargs_field, where)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise DataError(f'{where}: expected an object like {{"enable_thinking": false}}, got {describe(value)}')
+    taken = sorted(set(value) & set(TAKEN_ARGUMENTS))
+    if taken:
+        raise DataError(f"{where}: {reserved_argument_problem(taken[0])}")
+    if problem := not_json(value):
+        raise DataError(f"{where}: expected JSON values, but {problem}")
+    # Parquet gives every row the keys of all rows, with nulls.
+    return {name: inner for name, inner in value.items() if inner is not None} or None
+
+
+def _tools(row: Row, place: str, data: DataConfig) -> list[dict[str, Any]] | None:
+    where = f"{place}: field {data.tools_field!r}"
+    value = _value(row, data.tools_field, where)
+    if value is None:
+        return None
+    expected = 'expected a list of JSON schemas like {"type": "function", "function": {"name": ...}}'
+    if not isinstance(value, list):
+        raise DataError(f"{where}: {expected}, got {describe(value)}")
+    for number, tool in enumerate(value, start=1):
+        if not isinstance(tool, Mapping):
+            raise DataError(f"{where}: tool {number}: {expected}, got {describe(tool)}")
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise DataError(f"{where}: tool {number}: {expected}, got one without a name: {describe(dict(tool))}")
+        if problem := not_json(tool):
+            raise DataError(f"{where}: tool {number}: expected JSON values, but {problem}")
+    return value
+
+
+def _value(row: Row, field: str, where: str) -> Any:
+    """Value of the column, parsed if it is JSON text; None if the value is missing or no column is configured."""
+    value = lookup(row, field) if field else None
+    if is_missing(value):
+        return None
+    if not isinstance(value, str):
+        return _without_nulls(value)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: expected an object or a list, or JSON of one, got {describe(value)} ({error})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove nulls, because Parquet gives every object the keys of all objects of the column."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -8,10 +8,11 @@ Invariants:
 - Blank lines and comments are neutral: they are never labeled, rewarded or counted.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""
@@ -19,7 +20,7 @@ Region = tuple[int, int]
 """[start, end) in characters."""
 
 COMMENT_PREFIX = "#"
-"""Only Python programs are found (``_PYTHON_TAGS``)."""
+"""Only Python programs are found (``_PYTHON_TAG``)."""
 ENTRY_POINT_FIELD = "entry_point"
 """Row field with the name of the function under test, as the code reward reads it."""
 _MAX_PARTIAL_TOKENS = 8
@@ -27,8 +28,11 @@ _MAX_PARTIAL_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 """Character that decoders emit for bytes that do not (yet) form a character."""
 
-_FENCE = "```"
-_PYTHON_TAGS = ("python", "py", "python3", "py3")
+_FENCE = re.compile(r"(?P<marks>`{3,}|~{3,})[ \t]*\{?[ \t]*\.?(?P<tag>[^\s`{},:]*)[^`]*")
+_PYTHON_TAG = re.compile(r"i?py(?:thon)?[0-9.]*", re.IGNORECASE)
+_QUOTES = re.compile(r'"{3}|\'{3}')
+_MAX_FENCE_INDENT = 3
+"""Largest indentation of a closing fence beyond the opening one (CommonMark)."""
 _THOUGHT_END = "</think>"
 
 
@@ -45,21 +49,21 @@ class CodeLine:
 def code_region(text: str, entry_point: str = "") -> Region | None:
     """Region of a response's program; None if there is only whitespace.
 
-    The program is the last fenced block after the thought that defines ``entry_point``, else the last block marked as
-    Python, else the last block, else all text after the thought. An unclosed block extends to the end.
+    The program is the last fenced block after the thought that defines ``entry_point``, else the last block marked
+    as Python, else the last block, else all text after the thought. An unclosed block extends to the end.
     """
     region, _ = _program(text, entry_point)
     return region if text[slice(*region)].strip() else None
 
 
 def extract_code(text: str, entry_point: str = "") -> str:
-    """Program in ``code_region``, with lines dedented by the indentation of the block's fence."""
+    """Text of the program that ``code_region`` finds, dedented by the indentation of the block's fence; blank if there is no program."""
     return _dedented(text, *_program(text, entry_point))
 
 
 def fenced_blocks(text: str) -> list[str]:
     """Fenced blocks after the thought: blocks marked as Python, or all blocks if none is marked."""
-    return [_dedented(text, block.region, block.indent) for block in _marked(text)]
+    return [_dedented(text, *block) for block in _marked(text)]
 
 
 def _dedented(text: str, region: Region, indent: int) -> str:
@@ -72,9 +76,11 @@ def _after_thought(text: str) -> int:
     return text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
 
 
-def _marked(text: str) -> "list[_Block]":
+def _marked(text: str) -> list[tuple[Region, int]]:
+    """(region, indentation of the opening fence) of each block marked as Python, or of all blocks if none is marked."""
     blocks = list(_blocks(text, _after_thought(text)))
-    return [block for block in blocks if block.tag in _PYTHON_TAGS] or blocks
+    chosen = [block for block in blocks if _PYTHON_TAG.fullmatch(block[0])] or blocks
+    return [(region, indent) for _, region, indent in chosen]
 
 
 def _program(text: str, entry_point: str) -> tuple[Region, int]:
@@ -82,33 +88,39 @@ def _program(text: str, entry_point: str) -> tuple[Region, int]:
     marked = _marked(text)
     if entry_point:
         heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
-        marked = [b for b in marked if any(head in text[slice(*b.region)] for head in heads)] or marked
-    return (marked[-1].region, marked[-1].indent) if marked else ((_after_thought(text), len(text)), 0)
+        marked = [block for block in marked if any(head in text[slice(*block[0])] for head in heads)] or marked
+    return marked[-1] if marked else ((_after_thought(text), len(text)), 0)
 
 
-class _Block(NamedTuple):
-    tag: str
-    """Language tag of the block."""
-    region: Region
-    indent: int
-    """Number of characters before the opening fence."""
+def _blocks(text: str, position: int) -> Iterator[tuple[str, Region, int]]:
+    """(language tag, region, indentation of the opening fence) of each fenced block from ``position`` on."""
+    lines = text[position:].splitlines(keepends=True)
+    ends = [position + total for total in accumulate(map(len, lines))]
+    number = 0
+    while number < len(lines):
+        fence = _FENCE.fullmatch(lines[number].strip())
+        number += 1
+        if fence is None:
+            continue
+        indent = len(lines[number - 1]) - len(lines[number - 1].lstrip())
+        closing = _closing(lines, number, fence["marks"], indent)
+        start, end = ends[number - 1], ends[closing - 1]
+        if closing < len(lines) or start < end:
+            yield fence["tag"], (start, end), indent
+        number = closing + 1
 
 
-def _blocks(text: str, position: int) -> Iterator[_Block]:
-    """Fenced blocks from ``position`` on."""
-    tag: str | None = None
-    start, indent = position, 0
-    for line in text[position:].splitlines(keepends=True):
-        end, stripped = position + len(line), line.strip()
-        if tag is None:
-            if stripped.startswith(_FENCE):
-                tag, start, indent = stripped.strip("`").strip().lower(), end, len(line) - len(line.lstrip())
-        elif stripped == _FENCE:
-            yield _Block(tag, (start, position), indent)
-            tag = None
-        position = end
-    if tag is not None and start < position:
-        yield _Block(tag, (start, position), indent)
+def _closing(lines: Sequence[str], start: int, marks: str, indent: int) -> int:
+    """Index of the line that closes a block: not inside a docstring, if there is a choice; the end if none does."""
+    num_quotes, first = 0, len(lines)
+    for number in range(start, len(lines)):
+        stripped = lines[number].strip()
+        if stripped.startswith(marks) and not stripped.strip(marks[0]):
+            if num_quotes % 2 == 0 and len(lines[number]) - len(lines[number].lstrip()) <= indent + _MAX_FENCE_INDENT:
+                return number
+            first = min(first, number)
+        num_quotes += len(_QUOTES.findall(stripped))
+    return first
 
 
 def code_lines(text: str, *, entry_point: str = "") -> list[CodeLine]:

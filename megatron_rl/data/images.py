@@ -1,8 +1,8 @@
 """Images of prompts: sources, validation, and the pixels that trainer and servers share.
 
 Invariants: an image is identified by the digest of its bytes, so a file that changes during a run is noticed. Files
-that are not complete, still, ordinary images are rejected when the data is read. Pixels are RGB, upright (EXIF rotation
-is applied) and on a white background; all patches and sent images start from these pixels.
+that are not complete, still, ordinary images are rejected when the data is read. Pixels are RGB, upright (EXIF
+rotation is applied) and on a white background; all patches and sent images start from these pixels.
 """
 
 import base64
@@ -79,14 +79,6 @@ class ImageFile:
     """[bytes] uint8: content of the file, unchanged."""
 
 
-@dataclass(frozen=True)
-class ImageInfo:
-    digest: str
-    width: int
-    height: int
-    """Width and height of the upright image, in pixels."""
-
-
 def image_source(value: Any, folder: Path, where: str) -> ImageSource:
     """Parse a row's image: a path, a data URL or Parquet's {bytes, path}. Raises DataError for other values."""
     if isinstance(value, Mapping):
@@ -115,8 +107,11 @@ def image_source(value: Any, folder: Path, where: str) -> ImageSource:
     return ImageSource(name=str(path), path=str(path))
 
 
-def inspect(source: ImageSource) -> ImageInfo:
-    """Digest and size of a valid image; raises DataError for an invalid one. Decodes each file once."""
+def inspect(source: ImageSource) -> tuple[str, int, int]:
+    """(digest, width, height) of a valid image, in pixels and upright; raises DataError for an invalid one.
+
+    Decodes each file once.
+    """
     if not source.path:
         return _facts(source.data, source.name)
     try:
@@ -127,12 +122,12 @@ def inspect(source: ImageSource) -> ImageInfo:
 
 
 @functools.lru_cache(maxsize=_NUM_REMEMBERED)
-def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageInfo:
+def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> tuple[str, int, int]:
     """Facts of an image file. Cached, because rows are read several times before a run starts."""
     return _facts(Path(path).read_bytes(), path)
 
 
-def _facts(data: bytes, name: str) -> ImageInfo:
+def _facts(data: bytes, name: str) -> tuple[str, int, int]:
     image = _opened(data, name)
     width, height = image.size
     _check_shape(image, name)
@@ -141,7 +136,7 @@ def _facts(data: bytes, name: str) -> ImageInfo:
     _load(image, name)
     if image.getexif().get(ORIENTATION_TAG) in _TURNED:
         width, height = height, width
-    return ImageInfo(digest_of(data), width, height)
+    return digest_of(data), width, height
 
 
 def _check_shape(image: "Image", name: str) -> None:

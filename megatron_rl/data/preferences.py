@@ -1,8 +1,8 @@
 """Training data of reward models: pairs of responses of which one is better, and programs with labeled lines.
 
-A preference is a row with the prompt (data.prompt_field: text or messages) and the texts ``chosen`` and ``rejected``. A
-labeled program has the prompt, data.response_field and ``line_labels``, as written by `megatron-rl label-lines`. Every
-row is checked before training; an invalid row is an error with source, field and reason.
+A preference is a row with the prompt (data.prompt_field: text or messages) and the texts ``chosen`` and
+``rejected``. A labeled program has the prompt, data.response_field and ``line_labels``, as written by `megatron-rl
+label-lines`. Every row is checked before training; an invalid row is an error with source, field and reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.derived import model_has_vision
 from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, code_lines
-from megatron_rl.data.prompts import RowContent, check_images, read_content
+from megatron_rl.data.prompts import RowContent, check_images, read_content, text_field
 from megatron_rl.data.row_files import describe, lookup, read_rows
 from megatron_rl.errors import DataError, UserError
 
@@ -53,8 +53,8 @@ def load_labelled_programs(files: Sequence[str], data: DataConfig) -> list[Label
 
 
 def check_reward_files(config: Config) -> None:
-    """Raise UserError for the first invalid row of the files, or an output that would overwrite the base model; needs
-    no model."""
+    """Raise UserError for the first invalid row of the files, or an output that would overwrite the base model;
+    needs no model."""
     settings = config.reward_train
     if Path(settings.output_path).resolve() == Path(config.policy.path).resolve():
         raise UserError("reward_train.output_path: it is policy.path, which would be overwritten; give another folder")
@@ -83,7 +83,7 @@ def _loaded(files: Sequence[str], data: DataConfig, build: Any, expected: str) -
 
 def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference:
     content = read_content(row, place, data)
-    chosen, rejected = (_text(row, name, place) for name in (CHOSEN_FIELD, REJECTED_FIELD))
+    chosen, rejected = (text_field(row, name, place) for name in (CHOSEN_FIELD, REJECTED_FIELD))
     if chosen == rejected:
         raise DataError(f"{place}: fields 'chosen' and 'rejected' are the same text; remove the row")
     return Preference(content, chosen, rejected)
@@ -91,7 +91,7 @@ def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference
 
 def _labelled_program(row: dict[str, Any], place: str, data: DataConfig) -> LabeledProgram:
     content = read_content(row, place, data)
-    response = _text(row, data.response_field, place)
+    response = text_field(row, data.response_field, place)
     labels = lookup(row, _LABELS_FIELD)
     if not isinstance(labels, list) or any(isinstance(x, bool) or x not in LABELS for x in labels):
         raise DataError(f"{place}: field {_LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")
@@ -103,12 +103,3 @@ def _labelled_program(row: dict[str, Any], place: str, data: DataConfig) -> Labe
             "label the rows again with `megatron-rl label-lines`"
         )
     return LabeledProgram(content, response, entry_point, tuple(int(x) for x in labels))
-
-
-def _text(row: dict[str, Any], field: str, place: str) -> str:
-    value = lookup(row, field)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(
-            f"{place}: field {field!r}: expected non-empty text, got {describe(value)}; fields here are {sorted(row)}"
-        )
-    return value

@@ -1,32 +1,36 @@
 """Prompt files: converts rows to Prompts and checks every row before a run starts.
 
-A row that cannot be used is an error with file, line and field. Prompts that are too long are skipped and counted, and
-so are duplicate ids if the configuration says so. ``row_files.py`` handles formats and sources.
+A row that cannot be used is an error with file, line and field. Prompts that are too long are skipped and counted,
+and so are duplicate ids if the configuration says so. ``row_files.py`` handles formats and sources.
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
 from megatron_rl.data.chat_content import (
     IMAGE_MARK,
-    ImageFolder,
+    chat_arguments,
     column_images,
     content_parts,
-    folder_of,
+    image_folder,
     plain_text,
     split_image_marks,
     texts_of,
 )
 from megatron_rl.data.images import ImageRef, ImageSource, inspect
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json, read_rows
-from megatron_rl.data.template_arguments import chat_arguments
 from megatron_rl.data.tokenizer import Message, Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError
+
+NUM_FIRST_ROWS = 1000
+"""Rows at each end of the data that are tokenized before a run starts."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,20 @@ class RowContent:
         return "\n\n".join(f"{message['role']}: {plain_text(message['content'])}" for message in turns)
 
 
-def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> PromptSet:
-    """Read and tokenize prompts. Raises DataError for invalid rows, for duplicate ids and if no prompt is left."""
+def load_prompts(
+    files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, max_prompt_tokens: int, all_rows: bool = True
+) -> PromptSet:
+    """Read and tokenize prompts. Raises DataError for invalid rows, for duplicate ids and if no prompt is left.
+
+    ``all_rows`` False: only the first and last rows (``first_and_last``), but all if none of their prompts is left.
+    """
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     num_duplicates = 0
     too_long: Counter[str] = Counter()
     unread: Counter[str] = Counter()
-    for row, place in read_rows(files, split=data.split):
+    rows = read_rows(files, split=data.split)
+    for row, place in rows if all_rows else first_and_last(rows):
         content = read_content(row, place, data)
         if is_duplicate(content, places, data):
             num_duplicates += 1
@@ -94,6 +104,8 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
         else:
             prompts.append(prompt)
             unread.update(name for name in prompt.chat_arguments if not tokenizer.template_reads(name))
+    if not prompts and not all_rows:
+        return load_prompts(files, data, tokenizer, max_prompt_tokens=max_prompt_tokens)
     if not prompts:
         raise DataError(
             f"{', '.join(files)}: no prompt is left ({too_long.total()} are longer than batch.max_prompt_tokens={max_prompt_tokens}); "
@@ -102,23 +114,24 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
     return PromptSet(tuple(prompts), too_long.total(), dict(too_long), num_duplicates, dict(unread))
 
 
-class PromptWithResponse(NamedTuple):
-    """A prompt and its reference response, for supervised training."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    """Response ids that end in the end-of-text token."""
-    images: tuple[ImageRef, ...] = ()
-    """Images of the prompt."""
+def first_and_last(rows: Iterator[tuple[Row, str]]) -> Iterator[tuple[Row, str]]:
+    """Yield the first and the last ``NUM_FIRST_ROWS`` rows; the rows between them are read, but not kept."""
+    yield from islice(rows, NUM_FIRST_ROWS)
+    yield from deque(rows, NUM_FIRST_ROWS)
 
 
-def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[PromptWithResponse]:
-    """Prompt and reference response of every row."""
+Solution = tuple[list[int], list[int], tuple[ImageRef, ...]]
+"""(prompt ids, ids of the reference response that end in the end-of-text token, images of the prompt)."""
+
+
+def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, all_rows: bool = True) -> list[Solution]:
+    """Prompt and reference response of every row, or of the first and last rows (``first_and_last``)."""
     solutions = []
-    for row, place in read_rows(files, split=data.split):
+    rows = read_rows(files, split=data.split)
+    for row, place in rows if all_rows else first_and_last(rows):
         prompt = tokenize(read_content(row, place, data), data, tokenizer)
-        response = encode_response(_text_field(row, data.response_field, place), place, data.response_field, tokenizer)
-        solutions.append(PromptWithResponse(list(prompt.token_ids), [*response, tokenizer.eos_id], prompt.images))
+        response = encode_response(text_field(row, data.response_field, place), place, data.response_field, tokenizer)
+        solutions.append((list(prompt.token_ids), [*response, tokenizer.eos_id], prompt.images))
     if not solutions:
         raise DataError(
             f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field"
@@ -137,29 +150,42 @@ def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> 
 
 
 def check_files(
-    files: Sequence[str], data: DataConfig, *, with_response: bool, takes_images: bool | None = None
+    files: Sequence[str], data: DataConfig, *, with_response: bool, takes_images: bool | None = None, unique_ids: bool = False
 ) -> dict[str, int]:
     """Check that every row has the required fields and readable images; returns the number of rows of each type.
 
-    Needs no tokenizer, so it can run first. ``takes_images``: the model has vision (None: unknown). Raises DataError
-    with file, line and field.
+    Needs no tokenizer, so it can run first. ``takes_images``: the model has vision (None: unknown). Raises
+    DataError with file, line and field, also for a file without rows. ``unique_ids``: duplicate ids are an error, unless
+    data.duplicate_ids says otherwise.
     """
     num_by_type: Counter[str] = Counter()
+    places: dict[str, str] = {}
     # Rows of different types may lack a field, but a field that no row has is a typo.
     never_seen = set(data.reward_fields)
-    for row, place in read_rows(files, split=data.split):
+    for row, place in _rows_of_each(files, data.split):
         content = read_content(row, place, data)
         check_images(content, takes_images=takes_images)
-        num_by_type[content.type] += 1
+        num_by_type[content.type] += not (unique_ids and is_duplicate(content, places, data))
         never_seen = {path for path in never_seen if _field_name(path) not in content.fields}
         if with_response:
-            _text_field(row, data.response_field, place)
+            text_field(row, data.response_field, place)
     if never_seen and num_by_type:
         raise DataError(
             f"data.reward_fields: no row of {', '.join(files)} has {', '.join(sorted(never_seen))}; "
             "correct the name or remove it"
         )
     return dict(num_by_type)
+
+
+def _rows_of_each(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
+    """Yield the rows of ``files``. Raises DataError for a file without rows, which is a mistake at its writing."""
+    for name in files:
+        is_empty = True
+        for row, place in read_rows([name], split=split):
+            is_empty = False
+            yield row, place
+        if is_empty:
+            raise DataError(f"{name}: the file has no rows; write it again, or remove it from the list")
 
 
 def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
@@ -214,8 +240,8 @@ def is_duplicate(content: RowContent, places: dict[str, str], data: DataConfig) 
 
 
 def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
-    """Tokenize a row. Raises DataError with source and field for an empty prompt or text that the tokenizer does not
-    know."""
+    """Tokenize a row. Raises DataError with source and field for an empty prompt or text that the tokenizer does
+    not know."""
     where = f"{content.place}: field {data.prompt_field!r}"
     check_images(content, takes_images=tokenizer.vision is not None)
     prompt, chat = content.prompt, data.use_chat_template or not isinstance(content.prompt, str)
@@ -229,7 +255,8 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
     if not token_ids:
         raise DataError(f"{where}: the prompt has no tokens")
     texts = [content.prompt] if isinstance(content.prompt, str) else [texts_of(m["content"]) for m in content.prompt]
-    unknown = tokenizer.unknown_text("".join(texts).replace(IMAGE_MARK, "") if content.images else "".join(texts))
+    text = "".join(texts).replace(IMAGE_MARK, "") if content.images else "".join(texts)
+    unknown = tokenizer.unknown_text(text, token_ids)
     if unknown:
         raise DataError(f"{where}: the tokenizer does not know {unknown!r}; clean the data or use another tokenizer")
     return Prompt(
@@ -277,18 +304,24 @@ def _field_name(path: str) -> str:
 
 def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message], list[ImageSource]]:
     """(prompt, its images in the order of their positions)."""
-    path, folder = data.prompt_field, folder_of(place, data)
-    column = column_images(row, data.images_field, place, folder)
+    path = data.prompt_field
+    column = column_images(row, place, data)
     value = lookup(row, path)
     if not isinstance(value, list):
-        text = _text_field(row, path, place)
+        text = text_field(row, path, place)
         return _with_marks(text, text.count(IMAGE_MARK), column, place, data), column
-    parsed = [_message(given, f"{place}: field {path!r}: message {i}", folder) for i, given in enumerate(value, start=1)]
+    folder = image_folder(place, data)
+    parsed = [_message(given, f"{place}: field {path!r}: message {i}", folder, data) for i, given in enumerate(value, 1)]
     messages = [message for message, _ in parsed]
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         last = messages[-1]["role"] if messages else "none"
+        remedy = {
+            "assistant": "; remove the last message, as tools/prepare_data.py messages does: for sft it is the text of "
+            "data.response_field, for a reward data.answer_field",
+            "system": "; add the user's message",
+        }
         raise DataError(
-            f"{place}: field {path!r}: expected messages, the last of which the model answers (user), got {last}"
+            f"{place}: field {path!r}: expected messages, the last of which the model answers (user), got {last}{remedy.get(last, '')}"
         )
     images = [image for _, images in parsed for image in images]
     if not column:
@@ -317,14 +350,14 @@ def _with_marks(text: str, num_marks: int, column: Sequence[ImageSource], place:
     return text
 
 
-def _message(message: Any, where: str, folder: ImageFolder) -> tuple[Message, list[ImageSource]]:
+def _message(message: Any, where: str, folder: Path, data: DataConfig) -> tuple[Message, list[ImageSource]]:
     """(message with its content as text or parts, images of its parts)."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: expected an object with role and content, got {describe(message)}")
     content = message.get("content")
     images: list[ImageSource] = []
     if isinstance(content, list):
-        content, images = content_parts(content, where, folder)
+        content, images = content_parts(content, where, folder, data)
     for name, value in (("role", message.get("role")), ("content", content)):
         if not isinstance(value, (str, list) if name == "content" else str) or not value or not str(value).strip():
             raise DataError(f"{where}: {name}: expected non-empty text, got {describe(value)}")
@@ -373,7 +406,8 @@ def _reward_fields(row: Row, paths: Sequence[str], place: str) -> dict[str, Any]
     return fields
 
 
-def _text_field(row: Row, path: str, place: str) -> str:
+def text_field(row: Row, path: str, place: str) -> str:
+    """The text at ``path``. Raises DataError if it is missing, blank or not text."""
     value = lookup(row, path)
     if not isinstance(value, str) or not value.strip():
         raise DataError(

@@ -1,13 +1,13 @@
 """Rows of data files: JSON lines (plain or gzipped), JSON arrays, Parquet and local Hugging Face datasets.
 
-Invariants: rows come in the order of the files, and inside a folder in the order of its shards. Every row has a source
-("file:line", or "file:row n" counted from 1 if there are no lines) that is the same in every run. One batch of rows is
-in memory at a time (a JSON array is read whole). Every text in a row can be written as UTF-8, no name occurs twice in
-an object, and nesting is shallow enough for recursive code.
+Invariants: rows come in the order of the files, and inside a folder in the order of its shards. Every row has a
+source ("file:line", or "file:row n" counted from 1 if there are no lines) that is the same in every run. One batch
+of rows is in memory at a time (a JSON array is read whole). Every text in a row can be written as UTF-8, no name
+occurs twice in an object, and nesting is shallow enough for recursive code.
 
 A dataset folder is a folder saved to disk by ``datasets`` (state.json next to Arrow files, several splits under
-dataset_dict.json), or a folder of data files whose names or subfolders contain the split. The ``datasets`` library is
-not needed.
+dataset_dict.json), or a folder of data files whose names or subfolders contain the split. The ``datasets`` library
+is not needed.
 """
 
 import codecs

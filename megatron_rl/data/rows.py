@@ -1,11 +1,12 @@
-"""Rows: a ragged column, as a table of addresses. A row is the numbers of one token, or a byte of an image file.
+"""Rows: a ragged column, stored as a table of addresses. A row has the values of one token, or a byte of an image file.
 
-The rows of a sequence lie in pieces, wherever they were made: in this process's memory, in a file that others map too
-(``system/files/shared_file.py``), or on another node. Selecting and sending touch the table alone; ``packed`` reads.
+The rows of a sequence are in pieces: in this process's memory, in a file that other processes map
+(``system/files/shared_file.py``), or on another node. Selecting and sending use only the table; ``packed`` reads
+the rows.
 
-Invariants: rows are immutable. Lengths come from the table, never from memory. ``owners`` keep the memory for as long as the
-rows live in the process that made them; in a message memory that others can map travels as its address, and all other memory
-as its bytes. Who sends addresses keeps the rows until the receiver has read them.
+Invariants: rows are immutable. Lengths come from the table, never from memory. ``owners`` keep the memory alive in
+the process that made the rows. In a message, memory that others can map is sent as its address, and other memory as
+its bytes. A sender of addresses keeps the rows until the receiver has read them.
 """
 
 import math
@@ -19,15 +20,15 @@ from megatron_rl.system.files.shared_file import NODE, MappedFile, SharedArrays,
 
 
 class FileId(NamedTuple):
-    """A file that has come in a message and is not mapped yet."""
+    """A file of a received message that is not mapped yet."""
 
     pid: int
-    """With the node, as in an address."""
+    """Process and node, as in an address."""
     fd: int
 
 
 Memory = np.ndarray | MappedFile | FileId
-"""[bytes] uint8 of this process, or a file."""
+"""Memory of pieces: [bytes] uint8 of this process, or a file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +37,18 @@ class Rows:
 
     files: Sequence[Memory]
     table: np.ndarray
-    """[pieces, 3] int64: index in ``files``, first byte there, number of rows; the pieces of a sequence follow each other."""
+    """[pieces, 3] int64: index in ``files``, first byte there, number of rows; the pieces of a sequence are adjacent."""
     borders: np.ndarray
     """[N+1] int64: the first piece of each sequence."""
     like: np.ndarray
-    """[0, ...]: dtype and shape of a row."""
+    """[0, ...] empty array with the dtype and shape of a row."""
     starts: np.ndarray | None = None
     """[N] int64: tokens of each sequence before its first row; None: 0."""
     owners: Any = None
 
     @classmethod
     def of(cls, by_sequence: Sequence[Sequence[np.ndarray]], like: np.ndarray | None = None) -> Self:
-        """Each sequence's arrays [n, ...], of one dtype and without gaps. ``like`` None: some sequence has an array."""
+        """Rows of each sequence's arrays [n, ...], contiguous and of one dtype. ``like`` None: some sequence has an array."""
         if not by_sequence and like is not None:
             return cls([], np.zeros((0, 3), np.int64), np.zeros(1, np.int64), like)
         pieces = [[array for array in arrays if len(array)] for arrays in by_sequence]
@@ -55,7 +56,7 @@ class Rows:
         if like is None:
             like = next(array for arrays_ in by_sequence for array in arrays_)[:0]
         files, number, first = files_of(arrays)
-        # Many responses share the array of one prompt.
+        # By identity, because many responses share the array of one prompt.
         own = {id(arrays[index]): arrays[index] for index in np.flatnonzero(number < 0).tolist()}
         number_of = {key: len(files) + place for place, key in enumerate(own)}
         for index in np.flatnonzero(number < 0).tolist():
@@ -66,7 +67,7 @@ class Rows:
 
     @classmethod
     def flat(cls, values: np.ndarray, firsts: np.ndarray, ends: np.ndarray, starts: np.ndarray | None = None) -> Self:
-        """The rows ``firsts`` [N] to ``ends`` [N] of ``values`` [T, ...], whose memory stays unchanged from now on."""
+        """The rows ``firsts`` [N] to ``ends`` [N] of ``values`` [T, ...], which nobody may change from now on."""
         files, _, offset = files_of([values])
         memory: Memory = files[0] if files else values.reshape(-1).view(np.uint8)
         table = np.stack([np.zeros_like(firsts), firsts * _row_bytes(values) + (offset[0] if files else 0), ends - firsts], 1)
@@ -74,7 +75,7 @@ class Rows:
 
     @classmethod
     def concatenated(cls, columns: "Sequence[Rows]") -> "Rows":
-        """The sequences of the first column, then those of the second, and so on; there is at least one column."""
+        """The sequences of all ``columns`` (at least one), in order."""
         if len(columns) == 1:
             return columns[0]
         files = list({id(file): file for rows in columns for file in rows.files}.values())
@@ -95,7 +96,7 @@ class Rows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[N] rows of each sequence."""
+        """[N] number of rows of each sequence."""
         ends = _borders(self.table[:, 2])[self.borders]
         return ends[1:] - ends[:-1]
 
@@ -105,7 +106,7 @@ class Rows:
 
     @property
     def nodes(self) -> np.ndarray:
-        """[N] the node of each sequence's first piece, -1 of a sequence without rows; this process's own memory counts as node 0."""
+        """[N] node of each sequence's first piece, -1 for a sequence without rows; this process's own memory counts as node 0."""
         of_file = np.array([0 if isinstance(file, np.ndarray) else file.pid // NODE for file in self.files], np.int64)
         found = np.full(len(self), -1)
         filled = self.borders[1:] > self.borders[:-1]
@@ -114,7 +115,7 @@ class Rows:
 
     @property
     def all_nodes(self) -> set[int]:
-        """The nodes of all files that have rows in them; this process's own memory is on none."""
+        """Nodes of all files with rows; this process's own memory belongs to no node."""
         used = [self.files[number] for number in set(self.table[:, 0].tolist())]
         return {file.pid // NODE for file in used if not isinstance(file, np.ndarray)}
 
@@ -128,9 +129,9 @@ class Rows:
         return Rows(self.files, table, borders, self.like, starts, self.owners)
 
     def packed(self, lengths: np.ndarray | None = None, dtype: np.dtype | type | None = None) -> np.ndarray:
-        """[T, ...] one sequence behind the other, in memory of its own.
+        """[T, ...] the sequences concatenated, as a new array.
 
-        ``lengths`` [N]: tokens of each whole sequence; tokens without a row are 0. None: there are no such tokens.
+        ``lengths`` [N]: tokens of each whole sequence; tokens without a row get 0. None: every token has a row.
         """
         pieces = self._pieces()
         if lengths is None:
@@ -142,7 +143,7 @@ class Rows:
         ends, shape = np.cumsum(lengths), (int(lengths.sum()), *self.like.shape[1:])
         begin = ends - lengths
         if self.starts is None:
-            # Of routes, gigabytes, only a few rows are missing: zeros in all of them would be written over.
+            # Zeros only where rows are missing: of routes, which take gigabytes, few rows are.
             out = np.empty(shape, dtype or self.like.dtype)
             for first, end in zip((begin + own).tolist(), ends.tolist(), strict=True):
                 out[first:end] = 0
@@ -156,7 +157,7 @@ class Rows:
         return out
 
     def shared(self, arrays: SharedArrays) -> "Rows":
-        """These rows, all of them where other processes can map them."""
+        """These rows in files that other processes can map; rows in this process's own memory are copied."""
         own, gathered, first = self._own_pieces()
         if not len(own):
             return self
@@ -171,12 +172,12 @@ class Rows:
         return replace(self, files=files, table=table, owners=(self.owners, there))
 
     def mapped(self, open_file: Callable[[int, int], MappedFile] = map_file) -> "Rows":
-        """These rows with the files of a message mapped. Raises OSError where this process cannot map one."""
+        """These rows with the files of a message mapped. Raises OSError for a file that this process cannot map."""
         files = [open_file(*file) if isinstance(file, FileId) else file for file in self.files]
         return replace(self, files=files)
 
     def fetched(self, read: Callable[[int, np.ndarray], np.ndarray]) -> "Rows":
-        """These rows in this process's own memory. ``read(node, addresses [k, 4])`` gives the bytes of arrays of one node."""
+        """These rows in this process's own memory. ``read(node, addresses [k, 4])`` returns the bytes of one node's arrays."""
         table, sizes = self.table.copy(), self.table[:, 2] * _row_bytes(self.like)
         of_piece = np.array([-1 if isinstance(file, np.ndarray) else file.pid // NODE for file in self.files], np.int64)[table[:, 0]]
         files: list[Memory] = list(self.files)
@@ -202,7 +203,7 @@ class Rows:
         return _received, (ids, *columns, self.like, starts)
 
     def _own_pieces(self) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """(indices of the pieces in this process's own memory, their bytes, each piece once, the first byte of each index in them)."""
+        """(indices of the pieces in this process's own memory, the bytes of each distinct piece, offset of each index in them)."""
         is_own = [isinstance(file, np.ndarray) for file in self.files]
         if not any(is_own):
             return np.zeros(0, np.int64), [], np.zeros(0, np.int64)
@@ -240,7 +241,7 @@ def _row_bytes(like: np.ndarray) -> int:
 
 
 def _borders(counts: np.ndarray) -> np.ndarray:
-    """[N] -> [N+1] int64: 0, then the sums."""
+    """[N] counts -> [N+1] int64 starts; the last entry is the total."""
     found = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=found[1:])
     return found

@@ -1,11 +1,11 @@
 """Samples prompts in a deterministic, resumable order: mixtures by weight and a curriculum by step.
 
 Laws: the state (phase, draws of each type in it, epoch and position of each type) and the seed determine all later
-draws, in any grouping. A type shows each of its prompts once per epoch, each epoch in its own order. Within a phase,
-the number of draws of a type always differs from its share by less than 1.
+draws, in any grouping. A type shows each of its prompts once per epoch, each epoch in its own order. Within a
+phase, the number of draws of a type always differs from its share by less than 1.
 
-Without weights all prompts are one stream: every prompt once per epoch, regardless of type. With weights, every type of
-the data needs a weight in every phase; 0 excludes the type.
+Without weights all prompts are one stream: every prompt once per epoch, regardless of type. With weights, every
+type of the data needs a weight in every phase; 0 excludes the type.
 """
 
 import math
@@ -121,9 +121,10 @@ class _EpochStream:
 def next_type(shares: Mapping[str, Fraction], counts: Mapping[str, int]) -> str:
     """Type of the next draw after ``counts``, so that no type is ever a whole draw away from its share.
 
-    The j-th draw of a type with share p belongs between draws floor((j-1) / p) and ceil(j / p). Among the types whose
-    next draw is allowed now, the one with the earliest deadline is taken. Like unit jobs on one machine, all meet their
-    deadlines. (Taking the largest deficit, which is simpler, lets rare types fall behind by more than one draw.)
+    The j-th draw of a type with share p belongs between draws floor((j-1) / p) and ceil(j / p). Among the types
+    whose next draw is allowed now, the one with the earliest deadline is taken. Like unit jobs on one machine, all
+    meet their deadlines. (Taking the largest deficit, which is simpler, lets rare types fall behind by more than
+    one draw.)
     """
     num_draws = sum(counts.get(name, 0) for name in shares)
     due = [

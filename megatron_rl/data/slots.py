@@ -1,48 +1,46 @@
 """The slot pool: a constant number of responses in progress (T-PPO's successive batching, arXiv 2506.15050).
 
-Laws: every step works on exactly ``num_slots`` trajectories; unfinished ones come first, in the order in which they
-were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished or discarded by name; none
-is lost or doubled. One that has finished has left its slot from the next step on, and stays in the pool, and so in
-checkpoints, until it is released: a step may be generated before the one before it has trained.
+Laws: every step works on exactly ``num_slots`` trajectories: unfinished trajectories first, in the order of their
+start, then fresh prompts; a trajectory leaves only when it is finished or discarded; none is lost or duplicated. A
+finished trajectory frees its slot from the next step on, but stays in the pool, and in checkpoints, until it is
+released: a step may be generated before the previous step has trained.
 
-Prompts of some types may have fewer samples than others. Groups of one size begin together, as many as make up the
-largest group: a block. So a pool that is empty is filled with whole groups, and every prompt begins in the order of its
-size's draws; the first ones of a block wait for the others.
+Prompts of some types may have fewer samples. Groups of one size start together in a *block*, which has as many
+samples as the largest group. So an empty pool is filled with whole groups, and the prompts of one size start in the
+order of their draws; the first groups of a block wait for the others.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.errors import DataError
 
 
-class _StartTrajectory(Protocol):
-    """Makes a response that has not begun."""
-
-    def __call__(self, prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory: ...
-
-
 class SlotPool:
-    """``num_samples_by_type``: of the types that do not have ``num_samples_per_prompt``.
+    """The pool of responses in progress, each in one of ``num_slots`` slots.
 
-    Every number of samples divides the largest, and that divides ``num_slots``.
+    ``num_samples_by_type``: samples per prompt, for the prompt types that differ from ``num_samples_per_prompt``.
+    Every number of samples divides the largest number, which divides ``num_slots``.
     """
 
     def __init__(
         self,
         sampler: PromptSampler,
-        start: _StartTrajectory,
+        start: Callable[..., Trajectory],
         *,
         num_slots: int,
         num_samples_per_prompt: int,
         num_samples_by_type: Mapping[str, int] | None = None,
         holds_groups: bool = False,
     ) -> None:
-        """``holds_groups``: what has finished is released once all of its group has."""
+        """``start(prompt, id, group_id=..., sample_index=...)`` makes a response without tokens.
+
+        ``holds_groups``: a finished response is released once all responses of its group have finished.
+        """
         self._holds_groups = holds_groups
         self._sampler = sampler
         self._start = start
@@ -51,16 +49,16 @@ class SlotPool:
         self._by_type = dict(num_samples_by_type or {})
         self._block_size = max(num_samples_per_prompt, *self._by_type.values(), 1)
         self._waiting: dict[int, list[Trajectory]] = {}
-        """Groups that wait for their block to be full, keyed by number of samples."""
+        """Groups that wait until their block is full, keyed by number of samples."""
         self._slots: list[Trajectory] = []
         self._fresh: deque[Trajectory] = deque()
         self._next_id = 0
         self._next_group = 0
         self.newest_generated = -1
-        """The newest step whose tokens are all here."""
+        """The newest step whose tokens are all generated."""
 
     def fill(self, step: int = 0) -> list[Trajectory]:
-        """The trajectories of ``step``: carried ones, then fresh ones; always num_slots of them."""
+        """Return the ``num_slots`` trajectories of ``step``: unfinished ones, then new ones, which start here."""
         slots = [t for t in self._slots if not _ended_by(t, step - 1)]
         while len(slots) < self._num_slots:
             if not self._fresh:
@@ -70,7 +68,10 @@ class SlotPool:
         return slots
 
     def release_finished(self, step: int | None = None) -> list[Trajectory]:
-        """Take out the trajectories that have finished, in ``step`` or before where one is given."""
+        """Remove and return the trajectories that have finished, in ``step`` or before if given.
+
+        With ``holds_groups``, only members of groups whose responses have all finished.
+        """
         whole = {t.group_id for group in self._whole_groups(step) for t in group}
         leaves = {t.id for t in self._slots if _ended_by(t, step) and (not self._holds_groups or t.group_id in whole)}
         finished = [t for t in self._slots if t.id in leaves]
@@ -78,11 +79,11 @@ class SlotPool:
         return finished
 
     def ended_groups(self, step: int) -> list[list[Trajectory]]:
-        """The groups of which the last response ended in ``step``, in the order in which they were started."""
+        """Groups whose last response ended in ``step``, in the order of their start."""
         return [group for group in self._whole_groups(step) if any(t.segments[-1].step == step for t in group)]
 
     def _whole_groups(self, step: int | None) -> list[list[Trajectory]]:
-        """All of their responses are here and finished, in ``step`` or before."""
+        """Groups whose responses are all in the pool and finished, in ``step`` or before if given."""
         groups: dict[int, list[Trajectory]] = {}
         for t in self._slots:
             if _ended_by(t, step):
@@ -90,7 +91,7 @@ class SlotPool:
         return [group for group in groups.values() if len(group) == self._group_size(group[0].prompt)]
 
     def discard(self, trajectories: Iterable[Trajectory]) -> None:
-        """Take these out, finished or not; those that left already are passed over."""
+        """Remove these trajectories, finished or not; those that are not in the pool are ignored."""
         ids = {t.id for t in trajectories}
         self._slots = [t for t in self._slots if t.id not in ids]
 
@@ -100,7 +101,7 @@ class SlotPool:
         return [trajectory.prompt for trajectory in (*self._slots, *self._fresh, *chain(*self._waiting.values()))]
 
     def _start_block(self, step: int) -> None:
-        """Draw prompts until there is a block of one size."""
+        """Draw prompts until groups of equal size fill a block, whose responses are then the next to start. Groups of other sizes wait."""
         while True:
             prompt = self._sampler.draw(step)
             size = self._group_size(prompt)
@@ -124,7 +125,7 @@ class SlotPool:
             if members[t.group_id] != size or self._block_size % size:
                 raise DataError(
                     f"batch.num_samples_by_type: in the checkpoint {members[t.group_id]} responses to a prompt of type "
-                    f"{t.prompt.type!r} wait, but it has {size} now; resume with the numbers of then, or start a new run"
+                    f"{t.prompt.type!r} wait, but it has {size} now; resume with the earlier numbers, or start a new run"
                 )
             found.setdefault(size, []).append(t)
         return found
@@ -133,12 +134,13 @@ class SlotPool:
         return self._by_type.get(prompt.type, self._num_samples)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready but for its arrays; contains mid-response trajectories whole."""
+        """State as JSON values and arrays; contains unfinished trajectories."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that yields the ``state`` of this moment later. Cheap: tokens are shared, so every step may take one."""
         kept = {"slots": self._slots, "fresh": self._fresh, "waiting": chain(*self._waiting.values())}
+        # Copied now, because later windows extend the same responses.
         copies = {name: [t.copy() for t in held] for name, held in kept.items()}
         rest = {"newest_generated": self.newest_generated, **self.position()}
 
@@ -152,7 +154,7 @@ class SlotPool:
         return state
 
     def position(self) -> dict[str, Any]:
-        """The part of ``state`` that says which prompts and ids come next."""
+        """The part of ``state`` that determines the next prompts and ids."""
         return {"sampler": self._sampler.state(), "next_id": self._next_id, "next_group": self._next_group}
 
     def load_state(self, state: dict[str, Any]) -> None:

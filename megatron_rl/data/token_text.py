@@ -22,8 +22,8 @@ class TokenText:
     def spelled(self, token_ids: np.ndarray) -> tuple[str, np.ndarray]:
         """(text, [n] int32: end of each token in it, in characters).
 
-        If several tokens form one character, the first token gets it; bytes that are not UTF-8 become one replacement
-        character each.
+        If several tokens form one character, the first token gets it; bytes that are not UTF-8 become one
+        replacement character each.
         """
         unique, places = np.unique(token_ids, return_inverse=True)
         pieces = [np.frombuffer(piece, np.uint8) for piece in self._pieces(unique.tolist())]

@@ -103,9 +103,9 @@ class Tokenizer:
         """Ids of a prompt. With ``chat`` the prompt becomes messages in the chat template, up to the start of the
         model's answer.
 
-        ``system_prompt`` is put before messages without a system message. ``arguments``: additional template arguments,
-        such as ``enable_thinking`` and ``tools``. Raises DataError if the tokenizer has no chat template, or one that
-        rejects these messages.
+        ``system_prompt`` is put before messages without a system message. ``arguments``: additional template
+        arguments, such as ``enable_thinking`` and ``tools``. Raises DataError if the tokenizer has no chat
+        template, or one that rejects these messages.
         """
         if not chat:
             return self._tokenizer.encode(prompt)
@@ -131,10 +131,10 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a message that follows a turn of the model in the same history.
 
-        Without ``chat``, the ids of the unchanged text. With ``chat``, everything that the chat template puts between
-        the model's last token and the start of its next answer, with ``text`` as the user's message. ``last_token_id``
-        is the last token of the history: the template's closing token is omitted if the model has already generated it,
-        and kept if the turn was truncated. ``arguments``: template arguments of the prompt.
+        Without ``chat``, the ids of the unchanged text. With ``chat``, everything that the chat template puts
+        between the model's last token and the start of its next answer, with ``text`` as the user's message.
+        ``last_token_id`` is the last token of the history: the template's closing token is omitted if the model has
+        already generated it, and kept if the turn was truncated. ``arguments``: template arguments of the prompt.
         """
         if not chat:
             return self.encode(text)
@@ -172,8 +172,8 @@ class Tokenizer:
 
     @functools.cached_property
     def as_json(self) -> str:
-        """JSON of the tokenizer for the ``tokenizers`` library, for ``decode`` in another process; empty for a Python
-        tokenizer."""
+        """JSON of the tokenizer for the ``tokenizers`` library, for ``decode`` in another process; empty for a
+        Python tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend.to_str() if backend is not None else ""
 
@@ -185,9 +185,14 @@ class Tokenizer:
         """Text with special tokens, for messages."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def unknown_text(self, text: str) -> str:
-        """Part of ``text`` that is only covered by the unknown token; empty if the tokenizer covers all of it."""
+    def unknown_text(self, text: str, token_ids: Sequence[int] | None = None) -> str:
+        """Part of ``text`` that is only covered by the unknown token; empty if the tokenizer covers all of it.
+
+        ``token_ids``: ids of the text, or of a text that contains it, if the caller has them; without the unknown token
+        among them ``text`` is not encoded again.
+        """
         unknown_id = self._tokenizer.unk_token_id
-        if unknown_id is None or unknown_id not in self._tokenizer.encode(text, add_special_tokens=False):
+        is_known = token_ids is not None and unknown_id not in token_ids
+        if unknown_id is None or is_known or unknown_id not in self.encode(text):
             return ""
         return "".join(sorted({c for c in text if unknown_id in self.encode(c)})) or text

@@ -1,11 +1,11 @@
 """Prompts and the responses that grow from them, window by window and turn by turn.
 
-A response is one text, or a dialogue: turns that the model generated, and messages of an environment between them.
+A response is one text, or a dialogue: turns that the model generated, and messages of an environment between the turns.
 
-Invariants: a trajectory's tokens are the engine's ids (a message's: the tokenizer's, once) and are never tokenised
-again; segments are immutable and only appended; the turns of a dialogue are separated by messages; tokens after the
-prompt, messages included, never exceed ``max_response_tokens``; a response is finished once the engine says stop, a
-dialogue once its environment does, and both when the budget is used up.
+Invariants: a trajectory's tokens are the server's ids (a message's tokens: the tokenizer's) and are never tokenized
+again; segments are immutable and only appended; messages separate the turns of a dialogue; tokens after the prompt,
+messages included, never exceed ``max_response_tokens``; a response is finished when the server stops it, a dialogue
+when its environment ends it, and both when the budget is used up.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from megatron_rl.config.derived import max_remainder_tokens
 from megatron_rl.data.images import ImageRef
 
 ENVIRONMENT = "environment"
-"""Role of the messages that no model generated."""
+"""Role of messages, which no model generated."""
 POLICY = "policy"
 
 
@@ -27,17 +27,17 @@ POLICY = "policy"
 class Prompt:
     id: str
     token_ids: tuple[int, ...]
-    """Expanded: an image stands as all its image tokens."""
+    """Prompt tokens, in which each image is expanded to all its image tokens."""
     text: str = ""
     answer: str = ""
     source: str = ""
     """Source of the prompt, as file:line."""
     type: str = ""
-    """Type or domain: mixtures, KL coefficients and rewards go by it."""
+    """Type or domain, which selects mixture weights, KL coefficients and rewards."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Further fields of the row that its reward reads."""
     images: tuple[ImageRef, ...] = ()
-    """In the order of their tokens."""
+    """Images in the order of their tokens."""
     chat_arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chat template for the prompt, and for messages of an environment that follow it."""
 
@@ -47,7 +47,7 @@ class Prompt:
         return read_only(self.token_ids, np.int32)
 
     def to_dict(self) -> dict[str, Any]:
-        """For checkpoints: JSON-ready but for its array; what it holds is shared."""
+        """State for checkpoints, as JSON values and one array; values are shared."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         return state | {"token_ids": self.token_array, "images": [asdict(image) for image in self.images]}
 
@@ -66,19 +66,19 @@ class Segment:
     token_ids: np.ndarray
     """[n] int32, read-only; made from any sequence of whole numbers."""
     rollout_logprobs: np.ndarray
-    """mu: the engine's log-probs at sampling, [n] float32, read-only; zeros in a message."""
+    """mu: the server's log-probs at sampling, [n] float32, read-only; zeros in a message."""
     weight_version: int
     finish_reason: str
-    """stop (the turn ended by itself: a stop token or a stop string of the environment, which the last tokens are),
-    length (it goes on, unless a budget is used up), abort (cut from outside, or new weights came) or message."""
+    """stop (the last tokens are a stop token or a stop string of the environment), length (the turn continues,
+    unless a budget is used up), abort (the request was aborted, or new weights were published) or message."""
     step: int
-    """Training step that generated it."""
+    """Training step that generated the segment."""
     turn: int = 0
-    """The turn that it is part of; a message counts to the turn that it answers."""
+    """Turn of the segment; a message belongs to the turn that it answers."""
     role: str = POLICY
     """Speaker: a role of the model (policy, verifier), or ``ENVIRONMENT``."""
     hot: bool = False
-    """Sampled by FIRE at its own temperature; rollout_logprobs are those of that temperature."""
+    """True for a token that FIRE sampled at its own temperature; rollout_logprobs are those of that temperature."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
@@ -90,7 +90,7 @@ class Segment:
 
 
 def read_only(values: Any, dtype: type) -> np.ndarray:
-    """``values`` as an array of ``dtype`` that cannot be written to; what is one already is shared, not copied."""
+    """``values`` as a read-only array of ``dtype``; an array that is one already is shared, not copied."""
     if type(values) is np.ndarray and values.dtype == dtype and not values.flags.writeable:
         return values
     array: np.ndarray = np.asarray(values, dtype=dtype).view()
@@ -99,15 +99,15 @@ def read_only(values: Any, dtype: type) -> np.ndarray:
 
 
 def joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
-    """``parts`` back to back; no parts at all are an empty array."""
+    """``parts`` concatenated; without parts an empty array."""
     return np.concatenate([np.zeros(0, dtype), *parts])
 
 
 @dataclass(frozen=True, eq=False)
 class TokenParts:
-    """Token ids [n] int32 that lie in several arrays; numpy makes one of them.
+    """Token ids [n] int32 in several arrays, which numpy joins when a reader needs them.
 
-    They need not be in one array until a reader needs them: a rollout worker has most of a response's parts already.
+    A rollout worker has most parts of a response already, so the parts are sent as addresses.
     """
 
     parts: Sequence[np.ndarray]
@@ -134,7 +134,7 @@ class Turn:
     start: int
     """Offset of the first token in the response; the others follow without a gap."""
     ended: bool
-    """False: the next window goes on with it."""
+    """False if the next window continues the turn."""
 
     @property
     def role(self) -> str:
@@ -151,17 +151,13 @@ class Turn:
 
     @property
     def finish_reason(self) -> str:
-        """Finish reason of the last segment: ``stop``, or ``length`` and ``abort`` if a budget truncated it or it continues."""
+        """Finish reason of the last segment (``Segment.finish_reason``): ``stop``, ``length`` or ``abort``."""
         return self.segments[-1].finish_reason
 
     @property
     def last_step(self) -> int:
-        """The step that generated its last token."""
+        """Step that generated the turn's last token."""
         return self.segments[-1].step
-
-    def tokens_of(self, step: int) -> int:
-        """Number of its tokens that ``step`` generated."""
-        return sum(len(segment.token_ids) for segment in self.segments if segment.step == step)
 
 
 @dataclass(frozen=True)
@@ -170,21 +166,11 @@ class Score:
 
     value: float | None
     detail: str = ""
-    """For people who read samples: what was expected, which case failed."""
+    """Explanation for readers of samples: the expected result, the failed case."""
     error: str = ""
-    """Why it could not be scored."""
+    """Reason why the response could not be scored."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers, which are averaged over a step."""
-
-
-@dataclass(frozen=True)
-class RouteRecord:
-    """Experts to which the server sent a trajectory's tokens, prompt included, in its newest request."""
-
-    step: int
-    """The step of the request: its weights are those that all routes belong to."""
-    routes: np.ndarray
-    """[tokens of request and answer - 1, layers, k] int16, expert id + 1; 0: no record."""
+    """Further metrics, which are averaged over a step."""
 
 
 @dataclass(eq=False)
@@ -192,42 +178,46 @@ class Trajectory:
     id: int
     prompt: Prompt
     group_id: int
-    """Trajectories of one prompt share it."""
+    """Id of the group, the trajectories of one prompt."""
     sample_index: int
     max_response_tokens: int
-    """Most tokens after the prompt, messages included."""
+    """Maximum number of tokens after the prompt, messages included."""
     segments: list[Segment] = field(default_factory=list)
     old_values: list[np.ndarray] = field(default_factory=list)
-    """Critic values of the generated tokens: a float32 array per window, from the step that generated it."""
+    """Critic values of the generated tokens: a float32 array per window of training, from the step of training."""
     token_rewards: list[np.ndarray] = field(default_factory=list)
-    """Likewise rewards in addition to the outcome (KL penalty, lines); empty where there are none."""
+    """Token rewards per window, in addition to the outcome (KL penalty, lines); empty if there are none."""
     greedy: bool = False
-    """The most likely token each time: a baseline for the responses of its group, which trains nothing."""
+    """True for a greedy response, a baseline for its group that does not train."""
     first_window_tokens: int = 0
-    """Most tokens of its first window, where that is to be shorter than the others; 0: as the others."""
+    """Maximum number of tokens of the first window, if it is shorter than the others; 0: as the others."""
     left_out: list[np.ndarray] = field(default_factory=list)
-    """Offsets in the response, int32 per window, of generated tokens that did not train the policy; kept for the loss on
-    positive examples."""
+    """Offsets in the response, int32 per window, of generated tokens that did not train the policy; kept for the
+    loss on positive examples."""
+    deferred_steps: tuple[int, ...] = ()
+    """Steps whose tokens train in a later step (``schedule.training_window_tokens``)."""
     reference_kl: list[float] = field(default_factory=list)
     """KL from the reference policy, summed over the generated tokens of each window that has trained."""
     score: Score | None = None
     """Score of the whole response or dialogue."""
     dialogue: bool = False
-    """An environment answers the turns; it decides when the dialogue ends."""
+    """True if an environment answers the turns and ends the dialogue."""
     max_turn_tokens: int = 0
-    """Most generated tokens of one turn; 0 means the rest of the budget."""
+    """Maximum number of generated tokens of one turn; 0: the rest of the budget."""
     next_role: str = POLICY
     """Speaker after the last message, or of the first turn."""
     env_done: bool = False
-    """The environment ended the dialogue."""
+    """True once the environment has ended the dialogue."""
     out_of_room: bool = False
-    """The next message would have left no room for an answer: the dialogue is cut before it."""
+    """True if the next message would have left no tokens for a turn: the dialogue is truncated before the message."""
     turn_grades: dict[int, Score] = field(default_factory=dict)
     """Score of each turn's graded text by the run's reward, keyed by turn."""
     turn_scores: dict[int, Score] = field(default_factory=dict)
     """Score that the last token of a turn receives, keyed by turn."""
-    routes: RouteRecord | None = None
-    """Only with routing replay R3. Not part of checkpoints: the next step's request replaces it."""
+    routes: tuple[int, np.ndarray] | None = None
+    """(step, routes) of the newest request, only with routing replay R3: the experts to which the server sent the
+    tokens, [tokens of request and answer - 1, layers, k] int16, expert id + 1; 0: no record. The step's weights
+    chose all routes. Not part of checkpoints: the next step's request replaces the routes."""
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -248,7 +238,7 @@ class Trajectory:
         return joined(self.token_parts(), np.int32)
 
     def token_parts(self) -> list[np.ndarray]:
-        """The pieces of ``token_ids``, for those who put many together at once."""
+        """The arrays of which ``token_ids`` consists, without a copy."""
         return [self.prompt.token_array, *(segment.token_ids for segment in self.segments)]
 
     @property
@@ -272,12 +262,31 @@ class Trajectory:
     def finished(self) -> bool:
         return self.ended_naturally or self.out_of_room or self.num_response_tokens >= self.max_response_tokens
 
-    def window_tokens(self, step: int | None) -> int:
-        """Number of tokens that the model generated in ``step``; None: in all steps."""
-        return sum(len(segment.token_ids) for segment in self.segments_from_step(step))
+    def window_tokens(self, step: int) -> int:
+        """Number of tokens that the model generated in ``step``."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.generated and segment.step == step)
+
+    def first_training_step(self, step: int) -> int:
+        """First of the steps whose tokens train in ``step``: the deferred steps right before it, and itself."""
+        first = step
+        for segment in reversed(self.segments):
+            if segment.generated and segment.step < step:
+                if segment.step not in self.deferred_steps:
+                    break
+                first = segment.step
+        return first
+
+    def training_segments(self, step: int) -> list[Segment]:
+        """Generated segments that train in ``step``."""
+        first = self.first_training_step(step)
+        return [segment for segment in self.segments if segment.generated and first <= segment.step <= step]
+
+    def training_tokens(self, step: int) -> int:
+        """Number of tokens of the window of training in ``step``: all that have not trained before."""
+        return sum(len(segment.token_ids) for segment in self.training_segments(step))
 
     def remaining_window(self, step: int, window_tokens: int) -> int:
-        """Tokens that it may still grow by in ``step``, by its window alone; 0 when the window is full."""
+        """Number of tokens that the window of ``step`` still allows; 0 when the window is full."""
         grown = self.window_tokens(step)
         is_first = self.num_generated_tokens == grown
         room = (self.first_window_tokens if is_first and self.first_window_tokens else window_tokens) - grown
@@ -288,10 +297,6 @@ class Trajectory:
         """[response tokens] bool: the model's own tokens, not those of messages."""
         return self._per_token([segment.generated for segment in self.segments])
 
-    def window_mask(self, step: int | None) -> np.ndarray:
-        """[response tokens] bool: generated in ``step``; None: in any step."""
-        return self._per_token([s.generated and step in (None, s.step) for s in self.segments])
-
     def hot_mask(self) -> np.ndarray:
         """[response tokens] bool: sampled hot (FIRE)."""
         return self._per_token([segment.hot for segment in self.segments])
@@ -301,7 +306,7 @@ class Trajectory:
         return joined((segment.rollout_logprobs for segment in self.segments), np.float32)
 
     def turns(self) -> list[Turn]:
-        """The turns that have tokens, in order. Every one but the last has ended."""
+        """Turns with tokens, in order; every turn but the last has ended."""
         starts = np.cumsum([0, *(len(segment.token_ids) for segment in self.segments)])
         by_turn: dict[int, list[tuple[int, Segment]]] = {}
         for start, segment in zip(starts[:-1].tolist(), self.segments, strict=True):
@@ -314,12 +319,12 @@ class Trajectory:
         ]
 
     def turn_ended(self, step: int) -> list[Turn]:
-        """The turns whose last token ``step`` generated."""
+        """Ended turns whose last token ``step`` generated."""
         return [turn for turn in self.turns() if turn.ended and turn.last_step == step]
 
     @property
     def current_turn(self) -> int:
-        """Index of the turn that the model is in or begins next."""
+        """Index of the turn that the model generates now or next."""
         if not self.segments:
             return 0
         last = self.segments[-1]
@@ -332,7 +337,7 @@ class Trajectory:
 
     @property
     def turn_finished(self) -> bool:
-        """The current turn has tokens and gets no more."""
+        """True if the current turn has tokens and gets no more tokens."""
         last = next(reversed(list(self._of_current_turn())), None)
         if last is None:
             return False
@@ -343,16 +348,12 @@ class Trajectory:
         turn = self.current_turn
         return (s for s in self.segments if s.generated and s.turn == turn)
 
-    def segments_from_step(self, step: int | None) -> Iterator[Segment]:
-        """Segments that the model generated in ``step``, or in any step if None."""
-        return (segment for segment in self.segments if segment.generated and step in (None, segment.step))
-
     def _per_token(self, flags: list[bool]) -> np.ndarray:
         lengths = [len(segment.token_ids) for segment in self.segments]
         return np.repeat(np.array(flags, dtype=bool), np.array(lengths, dtype=np.int64))
 
     def frozen_copy(self) -> Self:
-        """With the tokens of now, whatever grows later; signals and grades that are noted on one are on both."""
+        """A copy whose segments are fixed. Lists of values and the scores by turn are shared; ``score`` and new segments are not."""
         return replace(self, segments=list(self.segments))
 
     def copy(self) -> Self:
@@ -361,9 +362,9 @@ class Trajectory:
         return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
 
     def to_dict(self, prompt_index: int | None = None) -> dict[str, Any]:
-        """A copy for checkpoints: JSON-ready but for its arrays, which are shared.
+        """State for checkpoints: JSON values, and arrays that are shared with this trajectory.
 
-        ``prompt_index``: stands for the prompt, which is kept elsewhere.
+        ``prompt_index``: stored instead of the prompt, for a caller that stores the prompts separately.
         """
         state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routes"}
         state["prompt"] = self.prompt.to_dict() if prompt_index is None else prompt_index
@@ -377,7 +378,10 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], prompts: Sequence[Prompt] = ()) -> Self:
-        """The inverse of ``to_dict``, with arrays or with lists; what older states lack takes its default."""
+        """The inverse of ``to_dict``. ``prompts``: prompts to which a state refers by index.
+
+        Per-token fields may be arrays or lists. Fields that older states lack get their defaults.
+        """
         fields, prompt = dict(state), state["prompt"]
         fields["prompt"] = prompts[prompt] if isinstance(prompt, int) else Prompt.from_dict(prompt)
         fields["segments"] = [Segment(**segment) for segment in state["segments"]]
@@ -385,9 +389,12 @@ class Trajectory:
         fields["reference_kl"] = [kl] if isinstance(kl, float) else list(kl)  # one sum over all windows, once
         for name, dtype in _ARRAYS_BY_WINDOW.items():
             parts = state.get(name, [])
-            # Once all windows were one list of numbers.
+            # In older states all windows are one list of numbers.
             parts = parts if all(isinstance(part, np.ndarray | list) for part in parts) else [parts]
             fields[name] = [read_only(part, dtype) for part in parts]
+        # An older state tells by its values which steps have trained: all with tokens, or none.
+        deferred = () if state.get("old_values") else (segment.step for segment in fields["segments"])
+        fields["deferred_steps"] = tuple(state.get("deferred_steps", deferred))
         fields["score"] = Score(**state["score"]) if state["score"] else None
         for name in ("turn_grades", "turn_scores"):
             scores = state.get(name, {})

@@ -1,12 +1,13 @@
 """Image processing of a vision-language model's folder: grids, tokens and patches, one processor for all uses.
 
 Invariants: token ids of prompts are *expanded*: an image of grid (t, h, w) takes t*h*w / merge_size^2 image tokens.
-SGLang gets them *collapsed*, one image token per image, and expands them itself; both start from the same pixels. Token
-counts follow from image sizes alone. A batch of the driver has the images' files; the ranks that encode the images cut
-them into patches.
+SGLang gets them *collapsed*, one image token per image, and expands them itself; both start from the same pixels.
+Token counts follow from image sizes alone. The driver's batch contains the image files; the ranks that encode the
+images cut them into patches.
 """
 
 import base64
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,6 @@ from torch import Tensor
 from megatron_rl.data.batch import Images
 from megatron_rl.data.images import (
     ImageFile,
-    ImageInfo,
     ImageRef,
     ImageSource,
     decode,
@@ -93,19 +93,18 @@ class ImageProcessor:
 
     def reference(self, source: ImageSource) -> ImageRef:
         """Reference to an image, for prompts. Raises DataError for an image that cannot be used."""
-        facts = inspect(source)
-        height, width = self._size(facts, source.max_tokens)
-        height, width = self._resized(height, width)
-        grid = (1, height // self._patch_size, width // self._patch_size)
-        ref = ImageRef(source.name, facts.digest, grid, source.max_tokens)
+        digest, width, height = inspect(source)
+        sent_height, sent_width = self._resized(*self._size(height, width, source.max_tokens))
+        grid = (1, sent_height // self._patch_size, sent_width // self._patch_size)
+        ref = ImageRef(source.name, digest, grid, source.max_tokens)
         if source.max_tokens and self.num_tokens(ref) > source.max_tokens:
             raise DataError(
                 f"image {source.name}: as a frame of its video it may take {source.max_tokens} tokens, but the model's "
-                f"image processor makes {self.num_tokens(ref)} of {facts.width} x {facts.height} pixels; raise "
+                f"image processor makes {self.num_tokens(ref)} of {width} x {height} pixels; raise "
                 "data.video_frame_tokens, or give frames of a less extreme shape"
             )
         # Keyed by content: the same image in several rows or files is read and encoded once.
-        self._sources.setdefault((facts.digest, source.max_tokens), (source, ref))
+        self._sources.setdefault((digest, source.max_tokens), (source, ref))
         return ref
 
     def num_tokens(self, ref: ImageRef) -> int:
@@ -119,7 +118,7 @@ class ImageProcessor:
         return collapse(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
 
     def file(self, ref: ImageRef) -> ImageFile:
-        """Input of ``cut``. Raises DataError if the file cannot be read or has changed."""
+        """Input of ``patchify``. Raises DataError if the file cannot be read or has changed."""
         file = self._files.get((ref.digest, ref.max_tokens))
         if file is None:
             file = ImageFile(ref, np.frombuffer(self._bytes(ref), np.uint8))
@@ -134,7 +133,7 @@ class ImageProcessor:
         return result["pixel_values"].to(torch.float32)
 
     def wire(self, ref: ImageRef) -> Future[str]:
-        """The image in SGLang's format: base64 of a file with the pixels that ``cut`` starts from.
+        """The image in SGLang's format: base64 of an image file with the pixels that ``patchify`` cuts.
 
         The future is shared between callers and must not be cancelled. Raises DataError as ``file``.
         """
@@ -158,8 +157,8 @@ class ImageProcessor:
         )
 
     def check_known(self, refs: Iterable[ImageRef]) -> None:
-        """Raise DataError for an image of a checkpoint that the data files no longer contain with the same bytes and
-        grid."""
+        """Raise DataError for an image of a checkpoint that the data files no longer contain with the same bytes
+        and grid."""
         for ref in refs:
             with _placed(ref):
                 self._check_grid(ref, self._source(ref)[1].grid)
@@ -191,16 +190,15 @@ class ImageProcessor:
 
     def _pixels(self, data: bytes, ref: ImageRef) -> Any:
         image = decode(data, ref.name)
-        height, width = self._size(ImageInfo(ref.digest, image.width, image.height), ref.max_tokens)
+        height, width = self._size(image.height, image.width, ref.max_tokens)
         return image if (width, height) == image.size else image.resize((width, height))
 
-    def _size(self, facts: ImageInfo, max_tokens: int) -> tuple[int, int]:
+    def _size(self, height: int, width: int, max_tokens: int) -> tuple[int, int]:
         """(height, width) given to the processor: the image's own size, or smaller for a frame of a long video."""
-        height, width = self._resized(facts.height, facts.width)
         factor = self._patch_size * self.merge_size
-        if not max_tokens or height * width <= max_tokens * factor**2:
-            return facts.height, facts.width
-        return self._resized(facts.height, facts.width, max_pixels=max_tokens * factor**2)
+        if not max_tokens or math.prod(self._resized(height, width)) <= max_tokens * factor**2:
+            return height, width
+        return self._resized(height, width, max_pixels=max_tokens * factor**2)
 
     def _resized(self, height: int, width: int, max_pixels: int | None = None) -> tuple[int, int]:
         """(height, width) after the processor's resizing."""
@@ -227,7 +225,7 @@ class ImageProcessor:
 
 @contextmanager
 def _placed(ref: ImageRef) -> Iterator[None]:
-    """Add the row that lists the image to errors raised inside."""
+    """Append the source (file:line) of the image's row to the message of each DataError raised inside the block."""
     try:
         yield
     except DataError as error:

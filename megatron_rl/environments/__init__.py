@@ -1,1 +1,1 @@
-"""Environments respond to the model's turns: interface (``base.py``), registry (``environment_registry.py``) and two environments."""
+"""Environments respond to the model's turns: interface and registry (``base.py``) and two environments."""

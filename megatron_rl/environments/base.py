@@ -1,4 +1,8 @@
-"""The interface of an environment: it receives the finished turns and returns the next message, or ends the dialogue.
+"""The interface of an environment, and the registry that finds environments by name.
+
+An environment receives the finished turns and returns the next message, or ends the dialogue. Its name is a registered one
+(``pag``) or an import path (``package.module:Class``). Importing this module imports no environment: the registry searches the
+modules of this package when a name is looked up.
 
 Invariants: an environment keeps no state. Its decisions follow from the prompt and the turns alone, so that a dialogue
 continues identically after a restart, in another window and on another server. ``respond`` is called on the event loop
@@ -9,12 +13,15 @@ is one episode; only its last turn is scored, once the dialogue is finished. In 
 turns, and ``grades`` has an entry for each turn whose ``graded_text`` was not None, even if the reward could not score it.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.data.trajectory import POLICY, Prompt, Score, Trajectory
 from megatron_rl.errors import UserError
+from megatron_rl.system import plugins
 
 
 class EnvironmentFault(UserError, RuntimeError):
@@ -98,3 +105,56 @@ def turns_to_score(environment: Environment, trajectory: Trajectory, step: int) 
     if environment.turns_are_independent:
         return ended
     return ended[-1:] if trajectory.finished else []
+
+
+_registry = plugins.Registry(
+    "environment",
+    plugins.Plugin,
+    packages=["megatron_rl.environments"],
+    options_key="environment.options",
+    error=EnvironmentFault,
+)
+register = _registry.register
+"""Decorator ``register(name)`` of a subclass of Environment."""
+
+
+def available() -> list[str]:
+    """Names of the registered environments."""
+    return sorted(_registry.names())
+
+
+def build(name: str, options: Mapping[str, Any]) -> Environment:
+    """The environment, ready to use.
+
+    Raises:
+        EnvironmentFault: unknown name, a module that does not import, a class that is not an Environment, or options
+            that are unknown to its constructor, missing, or of the wrong type or value.
+    """
+    kind = resolve(name)
+    _registry.check_options(plugins.Plugin(name, kind), options)
+    try:
+        environment = kind(**options)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFault(f"environment {name!r}: {error}; correct environment.options") from error
+    if not environment.roles or environment.first_role() not in environment.roles:
+        raise EnvironmentFault(
+            f"environment {name!r}: expected first_role() to be one of its roles {environment.roles}, "
+            f"got {environment.first_role()!r}"
+        )
+    return environment
+
+
+def resolve(name: str) -> type[Environment]:
+    """The environment class with this name or import path.
+
+    Raises:
+        EnvironmentFault: unknown name, or a class that is not a complete subclass of Environment.
+    """
+    kind = _registry.find(name).function
+    if not inspect.isclass(kind) or not issubclass(kind, Environment):
+        raise EnvironmentFault(f"environment {name!r}: expected a subclass of Environment, got {kind!r}")
+    if inspect.isabstract(kind):
+        raise EnvironmentFault(
+            f"environment {name!r}: {kind.__name__} lacks the methods {sorted(kind.__abstractmethods__)}"
+        )
+    return kind

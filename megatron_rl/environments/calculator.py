@@ -14,8 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.data.trajectory import Prompt, Score
-from megatron_rl.environments.base import Environment, Message, TurnView
-from megatron_rl.environments.environment_registry import register
+from megatron_rl.environments.base import Environment, Message, TurnView, register
 
 _MAX_CHARACTERS = 200
 MAX_DIGITS = 50
@@ -61,7 +60,10 @@ class Calculator(Environment):
         return Message(self.result.replace("{}", answer(expression)), verbatim=True)
 
     def graded_text(self, prompt: Prompt, turns: Sequence[TurnView], index: int) -> str | None:
-        """The text of the last turn; None for a call, even if the budget ended the dialogue before its result."""
+        """Text of the last turn: the first one without a call, or the call after ``max_calls`` results.
+
+        None for any other call, even if the token budget ended the dialogue before the call's result.
+        """
         return turns[index].text if self.respond(prompt, turns[: index + 1]) is None else None
 
     def turn_reward(

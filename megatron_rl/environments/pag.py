@@ -12,8 +12,7 @@ verdict gets 0.
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.data.trajectory import POLICY, Prompt, Score
-from megatron_rl.environments.base import Environment, Message, TurnView
-from megatron_rl.environments.environment_registry import register
+from megatron_rl.environments.base import Environment, Message, TurnView, register
 
 VERIFIER = "verifier"
 
@@ -112,7 +111,12 @@ class Pag(Environment):
         return grades[max(grades)]
 
     def metrics(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> dict[str, float]:
-        """``first_accuracy``, ``final_accuracy`` and ``revised``; ``verifier_accuracy`` and ``unreadable_verdicts``."""
+        """Metrics of one dialogue, each in [0, 1]; a metric without a scored answer or a verdict is absent.
+
+        ``first_accuracy``, ``final_accuracy``: 1 if the first or the last answer is correct. ``revised``: 1 if there
+        is more than one answer. ``verifier_accuracy``: fraction of verdicts that agree with the reward.
+        ``unreadable_verdicts``: fraction of verdicts that cannot be read.
+        """
         values = {"revised": float(len(grades) > 1)}
         for name, grade in (("first_accuracy", grades[min(grades)]), ("final_accuracy", grades[max(grades)])):
             if grade.value is not None:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from megatron_rl.families.experts import biased_experts, biased_router_kwargs
 from megatron_rl.families.family import JOINED, Experts, Family, ModelConfig, Rule, SGLangSupport
-from megatron_rl.families.mlp_rules import DENSE_MLP, NORMS
+from megatron_rl.families.layer_rules import DENSE_MLP, NORMS, biased_experts, biased_router_kwargs
 from megatron_rl.families.model_facts import has_experts
 from megatron_rl.families.transforms import ColumnParallel, Replicated, RowParallel
 

@@ -1,7 +1,7 @@
 """Defines ``Family``, the content of a family's file, and finds the families: all modules of this package with a ``FAMILY``.
 
-Shapes are tuples of size names (``facts.dims``), so that the tables are readable and every tensor of a checkpoint can be
-checked before it is used.
+Shapes are tuples of size names (``facts.dims``), so that the tables are readable and every tensor of a checkpoint
+can be checked before it is used.
 """
 
 import functools

@@ -6,10 +6,10 @@ The cost is the matrix products of the language model's forward pass, two operat
 - causal attention: each token's query against all keys up to its own, and the same number of values. These are
   length * (length + 1) / 2 pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations per layer.
 
-The shapes come from the family's table, so a new family needs no code here. A backward pass computes each product two
-more times (flash attention also recomputes the scores), which hardly changes the ratio of both terms. Not counted:
-embeddings (no product) and vision encoders (their cost depends on images, not on the length). The output layer is
-counted for all tokens, although it runs only for trained tokens.
+The shapes come from the family's table, so a new family needs no code here. A backward pass computes each product
+two more times (flash attention also recomputes the scores), which hardly changes the ratio of both terms. Not
+counted: embeddings (no product) and vision encoders (their cost depends on images, not on the length). The output
+layer is counted for all tokens, although it runs only for trained tokens.
 """
 
 from collections import Counter

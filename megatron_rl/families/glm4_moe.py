@@ -2,9 +2,16 @@
 
 from typing import Any
 
-from megatron_rl.families.experts import biased_experts, biased_router_kwargs
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM, QKV_BIAS
+from megatron_rl.families.layer_rules import (
+    ATTENTION,
+    DENSE_MLP,
+    NORMS,
+    QK_NORM,
+    QKV_BIAS,
+    biased_experts,
+    biased_router_kwargs,
+)
 from megatron_rl.families.model_facts import has_experts
 
 

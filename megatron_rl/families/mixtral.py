@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.families.experts import expert_mlp, moe_kwargs
 from megatron_rl.families.family import JOINED, Experts, Family, SGLangSupport
-from megatron_rl.families.mlp_rules import ATTENTION, NORMS
+from megatron_rl.families.layer_rules import ATTENTION, NORMS, expert_mlp, moe_kwargs
 from megatron_rl.families.sglang_limits import OTHERWISE, rope_of
 
 _EXPERTS = expert_mlp("block_sparse_moe", "w1", "w3", "w2")

@@ -1,10 +1,10 @@
 """Reads a model's config.json, and derives the facts that many modules need from it.
 
-A configuration is read by attributes: transformers' PretrainedConfig, or the file itself (``as_config``), which may omit
-fields that have a default in transformers.
+A configuration is read by attributes: transformers' PretrainedConfig, or the file itself (``as_config``), which may
+omit fields that have a default in transformers.
 
-The fields of config.json are checked one by one: types, signs and plausible sizes, independent of the model. The check
-comes before any computation, so that an impossible file is reported by its field. Absent fields, and null for
+The fields of config.json are checked one by one: types, signs and plausible sizes, independent of the model. The
+check comes before any computation, so that an impossible file is reported by its field. Absent fields, and null for
 optional fields, pass.
 """
 
@@ -187,7 +187,7 @@ def cached_by_content(function: Callable[_Params, _Result]) -> Callable[_Params,
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. Raises ModelError if the file is not a JSON object or repeats a name."""
+    """The JSON object in the file. Raises ModelError if the file is not a JSON object or has a duplicate key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -198,7 +198,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Duplicate names are refused, because readers differ in which value they take."""
+    """A JSON object. Raises ValueError for a duplicate key, because readers differ in which value they take."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]

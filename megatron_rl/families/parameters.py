@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the transform's inputs: full tensors, or this parameter's slices."""
+        """Shapes of the transform's inputs: the full tensors, or one slice of each along the first dimension if ``part`` is set."""
         return [shape if self.part is None else shape[1:] for shape in self.hf.values()]
 
 

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5."""
 
 from megatron_rl.families.family import Family
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QKV_BIAS
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QKV_BIAS
 
 FAMILY = Family(
     layer=lambda config, index: (*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),

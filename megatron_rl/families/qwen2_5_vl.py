@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.families.family import Family, SGLangSupport, VisionSpec
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QKV_BIAS
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QKV_BIAS
 from megatron_rl.families.sglang_limits import OTHERWISE
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 

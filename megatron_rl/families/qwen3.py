@@ -1,7 +1,7 @@
 """Qwen3, dense."""
 
 from megatron_rl.families.family import Family
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 
 FAMILY = Family(
     layer=lambda config, index: (*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from megatron_rl.families.experts import EXPERTS, moe_kwargs
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, EXPERTS, NORMS, QK_NORM, moe_kwargs
 from megatron_rl.families.model_facts import has_experts
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")

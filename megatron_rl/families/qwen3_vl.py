@@ -1,7 +1,7 @@
 """Qwen3-VL, dense: the language model of Qwen3, whose first layers also receive features from the encoder (DeepStack)."""
 
 from megatron_rl.families.family import Family, VisionSpec
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
 VISION = VisionSpec(

@@ -1,8 +1,7 @@
 """Qwen3-VL with experts, which its files store stacked: one tensor for all experts of a layer."""
 
-from megatron_rl.families.experts import moe_kwargs
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
-from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM, moe_kwargs
 from megatron_rl.families.model_facts import has_experts
 from megatron_rl.families.qwen3_moe import NUM_EXPERTS, in_layer
 from megatron_rl.families.qwen3_vl import VISION

@@ -1,15 +1,19 @@
 """Detects models that SGLang silently computes differently from transformers and this trainer. Pure; reads config.json.
 
-Source: the model files of SGLang 0.5.23. A run that samples from such a model is refused before anything starts, because
-the parity check of its first step would stop it anyway. Training without servers (sft, reward-train), convert and doctor
-accept these models.
+Source: the model files of SGLang 0.5.23. A run that samples from such a model is refused before anything starts,
+because the parity check of its first step would stop it anyway. Training without servers (sft, reward-train),
+convert and doctor accept these models.
 
-Also maps a checkpoint's tensors to SGLang's parameters, which join q/k/v, gate/up and the experts of a layer.
+Also reads the names of SGLang's options from its source, and maps a checkpoint's tensors to SGLang's parameters, which
+join q/k/v, gate/up and the experts of a layer.
 """
 
+import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.families.family import SGLangSupport, families
@@ -45,6 +49,18 @@ def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
     yield from served.problems(model, where)
     if served.scales_rope:
         yield from _rope(model_type, served, rope_of(model), where)
+
+
+def cpu_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
+    """Yield a message if SGLang cannot serve this model on a CPU: its ``get_rope_cpu`` has only DeepSeek's yarn."""
+    rope = rope_of(model)
+    if families()[model["model_type"]].served.rope_is_yarn and rope["rope_type"] != "yarn":
+        yield (
+            f"policy.path: {path}: on a CPU SGLang computes rotary positions of {model['model_type']} only with yarn, and the file has "
+            'none; add "rope_scaling": {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": '
+            f"{model.get('max_position_embeddings', 4096)}}}, which changes no number, or serve it on GPUs (a dry run for them: "
+            "--gpus-per-node)"
+        )
 
 
 def split_problems(model: Mapping[str, Any], tensor_parallel_size: int, path: object) -> Iterator[str]:
@@ -114,6 +130,25 @@ def _sglang_scale(served: SGLangSupport, rope: Mapping[str, Any], factor: float)
     return _scale(factor, mscale) / _scale(factor, all_dims)
 
 
+_FIELD = re.compile(r"^    (\w+): A\[\s*(?:Optional\[)?(int|float|bool|str)?", re.MULTILINE)
+_ALIAS = re.compile(r'"--([a-z0-9][a-z0-9-]*)"')
+
+
+@functools.cache
+def server_flags() -> dict[str, str]:
+    """Map the options of the installed SGLang to their types: int, float, bool, str, or empty if unknown.
+
+    The names are read from SGLang's source, because its import takes seconds. Returns {} if SGLang is not installed.
+    """
+    found = find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return {}
+    folder = Path(found.submodule_search_locations[0], "srt")
+    texts = [path.read_text(encoding="utf-8") for path in (folder / "server_args.py", *folder.glob("arg_groups/**/*.py")) if path.is_file()]
+    flags = dict.fromkeys(_ALIAS.findall("".join(texts)), "")
+    return flags | {name.replace("_", "-"): kind for text in texts for name, kind in _FIELD.findall(text)}
+
+
 _FP8_UPDATES = ("qwen2", "qwen3")
 """Families whose loaders in SGLang 0.5.23 accept new weights on an fp8 server (``flash_rl``)."""
 
@@ -121,8 +156,8 @@ _FP8_UPDATES = ("qwen2", "qwen3")
 def quantization_problem(quantization: object, load_format: object, model_type: object) -> str:
     """Reason why a server that quantizes at loading cannot take the trainer's weights, or an empty string if it can.
 
-    In SGLang 0.5.23, Fp8LinearMethod replaces the loaded parameters by new, transposed parameters without loaders, and has
-    no ``restore_weights_before_loading`` that would restore them for an update. Other methods do the same.
+    In SGLang 0.5.23, Fp8LinearMethod replaces the loaded parameters by new, transposed parameters without loaders,
+    and has no ``restore_weights_before_loading`` that would restore them for an update. Other methods do the same.
     """
     if quantization in (None, False, "", "unquant"):
         return ""

@@ -1,7 +1,7 @@
 """Converts Hugging Face tensors to Megatron parameters and back, under tensor parallelism.
 
-A transform reads only one rank's slices of the full tensors (``load``), and assembles the full tensors from the shards
-of all tensor-parallel ranks (``export``). Invariant: ``export`` of the loaded shards returns the same bits.
+A transform reads only one rank's slices of the full tensors (``load``), and assembles the full tensors from the
+shards of all tensor-parallel ranks (``export``). Invariant: ``export`` of the loaded shards returns the same bits.
 """
 
 from collections.abc import Mapping, Sequence

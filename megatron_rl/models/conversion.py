@@ -1,13 +1,12 @@
 """``megatron-rl convert``: converts between a Hugging Face folder and Megatron's distributed checkpoint (torch_dist).
 
-Invariants: tensors are read, rearranged and written one parameter at a time, so memory contains one parameter and, in
-the direction of Hugging Face, the file being filled; a round trip keeps the bits and dtypes of every tensor; nothing is
-written before every tensor has been found with its shape; the output folder appears once it is complete. One process,
-no GPU. A distributed checkpoint does not depend on a parallel layout: any layout loads it.
+Invariants: tensors are read, rearranged and written one parameter at a time, so memory contains one parameter and,
+in the direction of Hugging Face, the file being filled; a round trip keeps the bits and dtypes of every tensor;
+nothing is written before every tensor has been found with its shape; the output folder appears once it is complete.
+One process, no GPU. A distributed checkpoint does not depend on a parallel layout: any layout loads it.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,8 +19,15 @@ from megatron_rl.families.transforms import Shard
 from megatron_rl.models.hf.folder import FolderWriter, copy_files
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
-from megatron_rl.models.hf.tensor_sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointSource,
+    WeightsError,
+    is_mtp,
+    mtp_names,
+    mtp_tensors,
+)
 from megatron_rl.models.hf.weights import (
     assemble,
     check_no_unknown_tensors,
@@ -43,13 +49,8 @@ _NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
 """Prefixes of keys in training checkpoints that are not weights."""
 
 
-@dataclass(frozen=True)
-class Conversion:
-    num_tensors: int
-    """Number of converted Hugging Face tensors."""
-    num_bytes: int
-    left_out: list[str]
-    """Tensors of the input that are not in the output."""
+Conversion = tuple[int, int, list[str]]
+"""(number of converted Hugging Face tensors, their bytes, tensors of the input that are not in the output)."""
 
 
 def convert(
@@ -77,6 +78,7 @@ def convert(
         OSError, ModelError, WeightsError: input or output cannot be read or written, or do not match config.json.
     """
     source, target = Path(input_folder), Path(output_folder)
+    # Also true for a broken link, which the final rename would replace.
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists; give an output folder that does not, or remove it")
     if config_folder is None and source.is_dir() and not (source / "config.json").is_file():
@@ -86,6 +88,7 @@ def convert(
     config_folder = Path(config_folder or source)
     config = load_hf_config(config_folder)
     check_layout(config, parallel or ParallelConfig())
+    # Megatron's modules, from which the names and shapes come, need process groups.
     topology.initialize(ParallelConfig(), seed=0)
     try:
         if to == "megatron":
@@ -114,6 +117,7 @@ def _to_megatron(
     ]
     kept = _kept(config, source, mtp)
     dtypes = {
+        # An empty slice reads no data of the file.
         name: tensor[:0].dtype
         for entry in entries(config, role)
         for name, tensor in zip(entry.hf, read_entry(checkpoint, entry), strict=True)
@@ -138,7 +142,7 @@ def _to_megatron(
             writer.finish_weights()
     num_bytes = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
     num_bytes += writer.total_bytes if kept else 0
-    return Conversion(len(expected) + len(kept), num_bytes, left_out)
+    return len(expected) + len(kept), num_bytes, left_out
 
 
 def _kept(config: PretrainedConfig, folder: Path, mtp: Mtp | None) -> list[str]:
@@ -171,7 +175,7 @@ def _to_hf(
 ) -> Conversion:
     checkpoint = MegatronCheckpoint(source)
     role: Role = "critic" if checkpoint.holds_value_head() else "policy"
-    parameters = contents_of(config, role).parameters
+    parameters, _ = contents_of(config, role)
     used = {piece.key for parameter in parameters for piece in parameter.pieces()}
     left_out = [key for key in checkpoint.tensors if key not in used]
     unknown = [key for key in left_out if not key.startswith(_NOT_WEIGHTS)]
@@ -198,4 +202,4 @@ def _to_hf(
         for name, tensor in mtp_tensors(config, mtp_folder) if kept else ():
             writer.add(name, tensor)
         writer.finish()
-    return Conversion(num_tensors, writer.total_bytes, left_out)
+    return num_tensors, writer.total_bytes, left_out

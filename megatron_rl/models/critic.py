@@ -1,8 +1,9 @@
 """The critic: the policy's architecture with a value head instead of the language-model head.
 
-The head is one row, replicated on the tensor-parallel ranks. It is part of the model, so ``forward`` (``packed_gpt.py``)
-returns values on the last stage. The model's value at position t is computed after token t; ``token_values`` shifts the
-values to the alignment of ``data/batch.py``, where values[t] is V(s_t), the value before token t.
+The head is one row, replicated on the tensor-parallel ranks. It is part of the model, so ``forward``
+(``packed_gpt.py``) returns values on the last stage. The model's value at position t is computed after token t;
+``token_values`` shifts the values to the alignment of ``data/batch.py``, where values[t] is V(s_t), the value
+before token t.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import PackedBatch, moved
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models.hf.tensor_sources import RandomSource
@@ -59,8 +60,8 @@ def build_critic(
 ) -> list[PackedGPTModel]:
     """This rank's part of the critic; arguments, weights and errors as in ``policy.build_policy``.
 
-    The value head is always initialized (normal with ``initializer_range``), even if ``seed`` is None, because a policy's
-    checkpoint has no value head to load.
+    The value head is always initialized (normal with ``initializer_range``), even if ``seed`` is None, because a
+    policy's checkpoint has no value head to load.
     """
     chunks = build_chunks(
         hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False, settings=settings
@@ -80,26 +81,26 @@ def build_critic(
 def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
     """Values [T] float32: entry t is V(s_t), the value before token t; 0 at sequence starts. Differentiable."""
     after = _values_after_tokens(chunk, output, batch)
-    values = F.pad(after[:-1], (1, 0))
-    is_start = torch.zeros_like(values, dtype=torch.bool)
-    is_start[sequence_starts(batch, output.device)] = True
-    return values.masked_fill(is_start, 0.0)
+    is_start = torch.zeros(len(after), dtype=torch.bool)
+    is_start[sequence_starts(batch)] = True
+    return F.pad(after[:-1], (1, 0)).masked_fill(moved(is_start, after.device), 0.0)
 
 
 def final_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
     """[N] float32: the value after the last token of each sequence (0 for an empty sequence). Differentiable."""
     after = _values_after_tokens(chunk, output, batch)
-    ends = batch.cu_seqlens[1:].to(output.device)
     # An empty sequence has no last token: an arbitrary row is read, then masked.
-    return after[(ends - 1).clamp(min=0)].masked_fill(batch.lengths.to(output.device) == 0, 0.0)
+    last, is_empty = (batch.cu_seqlens[1:] - 1).clamp(min=0), batch.lengths == 0
+    return after[moved(last, after.device)].masked_fill(moved(is_empty, after.device), 0.0)
 
 
 def _values_after_tokens(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
     """Values after each token, [T], from ``output`` [1, T', 1] with padding (this rank's part under context parallelism)."""
     config = unwrap(chunk).config
-    rows = rows_of_tokens(tuple(batch.lengths.tolist()), config, output.device)
+    rows = rows_of_tokens(batch.lengths.tolist(), config)
     if rows is None:
         return output[0, : len(batch.tokens), 0]
     local = (rows >= 0).nonzero()[:, 0]
-    values = output.new_zeros(len(rows)).index_put((local,), output[0, rows[local], 0])
+    here, own_rows = moved(local, output.device), moved(rows[local], output.device)
+    values = output.new_zeros(len(rows)).index_put((here,), output[0, own_rows, 0])
     return sum_over_context(values, config)

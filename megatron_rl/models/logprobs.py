@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from hidden states, computed without the logits of more than one chunk of tokens.
 
-The vocabulary is split over the tensor-parallel group. Each rank computes its columns of the logits in float32, and the
-group exchanges four values per token. The backward pass recomputes the logits chunk by chunk.
+The vocabulary is split over the tensor-parallel group. Each rank computes its columns of the logits in float32, and
+the group exchanges four values per token. The backward pass recomputes the logits chunk by chunk.
 
 In a bfloat16 model the gradients of the logits are rounded to bfloat16 before their products, with float32 sums:
 tensor cores need 16-bit inputs, and float32 products would take as long as the rest of a small model. The rounding
@@ -10,8 +10,8 @@ changes the gradients by about 0.2 % of their norm, less than rounding the produ
     logp(t) = z_t - log Z,   H = log Z - E[z],   z = logits / temperature
     d logp / d z_i = [i = t] - p_i,   d H / d z_i = -p_i (log p_i + H)
 
-Tokens that the server never samples (image tokens) are excluded: their z is a constant far below all others. SGLang does
-the same, so that trainer and server have the same distribution.
+Tokens that the server never samples (image tokens) are excluded: their z is a constant far below all others. SGLang
+does the same, so that trainer and server have the same distribution.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_rl.data.batch import moved
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens per chunk: 256 to 1024 take the same time, and memory grows with the chunk."""
@@ -91,12 +93,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         first_id = rank * weight.shape[0]
         rows = min(max(head.vocab_size - first_id, 0), weight.shape[0])
         local_targets = targets - first_id
-        columns = [token - first_id for token in head.excluded if first_id <= token < first_id + rows]
+        local = [token - first_id for token in head.excluded if first_id <= token < first_id + rows]
+        columns = moved(torch.tensor(local, dtype=torch.int64), hidden.device)
         parts = []
         for start in range(0, hidden.shape[0], head.chunk_size):
             chunk = slice(start, start + head.chunk_size)
             scores = _product(hidden[chunk], weight[:rows].t()) / head.temperature
-            scores[:, columns] = _EXCLUDED_SCORE
+            scores.index_fill_(1, columns, _EXCLUDED_SCORE)
             parts.append(_statistics(scores, local_targets[chunk], head.group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # The empty tensor sets the dtype if there are no tokens.
@@ -117,7 +120,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
             scores = _product(hidden[chunk], weight[:rows].t()) / ctx.temperature
-            scores[:, ctx.columns] = _EXCLUDED_SCORE
+            scores.index_fill_(1, ctx.columns, _EXCLUDED_SCORE)
             log_p = scores - log_normalizer[chunk, None]
             p = log_p.exp()
             grad_scores = torch.zeros_like(p)
@@ -128,7 +131,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * is_local)[:, None])
             if grad_entropy is not None:
                 grad_scores -= grad_entropy[chunk, None] * p * (log_p + entropy[chunk, None])
-            grad_scores[:, ctx.columns] = 0.0  # excluded scores are constants, even if one was the target
+            grad_scores.index_fill_(1, ctx.columns, 0.0)  # excluded scores are constants, even if one was the target
             grad_scores /= ctx.temperature
             grad_scores = grad_scores.to(ctx.gradient_dtype)
             grad_hidden[chunk] = _product(grad_scores, weight[:rows])

@@ -1,17 +1,23 @@
 """Fields of Megatron's TransformerConfig that a recipe sets directly, by ``policy.megatron`` and ``critic.megatron``.
 
-A field is passed through unless this trainer sets it by another key or relies on its value. Names and types are checked
-against the dataclass of the installed Megatron.
+A field is passed through unless this trainer sets it by another key or relies on its value. Names and types are
+checked against the dataclass of the installed Megatron.
+
+8-bit floating point (``policy.fp8``) is computed by Transformer Engine. Only the inputs of matrix products are
+cast, with one scale per tensor. Parameters stay in bfloat16 with float32 main weights, so checkpoints, exports and
+the optimizer are the same as in a bfloat16 run.
 """
 
 import dataclasses
 import difflib
 import enum
+import importlib.util
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config.schema import Fp8, MoeConfig
@@ -22,6 +28,10 @@ ADJUSTABLE = (
     "masked_softmax_fusion moe_permute_fusion moe_router_fusion moe_shared_expert_overlap persist_layer_norm"
 ).split()
 """Fields for which this trainer has its own default."""
+_FP8_RECIPE = "tensorwise"
+"""Scales come from the current tensor, because a history of scales would mix inference with updates, and short
+packs with long packs."""
+_FIRST_FP8_CAPABILITY = (8, 9)
 
 _MODEL = "config.json of the model's folder sets it"
 _SAMPLING = "the servers would compute a different model than the trainer"
@@ -135,3 +145,31 @@ def _described(hint: Any) -> str:
     if typing.get_origin(hint) is None and isinstance(hint, type):
         return hint.__name__
     return str(hint).replace("typing.", "")
+
+
+def fp8_kwargs(fp8: Fp8) -> dict[str, Any]:
+    """Fields of TransformerConfig for ``fp8``; empty without."""
+    if fp8 is Fp8.none:
+        return {}
+    return dict(fp8=fp8.value, fp8_recipe=_FP8_RECIPE, fp8_param=False)
+
+
+def check_fp8(fp8: Fp8, dtype: torch.dtype) -> None:
+    """Raise ModelError, with the reason, if parameters of ``dtype`` or this machine do not support ``fp8``."""
+    if fp8 is Fp8.none:
+        return
+    key = f"policy.fp8={fp8.value}"
+    if dtype is not torch.bfloat16:
+        raise ModelError(
+            f"{key}: needs parameters in bfloat16, got {str(dtype).removeprefix('torch.')}; set dtype=bfloat16"
+        )
+    if not torch.cuda.is_available():
+        raise ModelError(f"{key}: needs a GPU, and none is present; set none")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ModelError(f"{key}: needs Transformer Engine, which is not installed; install it, or set none")
+    capability = torch.cuda.get_device_capability()
+    if capability < _FIRST_FP8_CAPABILITY:
+        raise ModelError(
+            f"{key}: {torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]}) has no 8-bit "
+            f"products, which need at least {_FIRST_FP8_CAPABILITY[0]}.{_FIRST_FP8_CAPABILITY[1]}; set none"
+        )

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import PackedBatch, moved
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import takes_images, text_config
 from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
 from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
+from megatron_rl.models.image_encoding import prepare_encoder
 from megatron_rl.models.layers.attention import (
     ContextAttention,
     PackedAttention,
@@ -29,16 +30,20 @@ from megatron_rl.models.layers.attention import (
     plan_attention,
     plan_context,
 )
-from megatron_rl.models.layers.context import split_here, zigzag
-from megatron_rl.models.layers.gpt import PackedGPTModel, unwrap
+from megatron_rl.models.layers.context import pack_alignment, split_here, zigzag
 from megatron_rl.models.layers.moe import check_moe, install_dispatcher, moe_kwargs
-from megatron_rl.models.layers.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.layers.rope import install_rope
 from megatron_rl.models.layers.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
-from megatron_rl.models.layers.torch_layers import block_spec, has_transformer_engine, restore_float32, swap_layers
-from megatron_rl.models.megatron_fields import MegatronSettings, checked_fields
-from megatron_rl.models.vision.encoder import prepare_encoder
-from megatron_rl.models.vision.vision_gpt import DeepstackLayer, VisionGPTModel
+from megatron_rl.models.layers.torch_layers import (
+    PackedGPTModel,
+    block_spec,
+    has_transformer_engine,
+    restore_float32,
+    swap_layers,
+    unwrap,
+)
+from megatron_rl.models.megatron_fields import MegatronSettings, check_fp8, checked_fields, fp8_kwargs
+from megatron_rl.models.vision_gpt import DeepstackLayer, VisionGPTModel
 from megatron_rl.parallel.topology import local_device
 
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
@@ -127,10 +132,10 @@ def _add_vision(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch
 
 
 def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
-    """Run this stage on ``batch``; ``chunk`` may be wrapped for data parallelism.
+    """Run this stage on ``batch``, which is in host memory; ``chunk`` may be wrapped for data parallelism.
 
-    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. The result is
-    for Megatron's schedule: hidden states for the next stage, or on the last stage the input of
+    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. The result
+    is for Megatron's schedule: hidden states for the next stage, or on the last stage the input of
     ``policy.token_logprobs`` or ``critic.token_values``.
     """
     model = unwrap(chunk)
@@ -141,9 +146,9 @@ def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = N
     return chunk(tokens, positions, None, packed_seq_params=params, **visual)
 
 
-def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:
-    """First rows of the pack's non-empty sequences."""
-    return batch.cu_seqlens[:-1][batch.lengths > 0].to(device)
+def sequence_starts(batch: PackedBatch) -> Tensor:
+    """First rows of the pack's non-empty sequences, in host memory."""
+    return batch.cu_seqlens[:-1][batch.lengths > 0]
 
 
 def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor, Tensor, PackedSeqParams]:
@@ -151,57 +156,43 @@ def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor
     if len(batch.tokens) == 0:
         raise ValueError("an empty batch cannot pass through the model; skip the micro-batch on every rank")
     device = local_device()
-    lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens.to(device)
+    lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens
     if config.context_parallel_size > 1:
         split = split_here(lengths, config)
-        rows = split.token_of_row.to(device)
+        rows = split.token_of_row
         tokens = torch.where(rows >= 0, tokens[rows], PAD_TOKEN_ID)
-        positions, params = _split_sequence_params(
-            split.lengths,
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(),
-            device,
-        )
-        return tokens[None], positions[None], params
+        num_ranks = parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        positions, params = _sequence_params(split.lengths, device, num_ranks, rank)
+        return moved(tokens, device)[None], positions[None], params
     padding = -len(tokens) % pack_alignment(config)
     if padding:
         lengths = (*lengths, padding)
         tokens = torch.cat([tokens, tokens.new_full((padding,), PAD_TOKEN_ID)])
     positions, params = _sequence_params(lengths, device)
-    return tokens[None], positions[None], params
+    return moved(tokens, device)[None], positions[None], params
 
 
 @functools.lru_cache(maxsize=64)
-def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, PackedSeqParams]:
-    """Positions [T] and sequence parameters, cached because every pass over a batch has the same lengths."""
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    common = _pack_description(lengths, device)
-    if has_transformer_engine():
-        return positions, PackedSeqParams(**common)
-    return positions, PlannedSeqParams(plan=plan_attention(lengths, device), **common)
-
-
-@functools.lru_cache(maxsize=64)
-def _split_sequence_params(
-    lengths: tuple[int, ...], num_ranks: int, rank: int, device: torch.device
+def _sequence_params(
+    lengths: tuple[int, ...], device: torch.device, num_ranks: int = 1, rank: int = 0
 ) -> tuple[Tensor, PackedSeqParams]:
     """Positions and sequence parameters of one of ``num_ranks`` context-parallel ranks.
 
-    ``lengths``: lengths of the whole, padded sequences.
+    ``lengths``: lengths of the whole sequences, with padding. Cached, because every pass over a batch has the same lengths.
     """
-    positions = torch.cat([zigzag(length, num_ranks, rank) for length in lengths if length]).to(device)
-    common = _pack_description(lengths, device)
-    if has_transformer_engine():
-        return positions, PackedSeqParams(**common)
-    return positions, PlannedSeqParams(plan=plan_context(lengths, num_ranks, rank, device), **common)
-
-
-def _pack_description(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    return dict(
+    is_split = num_ranks > 1
+    own = [zigzag(length, num_ranks, rank) if is_split else torch.arange(length) for length in lengths if length]
+    cu_seqlens = moved(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+    common = dict(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
+    positions = moved(torch.cat(own), device)
+    if has_transformer_engine():
+        return positions, PackedSeqParams(**common)
+    plan = plan_context(lengths, num_ranks, rank, device) if is_split else plan_attention(lengths, device)
+    return positions, PlannedSeqParams(plan=plan, **common)

@@ -1,8 +1,8 @@
 """The policy: a causal language model whose head is applied separately, and only to the tokens in a mask.
 
-``forward`` (from ``packed_gpt.py``) returns hidden states on the last stage; ``token_logprobs`` turns the hidden states in
-the mask into log-probabilities and entropies. Logits exist for at most one chunk of tokens and a rank's slice of the
-vocabulary.
+``forward`` (from ``packed_gpt.py``) returns hidden states on the last stage; ``token_logprobs`` turns the hidden
+states in the mask into log-probabilities and entropies. Logits exist for at most one chunk of tokens and a rank's
+slice of the vocabulary.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import PackedBatch, moved
 from megatron_rl.families.model_facts import text_config, vision_token_ids
 from megatron_rl.models.hf.tensor_sources import RandomSource
 from megatron_rl.models.hf.weights import fill
@@ -35,8 +35,9 @@ def build_policy(
 ) -> list[PackedGPTModel]:
     """This rank's part of the policy, not yet wrapped for data parallelism. Requires ``topology.initialize``.
 
-    Weights are normal with the configuration's ``initializer_range`` and the same in every parallel layout. With ``seed``
-    None they stay uninitialized, for ``load_weights`` to fill. Raises ValueError if the model does not fit the layout.
+    Weights are normal with the configuration's ``initializer_range`` and the same in every parallel layout. With
+    ``seed`` None they stay uninitialized, for ``load_weights`` to fill. Raises ValueError if the model does not fit
+    the layout.
     """
     chunks = build_chunks(
         hf_config,
@@ -76,23 +77,23 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [T] and entropies [T] of the batch's tokens, float32, from the last stage's ``forward`` output.
 
-    Entry t is the log-probability of token t given the preceding tokens, and the entropy of the distribution that token t
-    was sampled from. Both are at ``temperature`` and over the tokens that responses may contain (no image tokens).
-    Entries are 0 at sequence starts and where ``mask`` [T] bool is False; these tokens do not reach the head.
-    Differentiable. Collective over the tensor- and context-parallel ranks, which all get the same result.
+    Entry t is the log-probability of token t given the preceding tokens, and the entropy of the distribution that
+    token t was sampled from. Both are at ``temperature`` and over the tokens that responses may contain (no image
+    tokens). Entries are 0 at sequence starts and where ``mask`` [T] bool is False; these tokens do not reach the
+    head. ``batch`` and ``mask`` are in host memory. Differentiable. Collective over the tensor- and context-parallel
+    ranks, which all get the same result.
     """
-    model = unwrap(chunk)
-    tokens = batch.tokens.to(output.device)
-    wanted = torch.ones_like(tokens, dtype=torch.bool)
-    if mask is not None:
-        wanted &= mask.to(output.device)
-    wanted[sequence_starts(batch, output.device)] = False
+    model, device = unwrap(chunk), output.device
+    # In host memory: the number of targets is needed here, and reading it from the device would wait for the pass.
+    wanted = torch.ones_like(batch.tokens, dtype=torch.bool) if mask is None else mask.clone()
+    wanted[sequence_starts(batch)] = False
     targets = wanted.nonzero()[:, 0]
     sources = targets - 1
-    rows = rows_of_tokens(tuple(batch.lengths.tolist()), model.config, output.device)
+    rows = rows_of_tokens(batch.lengths.tolist(), model.config)
     if rows is not None:
         is_local = rows[sources] >= 0
         targets, sources = targets[is_local], rows[sources[is_local]]
+    labels, sources, targets = (moved(index, device) for index in (batch.tokens[targets], sources, targets))
     hidden = output.squeeze(0)
     if model.config.sequence_parallel:
         # Backward reduce-scatters, because each rank's gradient covers only its slice of the vocabulary.
@@ -102,8 +103,8 @@ def token_logprobs(
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, sources))
     logprobs, entropy = token_logprobs_and_entropy(
         hidden,
-        _head_weight(model),
-        tokens[targets],
+        head_weight(model),
+        labels,
         vocab_size=model.real_vocab_size,
         temperature=temperature,
         group=parallel_state.get_tensor_model_parallel_group(),
@@ -111,13 +112,13 @@ def token_logprobs(
         excluded=model.excluded_token_ids,
         exact_gradients=model.fp32_head,
     )
-    zeros = torch.zeros(len(tokens), dtype=logprobs.dtype, device=output.device)
+    zeros = torch.zeros(len(wanted), dtype=logprobs.dtype, device=device)
     both = torch.stack([zeros.index_put((targets,), logprobs), zeros.index_put((targets,), entropy)])
     logprobs, entropy = sum_over_context(both, model.config)
     return logprobs, entropy
 
 
-def _head_weight(model: PackedGPTModel) -> Tensor:
+def head_weight(model: PackedGPTModel) -> Tensor:
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight

@@ -1,7 +1,7 @@
 """Writes and reads Megatron's distributed checkpoints (torch_dist) one parameter at a time, in one process.
 
-A checkpoint's ``.metadata`` is a pickle. It is loaded only after ``check_metadata`` has verified that the pickle imports
-nothing but the classes of metadata.
+A checkpoint's ``.metadata`` is a pickle. It is loaded only after ``check_metadata`` has verified that the pickle
+imports nothing but the classes of metadata.
 """
 
 import io
@@ -97,14 +97,10 @@ class Parameter:
         return self.sharded.merge_fn(parts) if _is_factory(self.sharded) else parts[0]
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Contents of a model's distributed checkpoint."""
+Contents = tuple[list[Parameter], list[ShardedObject]]
+"""All parameters of a checkpoint in the order of Hugging Face files, and the extra states of layers.
 
-    parameters: list[Parameter]
-    """All parameters, in the order of Hugging Face files."""
-    objects: list[ShardedObject]
-    """Extra states of layers: empty in this model, but Megatron's loader requires them."""
+The extra states are empty in this model, but Megatron's loader requires them."""
 
 
 def contents_of(config: PretrainedConfig, role: Role) -> Contents:
@@ -118,7 +114,7 @@ def contents_of(config: PretrainedConfig, role: Role) -> Contents:
     parameters = [Parameter(entry, sharded.pop(entry.megatron)) for entry in entries(config, role)]
     if sharded:
         raise WeightsError(f"Megatron's parameter {next(iter(sharded))} has no rule for model_type {config.model_type}")
-    return Contents(parameters, objects)
+    return parameters, objects
 
 
 def _is_factory(sharded: ShardedBase) -> bool:
@@ -160,12 +156,13 @@ class _StreamingPlanner(SavePlanner):
 
     def __init__(self, contents: Contents, dtypes: Mapping[str, torch.dtype], load: Callable[[Entry], Tensor]) -> None:
         self._load = load
-        self._objects = {MetadataIndex(item.unique_key): item for item in contents.objects}
+        parameters, objects = contents
+        self._objects = {MetadataIndex(item.unique_key): item for item in objects}
         self._items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
         self._piece_of: dict[MetadataIndex, tuple[Parameter, int]] = {}
         self._loaded: tuple[Parameter | None, list[ShardedTensor]] = (None, [])
         dtype_of_key: dict[str, tuple[torch.dtype, str]] = {}
-        for parameter in contents.parameters:
+        for parameter in parameters:
             for name in parameter.entry.hf:
                 for piece in parameter.pieces():
                     dtype, first = dtype_of_key.setdefault(piece.key, (dtypes[name], name))
@@ -198,6 +195,7 @@ class _StreamingPlanner(SavePlanner):
             return stream
         parameter, index = self._piece_of[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         if self._loaded[0] is not parameter:
+            # Freed first, so that only one parameter is in memory at a time.
             self._loaded = (None, [])
             self._loaded = (parameter, parameter.pieces(self._load(parameter.entry)))
         piece = self._loaded[1][index]

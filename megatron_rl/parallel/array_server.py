@@ -1,9 +1,9 @@
-"""Arrays of this machine for ranks on others, which cannot map them: ``python -m megatron_rl.parallel.array_server PARENT``.
+"""Serves this machine's arrays to ranks on other machines: ``python -m megatron_rl.parallel.array_server PARENT``.
 
-A process beside the driver serves what addresses name (``system/files/shared_file.py``) by Arrow Flight (DoGet: both sides need no
-meeting, and what arrives is arrays), so that it passes neither rank 0 nor the rollout workers. A ticket is a secret of the
-driver's, which ranks hear over the control group, and the table of the addresses. Like all traffic between the machines of a
-job it is not encrypted. The process ends with the one that started it.
+A process next to the driver serves the arrays at given addresses (``system/files/shared_file.py``) by Arrow Flight (DoGet: it is
+not collective, and delivers arrays), so that their bytes pass neither rank 0 nor the rollout workers. A ticket consists of a
+secret of the driver, which ranks get over the control group, and the table of addresses. Like all traffic between the machines of
+a job it is not encrypted. The process ends with its parent.
 """
 
 import subprocess
@@ -28,33 +28,34 @@ from megatron_rl.system.processes.child_process import (
 )
 
 _BATCH_BYTES = 1 << 24
-"""Small arrays travel together: a message for each would take longer than its bytes."""
+"""Size of a message: small arrays share a message, because one message per array would take longer than its bytes."""
 _SCHEMA = pa.schema([("bytes", pa.uint8())])
 
 
 class ArrayServerAddress(NamedTuple):
-    """The address of a process that serves the arrays of a machine."""
+    """Address of a process that serves a machine's arrays."""
 
     location: str
     secret: str
 
 
 class Reachability(NamedTuple):
-    """The arrays that the ranks of a replica can map, and the servers of all others. Nodes are numbered as in addresses."""
+    """The arrays that a replica's ranks can map, and the servers of all other arrays. Nodes are numbered as in addresses."""
 
     node: int
-    """The node whose files the replica's receiving rank can map; -1: none."""
+    """Node whose files the replica's root can map; -1: none."""
     by_all: bool
     """True if all ranks of the replica can map them."""
     services: Mapping[int, ArrayServerAddress | None]
-    """Node -> the server of its arrays."""
+    """Maps each node to the server of its arrays."""
 
     def maps(self, nodes: set[int]) -> bool:
-        """True if each rank can map all that lies on these nodes."""
+        """True if each rank can map all arrays on these nodes."""
         return self.by_all and nodes <= {self.node}
 
     def read(self, node: int, addresses: np.ndarray) -> np.ndarray:
-        """[bytes] uint8: the arrays of ``node`` at ``addresses`` [k, 4], one behind the other. Raises as ``read_arrays``."""
+        """[bytes] uint8: the arrays of ``node`` at ``addresses`` [k, 4], concatenated. Raises as ``read_arrays``."""
+        # One buffer, because joining the chunks would copy all bytes a second time.
         found, end = np.empty(int(addresses[:, -1].sum()), np.uint8), 0
         for chunk in read_arrays(addresses, None if node == self.node else self.services[node]):
             found[end : end + len(chunk)] = chunk
@@ -63,9 +64,9 @@ class Reachability(NamedTuple):
 
 
 def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> Iterator[np.ndarray]:
-    """The bytes of the arrays at ``addresses`` [k, 4], back to back in stretches: mapped here, or from their machine's service.
+    """Bytes of the arrays at ``addresses`` [k, 4], in order, in chunks: mapped here, or from their machine's service.
 
-    Raises UserError where the service does not answer, or not in full.
+    Raises UserError if the service does not reply, or not in full.
     """
     if service is None:
         yield from bytes_at(addresses)
@@ -80,8 +81,8 @@ def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> It
                 num_bytes += len(column)
     except (flight.FlightError, pa.ArrowException) as error:
         raise UserError(
-            f"the arrays of another machine did not come from {service.location}: {error}. Ranks connect to that address (the node's "
-            "own, a port that the system chooses); see that no firewall stands between the nodes"
+            f"the arrays of another machine could not be fetched from {service.location}: {error}. Ranks connect to that address (the "
+            "node's own, at a port that the system chooses); check that no firewall blocks connections between the nodes"
         ) from error
     if num_bytes != expected:
         raise UserError(f"expected {expected} bytes of arrays from {service.location}, got {num_bytes}")
@@ -91,13 +92,14 @@ class ArrayServer(flight.FlightServerBase):
     """Serves all arrays that this process can map."""
 
     def __init__(self, secret: bytes) -> None:
+        # Port 0: the system chooses a free port, because several runs may share a node.
         super().__init__("grpc://0.0.0.0:0")
         self._secret = secret
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         secret, table = ticket.ticket[:SECRET_BYTES], ticket.ticket[SECRET_BYTES:]
         if not is_secret(secret, self._secret):
-            raise flight.FlightUnauthenticatedError("it asks with another secret than this run's")
+            raise flight.FlightUnauthenticatedError("the request has another secret than this run's")
         return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 4)))
 
 
@@ -119,14 +121,14 @@ def _batch(pieces: list[np.ndarray]) -> pa.RecordBatch:
 
 
 def start_array_server(host: str) -> ArrayServerAddress:
-    """A server of this machine's arrays, which others reach as ``host``; it ends with this process."""
+    """Start a server of this machine's arrays, which other machines reach as ``host``; it ends with this process."""
     secret = new_secret()
     process = start_module("megatron_rl.parallel.array_server", message=secret, stdout=subprocess.PIPE, environment=WITHOUT_GPU)
     assert process.stdout is not None
     with process.stdout:
         port = process.stdout.readline().decode().strip()
     if not port:
-        raise UserError("the process that serves arrays to ranks on other machines did not start; its traceback stands above")
+        raise UserError("the process that serves arrays to ranks on other machines did not start; its traceback is above")
     return ArrayServerAddress(f"grpc://{f'[{host}]' if ':' in host else host}:{port}", secret.hex())
 
 

@@ -1,10 +1,10 @@
 """Control traffic between the driver (rank 0) and the other ranks, over the gloo group of ``topology.py``.
 
 Every rank calls the same functions in the same order. Each call has a deadline (by default
-``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
-what and how long; a peer that died raises at once. Batches travel as arrays in one flat buffer: over the gloo group to one
-rank of each replica, and from there over Megatron's groups. What lies in shared files (``system/files/shared_file.py``) does not
-pass rank 0: ranks of its machine map it, others fetch it (``array_server.py``).
+``parallel.collective_timeout_s``) and raises ``CollectiveTimeout`` with the waiting rank, the awaited rank, the action and the
+time; for a peer that died it raises immediately. Batches are sent as one flat buffer: over the gloo group to one rank of each
+replica, and from there over Megatron's groups. Arrays in shared files (``system/files/shared_file.py``) do not pass rank 0:
+ranks on its machine map them, other ranks fetch them (``array_server.py``).
 """
 
 import io
@@ -26,10 +26,10 @@ from megatron_rl.parallel.array_server import Reachability
 from megatron_rl.parallel.topology import RankCoordinates, Topology
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
-"""Dtypes that ``gather_tensors`` carries, by their code on the wire."""
+"""Dtypes that ``gather_tensors`` supports; the index is the code in its messages."""
 _NO_TENSOR = -1
 _PIECE_BYTES = 1 << 26
-"""Bytes of a payload that are on a device at a time."""
+"""Maximum number of a payload's bytes on a device at a time."""
 
 
 Payload = Mapping[str, Tensor | np.ndarray | Rows]
@@ -39,15 +39,15 @@ _HERE = Reachability(0, True, {})
 
 
 class CollectiveTimeout(UserError, RuntimeError):
-    """A rank waited for another one longer than it was told to."""
+    """A rank waited for another rank longer than the timeout."""
 
 
 class PeerLost(RuntimeError):
-    """A rank is gone while another one waits for it; its own log says why."""
+    """A rank ended while another rank waited for it; the log of the lost rank has the reason."""
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
+    """True if a peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
     lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return isinstance(error, PeerLost) or any(words in str(error) for words in lost_words)
 
@@ -58,48 +58,49 @@ def rank() -> int:
 
 
 def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
-    """Wait until every rank is here."""
-    # Rank 0 hears from each rank in turn, so that its error names the one that is missing.
+    """Wait until every rank has called this."""
+    # Rank 0 receives from each rank in turn, so that its error names the missing rank.
     _gather_raw(torch.ones(1, dtype=torch.uint8), what, timeout_s)
     broadcast_object(None, what=what, timeout_s=timeout_s)
 
 
 def broadcast_object(obj: Any, src: int = 0, *, what: str = "an object", timeout_s: float | None = None) -> Any:
-    """``obj`` of rank ``src`` on every rank; pickled, so for small things only.
+    """Return ``obj`` of rank ``src`` on every rank; pickled, so for small objects only.
 
-    Ranks pass it on along a binomial tree: nobody sends it more than log2(ranks) times.
+    Ranks forward it along a binomial tree, so no rank sends it more than log2(ranks) times.
     """
     num_ranks = dist.get_world_size()
     place = (dist.get_rank() - src) % num_ranks  # counted from src
     if place:
-        # Without its lowest bit: whom it hears from.
+        # The sender is the own place without its lowest bit.
         data = _receive_bytes(((place & (place - 1)) + src) % num_ranks, what, timeout_s)
         obj = pickle.loads(data.numpy().tobytes())
     else:
         data = _bytes_tensor(pickle.dumps(obj))
     reach = place & -place if place else 1 << (num_ranks - 1).bit_length()
     while reach := reach >> 1:
-        # The largest part of the tree first: it has the longest way to go.
+        # The largest subtree first, because it is the deepest.
         if place + reach < num_ranks:
             _send_bytes(data, (place + reach + src) % num_ranks, what, timeout_s)
     return obj
 
 
 def send_object(obj: Any, peer: int, *, what: str = "an object", timeout_s: float | None = None) -> None:
-    """``obj`` to rank ``peer``, which calls ``receive_object``; pickled, so for small things only."""
+    """Send ``obj`` to rank ``peer``, which calls ``receive_object``; pickled, so for small objects only."""
     _send_bytes(_bytes_tensor(pickle.dumps(obj)), peer, what, timeout_s)
 
 
 def receive_object(peer: int, *, what: str = "an object", timeout_s: float | None = None) -> Any:
-    """The object that rank ``peer`` gave to ``send_object``."""
+    """Receive the object that rank ``peer`` passes to ``send_object``."""
     return pickle.loads(_receive_bytes(peer, what, timeout_s).numpy().tobytes())
 
 
 def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None = None) -> list[Any]:
-    """The objects of all ranks, by rank, on rank 0; an empty list elsewhere. Pickled, so for small things only."""
+    """Return the objects of all ranks, by rank, on rank 0; an empty list elsewhere. Pickled, so for small objects only."""
     if dist.get_rank() != 0:
         send_object(obj, 0, what=what, timeout_s=timeout_s)
         return []
+    # One rank at a time, so that a timeout names the rank that is missing.
     others = range(1, dist.get_world_size())
     return [obj, *(receive_object(peer, what=what, timeout_s=timeout_s) for peer in others)]
 
@@ -113,13 +114,12 @@ def scatter_payloads(
     what: str = "batches",
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
+    """Return this rank's payload; rank 0 passes a payload per replica of the layout of ``place``, other ranks None. Collective.
 
-    A payload is tensors, arrays and ``Rows`` by name, on the CPU. It goes to the replica's receiving rank (``heads``), which
-    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Rows in shared files travel
-    as addresses. ``reaches``, by replica: where all ranks of a replica can map all rows of a name, each rank maps them; else
-    the receiving rank maps or fetches the rows and broadcasts them. Rows that are mapped are the memory of their writer, which
-    changes nothing in it as long as a rank may read it.
+    A payload has tensors, arrays and ``Rows`` by name, on the CPU. Rank 0 sends it once, to the replica's root (``heads``), which
+    broadcasts it over Megatron's groups. Rows in shared files are sent as addresses. ``reaches``, by replica: if all ranks of a
+    replica can map all rows of a name, each rank maps them; otherwise the root maps or fetches the rows and broadcasts them.
+    Mapped rows are their writer's memory, which stays unchanged for as long as a rank may read it.
     """
     flat = None
     if payloads is not None:
@@ -130,26 +130,26 @@ def scatter_payloads(
         flat = _found(flats[0]) if place.rank in heads else None
     elif place.rank in heads:
         flat = _found(_receive_bytes(0, what, timeout_s))
-    return _unflatten(_broadcast_in_replica(flat, place, place.coordinates_of(heads[place.dp_rank])))
+    return unflatten(_broadcast_in_replica(flat, place, place.coordinates_of(heads[place.dp_rank])))
 
 
 def _message(payload: Payload, reach: Reachability) -> Tensor:
-    """The payload with the services that its rows need and no others."""
+    """Flatten ``payload`` for a replica; of the array servers in ``reach``, only those of nodes that have rows of the payload are sent."""
     nodes = {node for rows in payload.values() if isinstance(rows, Rows) for node in rows.all_nodes}
-    return _flatten(payload, reach._replace(services={node: reach.services[node] for node in nodes - {reach.node}}))
+    return flatten(payload, reach._replace(services={node: reach.services[node] for node in nodes - {reach.node}}))
 
 
 def _found(flat: Tensor) -> Tensor:
-    """The message with the content of all rows that not every rank of the replica can map."""
+    """Return the message; rows that some rank of the replica cannot map are fetched and replaced by their content."""
     reach, payload = _loaded(flat)
     lacks = {name: value for name, value in payload.items() if isinstance(value, Rows) and not reach.maps(value.all_nodes)}
     if not lacks:
         return flat
-    return _flatten(payload | {name: rows.fetched(reach.read) for name, rows in lacks.items()}, reach)
+    return flatten(payload | {name: rows.fetched(reach.read) for name, rows in lacks.items()}, reach)
 
 
 def _broadcast_in_replica(flat: Tensor | None, place: Topology, head: RankCoordinates) -> Tensor:
-    """``flat`` of the rank at ``head`` on all of its replica's: over its stages, then context- and tensor-parallel peers."""
+    """Broadcast ``flat`` of the rank at ``head`` in its replica: over stages, then context- and tensor-parallel peers."""
     with place.active():
         is_beside = place.tp_rank == head.tp_rank
         is_behind = is_beside and place.cp_rank == head.cp_rank
@@ -161,12 +161,12 @@ def _broadcast_in_replica(flat: Tensor | None, place: Topology, head: RankCoordi
         for size, takes_part, source, group in axes:
             if size > 1 and takes_part:
                 flat = _broadcast_bytes(flat, group(), source, place.device)
-    assert flat is not None  # a replica of one rank is its own head
+    assert flat is not None  # a replica of one rank is its own root
     return flat
 
 
 def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Tensor:
-    """``flat`` of the group's rank ``source``, uint8 on the CPU, on all of them; by way of ``device``, in pieces."""
+    """Broadcast ``flat``, uint8 on the CPU, from the group's rank ``source``; in pieces, through ``device``."""
     size = torch.tensor([0 if flat is None else flat.numel()], device=device)
     dist.broadcast(size, group=group, group_src=source)
     result = torch.empty(int(size), dtype=torch.uint8) if flat is None else flat
@@ -178,20 +178,24 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, source: int,
     return result
 
 
-def _flatten(payload: Mapping[str, Any], reach: Reachability = _HERE) -> Tensor:
-    """[bytes] uint8. Pickled: the ranks of a job trust each other."""
+def flatten(payload: Mapping[str, Any], reach: Reachability = _HERE) -> Tensor:
+    """[bytes] uint8: ``payload`` and ``reach``, pickled; rows in shared files as addresses.
+
+    Pickle is safe here, because the ranks of a job trust each other.
+    """
     buffer = io.BytesIO()
     pickle.dump((reach, dict(payload)), buffer, protocol=pickle.HIGHEST_PROTOCOL)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _loaded(flat: Tensor) -> tuple[Reachability, dict[str, Any]]:
-    """The arguments of ``_flatten``, with files that are not mapped yet."""
+    """(reach, payload) of a message made by ``flatten``; rows in shared files are not mapped yet."""
     found: tuple[Reachability, dict[str, Any]] = pickle.loads(flat.numpy().data)
     return found
 
 
-def _unflatten(flat: Tensor) -> dict[str, Any]:
+def unflatten(flat: Tensor) -> dict[str, Any]:
+    """Inverse of ``flatten``: the payload, with rows in shared files mapped. Raises OSError for a file that this process cannot map."""
     _, payload = _loaded(flat)
     return {name: value.mapped() if isinstance(value, Rows) else value for name, value in payload.items()}
 
@@ -203,10 +207,10 @@ def gather_tensors(
     what: str = "results",
     timeout_s: float | None = None,
 ) -> list[Tensor | None]:
-    """The 1-D tensors of the ranks ``senders`` (None: of all), in their order, on rank 0; an empty list elsewhere.
+    """Return the 1-D tensors of the ranks ``senders`` (None: all ranks), in order, on rank 0; an empty list elsewhere.
 
-    Lengths and dtypes may differ between ranks; a rank that has nothing passes None. Raises ValueError for a tensor
-    that is not 1-D or of a dtype outside ``_PAYLOAD_DTYPES``.
+    Lengths and dtypes may differ between ranks; a rank without a result passes None. Raises ValueError for a tensor that is not
+    1-D or of a dtype outside ``_PAYLOAD_DTYPES``.
     """
     if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in _PAYLOAD_DTYPES):
         found = f"shape {tuple(tensor.shape)} of {tensor.dtype}"
@@ -225,6 +229,7 @@ def _gather_raw(
             _send(torch.tensor([_NO_TENSOR, 0]), 0, what, timeout_s)
             return []
         _send(torch.tensor([tensor.numel(), _PAYLOAD_DTYPES.index(tensor.dtype)]), 0, what, timeout_s)
+        # The control group is gloo's, which takes CPU tensors only.
         _send(tensor.detach().cpu(), 0, what, timeout_s)
         return []
     gathered: list[Tensor | None] = []
@@ -272,13 +277,14 @@ def _receive(tensor: Tensor, peer: int, what: str, timeout_s: float | None) -> N
 
 
 def _wait(start: Any, tensor: Tensor, peer: int, verb: str, timeout_s: float | None) -> None:
-    """Run one transfer to its end; ``verb`` is what the peer should do."""
+    """Complete one transfer; ``verb``: the expected action of the peer, for errors."""
     plane = topology.control_plane()
     timeout_s = plane.timeout_s if timeout_s is None else timeout_s
     rank = dist.get_rank()
     try:
         start(tensor, peer, group=plane.group).wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
+        # torch raises a plain RuntimeError for both, so only the text tells a timeout from a lost peer.
         if "imed out" in str(error) or "imeout" in str(error):
             raise CollectiveTimeout(
                 f"rank {rank} waited {timeout_s:g} s for rank {peer} to {verb}; look at rank {peer}'s log for what "

@@ -1,10 +1,10 @@
 """Names the rank that a timed-out collective was waiting for: each rank records its current work in the key-value store.
 
-A collective of Megatron's that waits too long says neither for whom nor what for. Inside ``with working(what)`` such an
-error becomes a ``CollectiveTimeout`` that does. The ranks do their work in the same order, so equal counts are equal
-work: a rank that has begun less holds the others up, and so does one that has begun this and has not timed out itself.
+The timeout error of one of Megatron's collectives names neither the awaited rank nor the work. Inside ``track_activity`` such an
+error becomes a ``CollectiveTimeout`` that names both. All ranks do their work in the same order, so equal counts mean equal work:
+a rank with a smaller count blocks the others, and so does a rank with the same count that has not timed out itself.
 
-Only gloo raises where it waits. NCCL's watchdog ends the process, with an account of its own.
+Only gloo raises in the waiting call. NCCL's watchdog ends the process, with a report of its own.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from megatron_rl.parallel.collectives import CollectiveTimeout
 from megatron_rl.system.processes import process_probe
 
 GRACE_S = 5.0
-"""Ranks that wait for the same one time out about together; this long they are given to say so."""
+"""Time for other ranks to report their timeouts: ranks that wait for the same rank time out almost together."""
 _ASK_S = 10.0
-"""Longest wait for the store, whose own process may be the one that stands still."""
+"""Longest wait for the store, whose own process may be the one that hangs."""
 
 _numbers: Iterator[int] = itertools.count(1)
 
@@ -39,7 +39,7 @@ class RankActivity(NamedTuple):
 
 @contextmanager
 def track_activity(what: str) -> Iterator[None]:
-    """Around one piece of collective work that all ranks do."""
+    """Record the block as a unit of collective work; all ranks have the same blocks in the same order."""
     plane, rank, start = topology.control_plane(), dist.get_rank(), time.monotonic()
     number = next(_numbers)
     plane.store.set(f"progress/{rank}", f"{number} begun {what}")
@@ -48,6 +48,7 @@ def track_activity(what: str) -> Iterator[None]:
         yield
         process_probe.set_status("work")
     except RuntimeError as error:
+        # A CollectiveTimeout already names the awaited rank.
         if isinstance(error, CollectiveTimeout) or not _is_timeout(error):
             raise
         elapsed_s = time.monotonic() - start
@@ -56,12 +57,15 @@ def track_activity(what: str) -> Iterator[None]:
 
 
 def _is_timeout(error: RuntimeError) -> bool:
-    """A wait of torch's own that came to its end."""
+    """True for a timeout of torch's own wait."""
     return "imed out waiting" in str(error) or (isinstance(error, dist.DistBackendError) and "imeout" in str(error))
 
 
 def describe_timeout(rank: int, own: RankActivity, elapsed_s: float, notes: Sequence[RankActivity] | None) -> str:
-    """One sentence: who gave up waiting, how long after it began what, for whom. ``notes`` by rank; None: no answer."""
+    """One sentence with the rank that timed out, its work, and the ranks that it waited for.
+
+    ``notes``: last activity by rank; None: the store does not reply.
+    """
     waited = f"rank {rank} gave up {elapsed_s:.0f} s into the {own.what}: it waited for"
     if notes is None:
         return f"{waited} one that cannot be named, for the process that holds the store does not answer"
@@ -86,7 +90,7 @@ def describe_timeout(rank: int, own: RankActivity, elapsed_s: float, notes: Sequ
 
 
 def _notes_of_all(own: str) -> list[RankActivity] | None:
-    """Leave the note ``own``, give the others time to leave theirs, and read them all; None without an answer."""
+    """Record ``own``, wait until the other ranks may have timed out, and read all activities; None if the store hangs."""
     plane, rank, num_ranks = topology.control_plane(), dist.get_rank(), dist.get_world_size()
     notes: list[RankActivity] = []
 
@@ -94,9 +98,10 @@ def _notes_of_all(own: str) -> list[RankActivity] | None:
         plane.store.set(f"progress/{rank}", own)
         time.sleep(GRACE_S)
         keys = [f"progress/{peer}" for peer in range(num_ranks)]
+        # A get of a missing key would wait for it.
         notes.extend(_read(plane.store.get(key)) if plane.store.check([key]) else RankActivity(0, "") for key in keys)
 
-    # A call to a store that stands still cannot be broken off.
+    # In a thread, because a call to a store that hangs cannot be cancelled.
     thread = threading.Thread(target=ask, name="progress", daemon=True)
     thread.start()
     thread.join(GRACE_S + _ASK_S)

@@ -1,8 +1,8 @@
 """Transfers between pipeline stages without sending shapes first.
 
-Packs differ in length, and Megatron then sends the shape before every tensor and waits for the GPU to read it. But all
-stages of a replica have the same micro-batches, and messages between two ranks arrive in the order in which they were
-sent: the plan says every shape beforehand.
+Micro-batches differ in length, and Megatron then sends the shape before every tensor and waits for the GPU to read it. But all
+stages of a replica have the same micro-batches, and messages between two ranks keep their order, so every shape is known from
+the plan.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _NOTHING = [0, 0, 0]
 
 
 class _KnownShapes(P2PCommunicator):
-    """Megatron's communicator of one pass over micro-batches, of which ``num_rows`` says each one's rows."""
+    """Megatron's communicator of one pass over micro-batches; ``num_rows``: rows of each micro-batch."""
 
     def __init__(self, config: TransformerConfig, num_rows: Sequence[int]) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -40,10 +40,10 @@ class _KnownShapes(P2PCommunicator):
 
 
 def arrivals(num_microbatches: int, num_chunks: int, num_stages: int, *, is_end: bool) -> list[int]:
-    """The micro-batches of the messages that a rank gets from one neighbour, in order, in one direction.
+    """Micro-batches of the messages that a rank receives from one neighbor, in order, in one direction.
 
-    ``num_chunks``: model chunks of a rank. ``is_end``: the rank has the model's end on that side, its first layers for
-    activations from the previous rank and its last for gradients from the next: nothing arrives for that chunk.
+    ``num_chunks``: model chunks per rank. ``is_end``: the rank has the model's end on that side (first layers for activations from
+    the previous rank, last layers for gradients from the next), so it receives nothing for that chunk.
     """
     table = get_schedule_table(num_microbatches, num_chunks, num_stages)
     return [index for index, chunk in table if not is_end or chunk < num_chunks - 1]

@@ -8,7 +8,7 @@ Laws:
   prompt type without programs.
 - With both weights at 0 every reward is 0.
 
-Labels say whether a line can still be completed to a correct program. A prefix of m lines is *recoverable* if one of K
+Labels state whether a line can still be completed to a correct program. A prefix of m lines is *recoverable* if one of K
 sampled completions passes all tests. Recoverability can only be lost as m grows, so a binary search finds the first bad
 line with log2(lines) queries instead of one per line. Labels are +1 before that line, -1 from it on, and 0 on neutral
 lines, which the search skips.

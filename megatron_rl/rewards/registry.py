@@ -1,9 +1,9 @@
 """Registry of rewards.
 
 A reward is a function ``score(response: str, answer: str, **options) -> float | Score``, named by its registry entry
-(``math``) or its import path (``package.module:function``). A plain function runs in a worker process, so it must be
-importable there: a module-level function of a module other than ``__main__``. An ``async def`` function waits for a
-server and runs in an event loop of this process.
+(``math``), its import path (``package.module:function``) or its file (``path/file.py:function``). A plain function runs
+in a worker process, so it must be importable there: a module-level function of a module other than ``__main__``. An
+``async def`` function waits for a server and runs in an event loop of this process.
 
 Options are the function's keyword parameters, checked against its signature before a run starts. A keyword parameter
 without a default that the options omit is a row field: every item must provide it. A reward may declare additional row
@@ -96,17 +96,17 @@ def available() -> list[str]:
 
 
 def resolve(name: str) -> Reward:
-    """Find a reward by registry name or by import path ``package.module:function``.
+    """Find a reward by registry name, import path ``package.module:function`` or file ``path/file.py:function``.
 
     Raises:
         RewardError: unknown name, a module that cannot be imported, or an object that is not a score function.
     """
     reward = _registry.find(name)
-    _check_function(reward)
+    check_function(reward)
     return reward
 
 
-def _check_function(reward: Reward) -> None:
+def check_function(reward: Reward) -> None:
     function = reward.function
     if (
         not inspect.isfunction(function)

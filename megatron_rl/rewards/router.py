@@ -15,7 +15,7 @@ import asyncio
 import concurrent.futures
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -45,6 +45,10 @@ _RANGE_TOLERANCE = 1e-6
 """Relative tolerance: a float that was rounded outwards is still in the range."""
 _NOT_THOUGHT = "not of the form <think>thought</think>solution"
 _MAX_REPORTED = 5
+
+
+class RewardAlarm(RewardError):
+    """More responses of a step could not be scored than the configuration allows."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Route:
     @property
     def key(self) -> tuple[str, str, float]:
         """Key of the route's runner; routes with the same key share a runner."""
+        # As text, because options may contain lists, which cannot be keys.
         return self.reward.name, json.dumps(self.options, sort_keys=True), self.timeout_s
 
     def finish(self, score: Score) -> Score:
@@ -139,7 +144,7 @@ def routes_of(config: RewardConfig) -> dict[str, Route]:
 
 def _route(config: RewardRouteConfig, timeout_s: float, place: str) -> Route:
     if not config.name:
-        raise RewardError(f"{place}.name is empty; expected a registered reward or package.module:function")
+        raise RewardError(f"{place}.name is empty; expected a registered reward, package.module:function or path/file.py:function")
     reward = resolve(config.name)
     check_options(reward, config.options, required_fields(reward, config.options))
     timeout_s = config.timeout_s or timeout_s
@@ -291,12 +296,6 @@ class RewardRouter:
         self._runners = dict(runners)
         self._started = started
 
-    def check_types(self, types: Iterable[str]) -> None:
-        check_types(self._config, types)
-
-    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        check_prompts(self._config, prompts)
-
     async def score_many(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Score ``items``; results are in their order. Cancelling the call drops waiting items."""
         return await asyncio.wrap_future(self.submit(items))
@@ -403,3 +402,24 @@ def _gather(
     for key, future in futures.items():
         future.add_done_callback(partial(on_done, key))
     return combined
+
+
+def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: str = "this step") -> float:
+    """Return the share of responses that could not be scored, in [0, 1].
+
+    Raises:
+        RewardAlarm: the share is above ``max_error_rate``; the message has the three most frequent errors.
+    """
+    errors = [score.error for score in scores if score.value is None]
+    rate = len(errors) / len(scores) if scores else 0.0
+    if rate <= max_error_rate:
+        return rate
+    # Replace digits, so that the same failure on different responses counts as one kind.
+    kinds = Counter(re.sub(r"\d+", "N", error) for error in errors)
+    examples = {re.sub(r"\d+", "N", error): error for error in errors}
+    frequent = "; ".join(f"{count}x {examples[kind]}" for kind, count in kinds.most_common(3))
+    raise RewardAlarm(
+        f"{len(errors)} of {len(scores)} responses of {what} could not be scored ({rate:.1%}, allowed "
+        f"{max_error_rate:.1%}). Most frequent: {frequent}. Fix the reward, raise reward.timeout_s, "
+        "or raise reward.max_error_rate if this is expected"
+    )

@@ -77,19 +77,47 @@ _MAX_REPORTED = 5
 _MAX_ERROR_CHARS = 80
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScoreSummary:
+    """Sums over the scores of a file; rows are not stored, because files may be long."""
+
     reward: str
-    num_rows: int
-    num_unscored: int
-    mean_score: float | None
-    """Mean over the scored rows; None if there are none."""
-    seconds: float
+    num_rows: int = 0
+    num_unscored: int = 0
+    seconds: float = 0.0
     """Wall-clock seconds of the scoring, without the start of the workers."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Means of additional reward metrics, each over the rows that have it."""
-    errors: dict[str, int] = field(default_factory=dict)
-    """Most frequent reasons of unscored rows, with their counts."""
+    _total: float = 0.0
+    _metrics: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Maps a metric to (count, sum)."""
+    _errors: Counter[str] = field(default_factory=Counter)
+
+    def add(self, score: Score) -> None:
+        self.num_rows += 1
+        if score.value is not None:
+            self._total += score.value
+        else:
+            self.num_unscored += 1
+            # Merge errors that differ only in numbers.
+            self._errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
+        for key, number in score.metrics.items():
+            count, total = self._metrics.get(key, (0, 0.0))
+            self._metrics[key] = (count + 1, total + number)
+
+    @property
+    def mean_score(self) -> float | None:
+        """Mean over the scored rows; None if there are none."""
+        num_scored = self.num_rows - self.num_unscored
+        return self._total / num_scored if num_scored else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of additional reward metrics, each over the rows that have it."""
+        return {key: total / count for key, (count, total) in self._metrics.items()}
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Most frequent reasons of unscored rows, with their counts."""
+        return dict(self._errors.most_common(_MAX_REPORTED))
 
     @property
     def rows_per_second(self) -> float:
@@ -149,15 +177,15 @@ def score_file(
             atomic_text_file(Path(output_path)) as output,
             progress_bar(f"reward {name}", num_rows) as advance,
         ):
-            totals = _ScoreTotals()
+            summary = ScoreSummary(name)
             started_at = time.monotonic()
             for row, score in _scored_rows(runner, rows_path, form):
                 result = {**row, "score": score.value, "detail": score.detail, "error": score.error}
                 output.write(json.dumps(result) + "\n")
-                totals.add(score)
+                summary.add(score)
                 advance()
-            seconds = time.monotonic() - started_at
-    return totals.summary(name, seconds)
+            summary.seconds = time.monotonic() - started_at
+    return summary
 
 
 @contextlib.contextmanager
@@ -170,40 +198,6 @@ def _readable_twice(path: Path) -> Iterator[Path]:
         shutil.copyfileobj(pipe, copy)
         copy.flush()
         yield Path(copy.name)
-
-
-class _ScoreTotals:
-    """Running sums over the scores of a file, without storing rows, because files may be long."""
-
-    def __init__(self) -> None:
-        self._num_rows = self._num_scored = 0
-        self._total = 0.0
-        self._metrics: dict[str, tuple[int, float]] = {}
-        """Maps a metric to (count, sum)."""
-        self._errors: Counter[str] = Counter()
-
-    def add(self, score: Score) -> None:
-        self._num_rows += 1
-        if score.value is not None:
-            self._num_scored += 1
-            self._total += score.value
-        else:
-            # Merge errors that differ only in numbers.
-            self._errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
-        for key, number in score.metrics.items():
-            count, total = self._metrics.get(key, (0, 0.0))
-            self._metrics[key] = (count + 1, total + number)
-
-    def summary(self, reward: str, seconds: float) -> ScoreSummary:
-        return ScoreSummary(
-            reward=reward,
-            num_rows=self._num_rows,
-            num_unscored=self._num_rows - self._num_scored,
-            mean_score=self._total / self._num_scored if self._num_scored else None,
-            seconds=seconds,
-            metrics={key: total / count for key, (count, total) in self._metrics.items()},
-            errors=dict(self._errors.most_common(_MAX_REPORTED)),
-        )
 
 
 def _scored_rows(runner: CallQueue, path: Path, form: RowSchema) -> Iterator[tuple[Row, Score]]:
@@ -241,7 +235,7 @@ def _read(path: Path, form: RowSchema) -> Iterator[tuple[int, Row, str]]:
 
 
 def _checked_rows(path: Path, name: str, form: RowSchema) -> int:
-    """Number of rows. Raises RewardError if any row is bad."""
+    """Validate all rows of the file and return their number. Raises RewardError, listing bad rows as ``name``:line, if any is bad."""
     num_good, num_bad = 0, 0
     reported: list[str] = []
     for number, _, problem in _read(path, form):

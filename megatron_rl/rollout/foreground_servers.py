@@ -21,6 +21,7 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.system.command_line.cli_types import parse_options
 from megatron_rl.system.files.atomic_files import write_atomic
+from megatron_rl.system.files.hub_cache import download_hint, find_download
 from megatron_rl.system.gpu.gpu_environment import count_gpus, detect_device, nccl_values
 from megatron_rl.system.http.addresses import LOOPBACK, interface_of, is_loopback, local_address_for
 
@@ -43,10 +44,10 @@ def serve(
 ) -> int:
     """Run ``num_servers`` servers until Ctrl-C, SIGTERM, SIGHUP or a final failure; returns an exit code for the shell.
 
-    A server that exits is restarted, at most three times. ``log_path``: with several servers the i-th writes NAME-i.
-    ``url_file`` receives their URLs, one per line, once all servers answer, and is removed when they stop. Must be
-    called from the main thread, because it installs signal handlers. A SIGTERM or SIGHUP that the parent ignores stays
-    ignored.
+    A server that exits is restarted, at most three times. ``log_path``: with several servers the i-th writes
+    NAME-i. ``url_file`` receives their URLs, one per line, once all servers answer, and is removed when they stop.
+    Must be called from the main thread, because it installs signal handlers. A SIGTERM or SIGHUP that the parent
+    ignores stays ignored.
     """
     # SIGINT always: a shell ignores it in scripts that it starts in the background.
     signals = [name for name in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(name) is not signal.SIG_IGN]
@@ -161,7 +162,7 @@ def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
 
 def _of_model(arguments: argparse.Namespace, device: str) -> tuple[ServerOptions, int, str]:
     options = ServerOptions(
-        model_path=arguments.model_path,
+        model_path=find_download(arguments.model_path, "model"),
         dtype=arguments.dtype or "float32",
         tensor_parallel_size=arguments.tensor_parallel_size or 1,
         deterministic=servers_are_deterministic(RolloutConfig(deterministic=arguments.deterministic), device),
@@ -195,7 +196,8 @@ def _check_servers(config: Config) -> None:
     """Check the keys that a server needs; the trainer checks the rest of the recipe."""
     problems = list(type_problems(config)) or [*bound_problems("rollout", config.rollout), *key_problems(config.rollout)]
     if not (Path(config.policy.path) / "config.json").is_file():
-        problems.append(f"policy.path: {config.policy.path or 'nothing'} is not a Hugging Face model folder with a config.json")
+        hint = download_hint(config.policy.path, "model")
+        problems.append(f"policy.path: {config.policy.path or 'nothing'} is not a Hugging Face model folder with a config.json{hint}")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -15,19 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class HotTokenSampling:
-    """FIRE (arXiv 2410.21236): one token of each response is sampled hot."""
-
-    temperature: float
-    top_k: int
-    after: str
-    """The hot token is the first one after this text; if empty, the first token of the response."""
-    banned_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Dialogue:
-    """The environment that answers the model's turns, and the encoding of its messages."""
+    """The environment of a run with several turns, and the function that encodes its messages."""
 
     environment: Environment
     encode_message: Callable[..., list[int]]
@@ -41,11 +30,12 @@ class Dialogue:
 class GenerationPlan:
     sampling: Sampling
     decode: Decode
-    fire: HotTokenSampling | None = None
+    fire: FireConfig | None = None
+    """FIRE (arXiv 2410.21236): one token of each response is sampled hot; None: off."""
     dialogue: Dialogue | None = None
     trains_meanwhile: bool = False
-    """True if the policy is updated during a window: a server restarted then may have the version after the published
-    one."""
+    """True if the policy is updated during a window: a server restarted then may have the version after the
+    published one."""
     published_meanwhile: bool = False
     """True if weights may be published during a window: replies must then report which weights sampled which tokens."""
 
@@ -81,13 +71,12 @@ def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | N
     )
 
 
-def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> HotTokenSampling | None:
+def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> FireConfig | None:
     """Return FIRE's parameters, or None if FIRE is off. Special tokens are never sampled hot, because a high
     temperature makes all tokens about equally likely."""
     if not fire.temperature:
         return None
-    banned = {*fire.banned_token_ids, *tokenizer.special_ids}
-    return HotTokenSampling(fire.temperature, fire.top_k, fire.after, tuple(sorted(banned)))
+    return replace(fire, banned_token_ids=sorted({*fire.banned_token_ids, *tokenizer.special_ids}))
 
 
 def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
@@ -115,8 +104,8 @@ def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat
 def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
     """Map each stop string that is a single token to its id: servers need no tokenizer for these.
 
-    Raises EnvironmentFault for a string that does not survive the tokenizer, because the environment would never see
-    it.
+    Raises EnvironmentFault for a string that does not survive the tokenizer, because the environment would never
+    see it.
     """
     ids = {}
     for text in stop_strings:

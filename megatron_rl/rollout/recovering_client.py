@@ -2,17 +2,21 @@
 
 A lost server is restarted while the others keep serving, gets the current weights (``readmit``) and then receives
 requests again; for an attached server the client waits until it is back. While no server is left, callers of
-``recovered`` and ``generate`` wait for the first server that recovers. A server is *removed* when its restarts are used
-up, or when it was lost too often without a valid reply in between; a warning reports how many servers remain, and the
-run continues with these. A removed attached server rejoins whenever it recovers. Once no server is left, the last
-server's error is raised.
-
-Servers may also ``join`` and ``leave`` during the run (``server_discovery.py``).
+``recovered`` and ``generate`` wait for the first server that recovers. A server is *removed* when its restarts are
+used up, or when it was lost too often without a valid reply in between; a warning reports how many servers remain,
+and the run continues with these. A removed attached server rejoins whenever it recovers. Once no server is left,
+the last server's error is raised.
 
 A RecoveringClient belongs to one event loop; the servers outlive it.
+
+Servers may also ``join`` and ``leave`` during the run: ``follow_discovery`` polls their list (``rollout.urls_file``
+or a router). A server that joins has the current weights before its first request. A server that leaves gets no
+more requests; those in progress return with their tokens and continue on other servers. The last server never
+leaves. A change that cannot be applied now is retried later, and no failure of the polling ends the run.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
@@ -24,6 +28,11 @@ from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
+from megatron_rl.system.http.url_files import named_urls
+
+_POLL_S = 2.0
+_AGAIN_S = 60.0
+"""Interval after which a server that could not join is retried."""
 
 
 async def _no_readmission(url: str) -> str:
@@ -52,12 +61,12 @@ class RecoveringClient:
         num_workers: int = 0,
         far_workers: Sequence[RemoteWorkerInfo] = (),
     ) -> None:
-        """``readmit(url)`` brings a restarted server to the state of the others and returns a description of it for a
-        message.
+        """``readmit(url)`` brings a restarted server to the state of the others and returns a description of it for
+        a message.
 
         ``settled()`` returns once every publish that had already started is finished. ``num_workers``: number of
-        rollout worker processes; 0 makes the calls in this process. ``far_workers``: rollout workers on other nodes,
-        which take a share of the calls.
+        rollout worker processes; 0 makes the calls in this process. ``far_workers``: rollout workers on other
+        nodes, which take a share of the calls.
         """
         self.client = SglangClient(
             servers.urls,
@@ -112,8 +121,8 @@ class RecoveringClient:
         await self.client.close()
 
     async def generate(self, request: GenerationRequest, *, sticky_key: int | str | None = None) -> Generation:
-        """Generate one sample, retrying on other servers. Requests with the same ``sticky_key`` share a server and its
-        prefix cache."""
+        """Generate one sample, retrying on other servers. Requests with the same ``sticky_key`` share a server and
+        its prefix cache."""
         while True:
             try:
                 return await self.client.generate(request, sticky_key=sticky_key)
@@ -179,8 +188,8 @@ class RecoveringClient:
         return None
 
     async def leave(self, url: str) -> None:
-        """Take a server's requests back, with the tokens they have, and forget the server; returns once nothing uses
-        it."""
+        """Take a server's requests back, with the tokens they have, and forget the server; returns once nothing
+        uses it."""
         self.restarting.add(url)
         tasks = [task for tasks in (self._recoveries, self._returns) if (task := tasks.pop(url, None)) is not None]
         self._servers.at(url).abandon()
@@ -188,12 +197,13 @@ class RecoveringClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.leave(url)
+        # A publish that has already started still sends its weights to this server.
         await self._settled()
         self._servers.remove(url)
         self._warn(f"the SGLang server at {url} has left, and may be stopped: {self.num_live} serve")
 
     def _may_return(self, url: str) -> bool:
-        """True if others run the server and it was not removed for invalid replies."""
+        """True if the server is attached and was not removed for too many recoveries without a valid reply."""
         return not self._servers.at(url).is_ours and self._losses_in_a_row.get(url, 0) <= self._max_restarts
 
     def _comes_back(self, url: str, *, but: str) -> bool:
@@ -209,6 +219,7 @@ class RecoveringClient:
 
     async def _restart_until_healthy(self, url: str, reason: str) -> Exception | None:
         """Recover a server. Returns None on success and the error otherwise: no caller may wait for this task."""
+        # A valid reply since the last loss shows that the server had recovered.
         self._losses_in_a_row[url] = 0 if self.client.has_served(url) else self._losses_in_a_row.get(url, 0) + 1
         try:
             if self._losses_in_a_row[url] > self._max_restarts:
@@ -247,3 +258,58 @@ class RecoveringClient:
                 continue
             except Exception as error:
                 return self.remove_server(url, error)
+
+
+async def follow_discovery(
+    named_by: str, key: str, live: RecoveringClient, attach: Callable[[str], Server], warn: Callable[[str], None]
+) -> None:
+    """Apply changes of the server list until cancelled. ``named_by``, ``key``: as in ``named_urls``.
+
+    ``attach(url)`` checks on a thread that the run can use the server and raises UserError if not.
+    """
+    not_before: dict[str, float] = {}
+    missing: set[str] = set()
+    last_warning = ""
+    while True:
+        await asyncio.sleep(_POLL_S)
+        try:
+            named = await asyncio.to_thread(named_urls, named_by, key)
+            await _join(named, live, attach, warn, not_before)
+            # Missing in two polls, because the file may be read while it is being written.
+            before, missing = missing, {url for url in live.urls if url not in named}
+            wrong = await _leave(sorted(missing & before), named, live, not_before)
+            wrong = wrong and f"{named_by} lists no server that serves: {wrong} stay until it does"
+        except (UserError, OSError) as error:
+            wrong = f"{error}; the servers stay unchanged"
+        except Exception as error:  # no failure may end the run or the polling
+            wrong = f"the servers that {named_by} lists could not be updated ({type(error).__name__}: {error}); retrying"
+        if wrong and wrong != last_warning:
+            warn(wrong)
+        last_warning = wrong
+
+
+async def _join(
+    named: Sequence[str],
+    live: RecoveringClient,
+    attach: Callable[[str], Server],
+    warn: Callable[[str], None],
+    not_before: dict[str, float],
+) -> None:
+    for url in named:
+        if url in live.urls or time.monotonic() < not_before.get(url, 0.0):
+            continue
+        try:
+            live.join(await asyncio.to_thread(attach, url))
+        except UserError as error:
+            warn(f"the SGLang server at {url} cannot join: {error}")
+        not_before[url] = time.monotonic() + _AGAIN_S
+
+
+async def _leave(gone: Sequence[str], named: Sequence[str], live: RecoveringClient, not_before: dict[str, float]) -> str:
+    """Take ``gone`` servers out. Returns the URLs that stay because no other server would be left, or an empty string."""
+    if gone and not set(named) & set(live.client.live_urls):
+        return ", ".join(gone)
+    await asyncio.gather(*[live.leave(url) for url in gone])
+    for url in gone:
+        not_before.pop(url, None)
+    return ""

@@ -146,7 +146,7 @@ class ServerLost(UserError, RuntimeError):
         self.reason = reason
         super().__init__(
             f"SGLang server {url} is lost: {reason}. The caller waited {waited_s:.1f} s over {num_attempts} "
-            "attempt(s). Look at the server's log, restart the server (SglangServer.restart), send it the current weights "
+            "attempt(s). Check the server's log, restart the server (SglangServer.restart), send it the current weights "
             "and call the client's restore(); if the server is only slow, raise rollout.request_timeout_s."
         )
 

@@ -1,7 +1,7 @@
 """Sampling parameters, generation requests and seeds.
 
-Invariant: a seed depends only on run.seed and on the identity of the sample (trajectory, prompt or name), never on when
-or where the sample is generated. A resumed run therefore samples the same tokens as an uninterrupted run.
+Invariant: a seed depends only on run.seed and on the identity of the sample (trajectory, prompt or name), never on
+when or where the sample is generated. A resumed run therefore samples the same tokens as an uninterrupted run.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class Sampling:
     async def request(
         self, prompt: Prompt, token_ids: TokenIds, *, rid: str, max_new_tokens: int, seed: int | None, **more: Any
     ) -> GenerationRequest:
-        """Build the request of one sample that continues ``token_ids`` (the prompt and the tokens after it). Reads the
-        prompt's images.
+        """Build the request of one sample that continues ``token_ids`` (the prompt and the tokens after it). Reads
+        the prompt's images.
 
         ``more``: additional request fields; they override the fields set here.
         """

@@ -1,7 +1,8 @@
 """Servers of a run: started by this process (managed) or attached by URL.
 
-Callers that keep state inside a server (weight sync: its process group and the current weights) remember the server's
-``incarnation`` and set that state up again once the number has changed. Only managed servers are ever stopped.
+Callers that keep state inside a server (weight sync: its process group and the current weights) remember the
+server's ``incarnation`` and set that state up again once the number has changed. Only managed servers are ever
+stopped.
 """
 
 import logging
@@ -12,23 +13,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from megatron_rl.config.derived import (
     WeightMethod,
     policy_model,
-    server_placement,
     servers_are_deterministic,
+    shares_devices,
     uses_attached_servers,
+    weight_method,
 )
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import read_model_json
 from megatron_rl.rollout.requests import ServerError
-from megatron_rl.rollout.sglang.process.attached_server import AttachedServer, discovery_source
+from megatron_rl.rollout.sglang.process.attached_server import (
+    AttachedServer,
+    disagreements,
+    discovery_source,
+    model_differences,
+    nccl_of,
+)
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import Progress, SglangServer
-from megatron_rl.rollout.sglang.process.server_compatibility import disagreements, model_differences, nccl_of
 from megatron_rl.rollout.sglang.wire.routes import returns_routes
 from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, count_gpus, detect_device, nccl_values
 from megatron_rl.system.http.url_files import named_urls
@@ -39,30 +46,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 
 
-class Server(Protocol):
-    incarnation: int
-    is_ours: bool
-    """True for a managed server, which this process can restart."""
-    num_restarts: int
-    """Restarts in this run, including those before an interruption."""
-
-    @property
-    def url(self) -> str: ...
-
-    def healthy(self, timeout_s: float = 5.0) -> bool: ...
-
-    def restart(self, while_waiting: Callable[[], None] = ...) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def stop(self, grace_s: float = ...) -> None: ...
-
-
-class ServerDifference(NamedTuple):
-    """Difference between the computation of an attached server and of the trainer."""
-
-    found: str
-    remedy: str
+Server = SglangServer | AttachedServer
 
 
 class ServerPool:
@@ -74,7 +58,8 @@ class ServerPool:
             raise ValueError("a pool has at least one server")
         self.servers = tuple(servers)
         self.api_key = api_key
-        self.remarks: tuple[ServerDifference, ...] = ()
+        self.remarks: tuple[tuple[str, str], ...] = ()
+        """(difference in precision between an attached server and the trainer, remedy) of each such server."""
         self.named_by = ""
         """File, folder or router that lists the servers and is polled for changes (``named_urls``); empty if the
         servers are fixed."""
@@ -111,8 +96,8 @@ class ServerPool:
         """Start the processes of ``num_servers`` equal servers, on ports from ``options.port`` up (0: any free ports).
 
         On GPUs each server takes the next ``options.tensor_parallel_size`` GPUs from ``options.first_gpu`` up. The
-        servers load their models at the same time; ``wait_ready`` must follow. ``log_name``: file name in ``log_dir``,
-        formatted with the server's index.
+        servers load their models at the same time; ``wait_ready`` must follow. ``log_name``: file name in
+        ``log_dir``, formatted with the server's index.
         """
         servers = [
             SglangServer(
@@ -158,6 +143,7 @@ class ServerPool:
         if len(set(urls)) != len(urls):
             raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
         servers = [AttachedServer(url, timeout_s=timeout_s, api_key=api_key, progress=progress) for url in urls]
+        # One at a time through ``add``, which finds a server that is listed under two addresses.
         pool = cls(servers[:1], api_key=api_key)
         for server in servers[1:]:
             pool.add(server)
@@ -202,7 +188,7 @@ class ServerPool:
         self.stop()
 
 
-def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
+def first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
     """First GPU after the GPUs of the trainer's ranks on this node; 0 if there are too few GPUs for both.
 
     Too few GPUs is only possible if weights travel by files (config/checks/servers.py).
@@ -227,12 +213,13 @@ def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
     devices.
     """
     rollout = config.rollout
+    # Their options depend on the tokenizer and the environment, which are loaded later.
     waits = bool(uses_attached_servers(rollout) or config.environment.name or rollout.fire.after)
-    if waits or os.environ.get("RANK", "0") != "0" or server_placement(rollout).shares_devices:
+    if waits or os.environ.get("RANK", "0") != "0" or shares_devices(rollout):
         yield None
         return
     notes: list[str] = []
-    first_gpu = _first_free_gpu(rollout, notes.append)
+    first_gpu = first_free_gpu(rollout, notes.append)
     options = server_options(config, load_weights=False, tokenizer=False, first_gpu=first_gpu)
     if notes:  # too few GPUs
         yield None
@@ -265,7 +252,7 @@ def open_servers(
     api_key = _given_key(rollout)
     if uses_attached_servers(rollout):
         named_by = discovery_source(rollout.urls, rollout.urls_file, api_key)
-        if named_by and server_placement(rollout).shares_devices:
+        if named_by and shares_devices(rollout):
             raise ServerError(f"rollout.urls: {named_by} is a router; colocated servers must be listed in the order of the ranks")
         urls = _awaited_urls(named_by, rollout.start_timeout_s, api_key, while_waiting) if named_by else rollout.urls
         note(f"attaching to {len(urls)} SGLang servers{f', listed by {named_by}' * bool(named_by)}: {', '.join(urls)}")
@@ -275,7 +262,7 @@ def open_servers(
         infos = {server.url: server.server_info() for server in attached}
         _check_attached(infos, config, note, has_trainer=not load_weights)
         # A run killed during a publish leaves its servers paused. Without a trainer, another run may be publishing to them now.
-        for server in attached if not (load_weights or server_placement(rollout).shares_devices) else ():
+        for server in attached if not (load_weights or shares_devices(rollout)) else ():
             server.go_on()
         pool.remarks = tuple(_precision_remarks(infos, config.policy.dtype.value))
         for remark in pool.remarks:
@@ -283,8 +270,8 @@ def open_servers(
         return pool
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
     # Servers that load their own weights serve a command without a trainer, so they may use all GPUs.
-    shared = load_weights or server_placement(rollout).shares_devices
-    first_gpu = 0 if shared else _first_free_gpu(rollout, note)
+    shared = load_weights or shares_devices(rollout)
+    first_gpu = 0 if shared else first_free_gpu(rollout, note)
     options = server_options(config, load_weights=load_weights, tokenizer=tokenizer, first_gpu=first_gpu)
     return ServerPool.start(
         options,
@@ -325,16 +312,16 @@ def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
     return server
 
 
-def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[ServerDifference]:
-    """Differences in precision between attached servers and the trainer. ``infos`` maps URL to the server's options."""
+def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[tuple[str, str]]:
+    """Yield ``ServerPool.remarks``; ``infos`` maps URL to the server's options."""
     for url, info in infos.items():
         served = info.get("dtype")
         if served not in (None, "auto", dtype):
             found = f"server {url} computes in {served}, the trainer in policy.dtype={dtype}"
-            yield ServerDifference(found, f"start it with --dtype {dtype}")
+            yield found, f"start it with --dtype {dtype}"
         elif dtype != Dtype.float32.value and info.get("enable_fp32_lm_head") is False:
             found = f"server {url} rounds logits to {dtype}, the trainer does not"
-            yield ServerDifference(found, "start it with --enable-fp32-lm-head (megatron-rl serve does)")
+            yield found, "start it with --enable-fp32-lm-head (megatron-rl serve does)"
 
 
 def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,7 +335,7 @@ def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
 def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note: Progress, *, has_trainer: bool) -> None:
     """Check attached servers. Raises ServerError for servers that this run cannot use."""
     ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
-    broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
+    broadcasts = has_trainer and weight_method(config.rollout) is WeightMethod.broadcast
     problems, unreported = [], []
     model = policy_model(config)
     for url, info in infos.items():
@@ -380,7 +367,7 @@ def server_options(config: Config, *, load_weights: bool, tokenizer: bool, first
         tokenizer=tokenizer,
         device=device,
         first_gpu=first_gpu,
-        can_sleep=server_placement(rollout).shares_devices,
+        can_sleep=shares_devices(rollout),
         returns_routes=returns_routes(config),
         api_key=_given_key(rollout) or secrets.token_hex(32),
         nccl=nccl_values(os.environ),

@@ -1,14 +1,14 @@
 """Rollout service of the training loop: servers with the current weights, and windows generated on them.
 
-Which thread waits for what: ``publish`` (main thread, collective over the trainer ranks) waits until every server has
-taken the weights; an in-flight publish pauses running requests. ``generate`` (asyncio thread) waits for the servers'
-replies. A lost server is restarted in the background and gets the current weights from the main thread, through
-``call_on_trainer``, before it serves again.
+Which thread waits for what: ``publish`` (main thread, collective over the trainer ranks) waits until every server
+has taken the weights; an in-flight publish pauses running requests. ``generate`` (asyncio thread) waits for the
+servers' replies. A lost server is restarted in the background and gets the current weights from the main thread,
+through ``call_on_trainer``, before it serves again.
 
-A publish covers all running servers and restarts a server that crashed since its last reply. A server that is already
-restarting gets its weights at the end of its own recovery; if the policy has been updated by then, it gets the newer
-weights under the newer version. Colocated servers sleep from ``sleep`` to the next ``publish`` or ``wake`` (all on the
-main thread).
+A publish covers all running servers and restarts a server that crashed since its last reply. A server that is
+already restarting gets its weights at the end of its own recovery; if the policy has been updated by then, it gets
+the newer weights under the newer version. Colocated servers sleep from ``sleep`` to the next ``publish`` or
+``wake`` (all on the main thread).
 """
 
 import asyncio
@@ -20,15 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.derived import (
     bucket_bytes,
     model_vocab_size,
     num_rollout_workers,
-    server_placement,
+    shares_devices,
+    weight_method,
 )
 from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config
@@ -36,11 +35,10 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.rollout.generation import GenerationPlan, make_plan
-from megatron_rl.rollout.recovering_client import RecoveringClient
+from megatron_rl.rollout.recovering_client import RecoveringClient, follow_discovery
 from megatron_rl.rollout.requests import ServerError, ServerLost
 from megatron_rl.rollout.sampling import SamplingOverrides
-from megatron_rl.rollout.server_discovery import follow_discovery
-from megatron_rl.rollout.server_pool import Server, ServerDifference, ServerPool, attach_one, open_servers
+from megatron_rl.rollout.server_pool import Server, ServerPool, attach_one, open_servers
 from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.rollout.windows import WindowGenerator
@@ -53,6 +51,9 @@ from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSy
 from megatron_rl.weights.server_calls import ServerCallError
 from megatron_rl.weights.verify import ChecksumReport, compare_checksums
 
+if TYPE_CHECKING:  # imports Megatron, which the driver loads after it has started the servers
+    from megatron_rl.rollout.weight_sources import FolderWeights, TrainerWeights
+
 logger = logging.getLogger(__name__)
 
 _SERVER_ERRORS = (ServerError, ServerLost, InvalidReply, ApiKeyRejected, WorkerFailed, WeightSyncError, ServerCallError)
@@ -61,27 +62,11 @@ _HEALTH_TIMEOUT_S = 20.0
 """Health check timeout after a failed publish; a server that does not answer by then is restarted."""
 
 
-class WeightSource(Protocol):
-    """Source of the servers' weights: ``TrainerWeights`` of a trainer, or ``FolderWeights``."""
-
-    def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
-        """Send this version to the servers. Raises WeightSyncError or ServerCallError."""
-        ...
-
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, one at a time."""
-        ...
-
-    def free_memory(self) -> None:
-        """Return unused device memory to the servers that share the devices."""
-        ...
-
-
 @dataclass(frozen=True)
 class TrainerHooks:
     """Callbacks through which the rollout service uses the driver."""
 
-    weights: "WeightSource"
+    weights: "TrainerWeights | FolderWeights"
     """Weights to publish; used on the main thread only."""
     call_on_trainer: Callable[[Callable[[], Any]], Future]
     """Runs a function on the main thread between its other work."""
@@ -90,8 +75,8 @@ class TrainerHooks:
     far_workers: Callable[[int], Sequence[RemoteWorkerInfo]] = lambda num_workers: ()
     """Starts the given number of rollout workers on each node except the driver's (main thread, collective)."""
     while_waiting: Callable[[], None] = lambda: None
-    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not time
-    out."""
+    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not
+    time out."""
 
 
 class RolloutService:
@@ -124,7 +109,7 @@ class RolloutService:
             num_workers=num_workers,
             far_workers=trainer.far_workers(num_workers),
         )
-        sleeps = server_placement(config.rollout).shares_devices
+        sleeps = shares_devices(config.rollout)
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False
         self.weight_version = 0
@@ -151,6 +136,7 @@ class RolloutService:
 
     def add_restart_counts(self, earlier: Sequence[int]) -> None:
         """Add the ``restarts()`` of an interrupted run; they count against ``max_restarts`` too."""
+        # A resumed run may have another number of servers.
         for server, number in zip(self._servers.servers, earlier, strict=False):
             server.num_restarts += number
         self._live.num_restarts += sum(earlier)
@@ -165,8 +151,8 @@ class RolloutService:
         return self._servers.urls
 
     @property
-    def remarks(self) -> tuple[ServerDifference, ...]:
-        """Differences between attached servers and the trainer."""
+    def remarks(self) -> tuple[tuple[str, str], ...]:
+        """(difference between an attached server and the trainer, remedy), if any."""
         return self._servers.remarks
 
     def addresses(self, only_url: str = "") -> list[ServerAddress]:
@@ -190,7 +176,7 @@ class RolloutService:
 
     async def check_servers(self) -> int:
         """Check all servers and return how many are running. A crashed server starts to recover (asyncio thread)."""
-        await self._live.client.look()
+        await self._live.client.check()
         return self._live.num_live
 
     async def close(self) -> None:
@@ -200,6 +186,7 @@ class RolloutService:
     def publish(self) -> PublishResult:
         """Send the policy's weights as a new version to every server. Colocated servers are awake afterwards."""
         self._num_ahead = 1
+        # From here a restarted server gets the weights that are being published, so it gets their version.
         self._live.client.is_publishing = True
         try:
             result = self._send_to_all()
@@ -218,6 +205,7 @@ class RolloutService:
             if address.url in self._live.restarting:
                 continue  # its recovery puts the server to sleep
             try:
+                # One server at a time, so that a crashed one does not keep the others awake.
                 self._memory.sleep([address])
             except ServerCallError as error:
                 if self._is_healthy(address.url):
@@ -250,9 +238,9 @@ class RolloutService:
     ) -> dict[int, float]:
         """Grow every trajectory by one window; the run's environment answers dialogues.
 
-        Only ``kind="train"`` uses hot tokens (FIRE) and the run's sampling parameters; other kinds may pass a ``draw``.
-        Once ``is_enough()`` returns True, the remaining requests are aborted and keep their tokens. Returns the seconds
-        that the servers spent on each trajectory, keyed by trajectory id.
+        Only ``kind="train"`` uses hot tokens (FIRE) and the run's sampling parameters; other kinds may pass a
+        ``draw``. Once ``is_enough()`` returns True, the remaining requests are aborted and keep their tokens.
+        Returns the seconds that the servers spent on each trajectory, keyed by trajectory id.
         """
         plan = self._plan if kind == "train" else self._plan.without_training(draw)
         window = WindowGenerator(
@@ -269,14 +257,14 @@ class RolloutService:
         return window.server_s
 
     async def follow_servers(self, attach: Callable[[str], Server]) -> None:
-        """Keep the servers equal to the list in ``rollout.urls_file`` or of the router, until cancelled
-        (``membership.follow``)."""
+        """Keep the servers equal to the list in ``rollout.urls_file`` or of the router, until cancelled."""
         while not self.weight_version:  # the first publish sends weights to all servers
             await asyncio.sleep(0.1)
         await follow_discovery(self._servers.named_by, self._servers.api_key, self._live, attach, self._trainer.warn)
 
     async def _settled(self) -> None:
         """Wait for publishes that have already started."""
+        # The main thread makes calls in order, so an empty call returns after every publish before it.
         await asyncio.wrap_future(self._trainer.call_on_trainer(lambda: None))
 
     async def _readmit_on_trainer(self, url: str) -> str:
@@ -293,7 +281,7 @@ class RolloutService:
         self._live.restarting.discard(url)
 
     def _send_to_all(self) -> PublishResult:
-        """Send the weights to every running server; a server that crashed unnoticed is restarted first."""
+        """Send the weights to every running server; if servers crashed meanwhile, restart them and send once more."""
         addresses = self._addresses_now()
         if not addresses:
             raise WeightSyncError(
@@ -324,6 +312,7 @@ class RolloutService:
             self._live.restart(url, self._trainer.while_waiting)
         except ServerError as error:
             self._live.remove_server(url, error)
+            # Other servers can continue the run.
             if not self._addresses_now():
                 raise
 
@@ -369,8 +358,8 @@ def open_rollout(
     spawned: ServerPool | None = None,
     publisher: WeightPublisher | None = None,
 ) -> Iterator[RolloutService]:
-    """Open the servers (``open_servers``), their client on ``event_loop`` and the weight sync; close all of them at the
-    end.
+    """Open the servers (``open_servers``), their client on ``event_loop`` and the weight sync; close all of them at
+    the end.
 
     ``publisher``: publisher of the run's other servers, which stays open. Source ranks are in the groups of one
     publisher only.
@@ -390,7 +379,7 @@ def open_rollout(
         is_shared, publisher = publisher is not None, publisher or WeightPublisher(
             bucket_bytes(config.rollout, detect_device()),
             config.rollout.weight_sync_timeout_s,
-            method=server_placement(config.rollout).weight_method,
+            method=weight_method(config.rollout),
             folder=folder.resolve() / "weights",
             pauses=overlap_of(config.schedule) is Overlap.publish,
         )

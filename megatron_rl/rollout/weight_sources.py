@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.config.derived import WeightMethod, server_placement
+from megatron_rl.config.derived import WeightMethod, weight_method
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.training.export import control_channel, control_ranks, rank_timeout_s, source_ranks
@@ -32,7 +32,7 @@ class TrainerWeights:
     def __init__(self, config: Config, group: TrainerGroup, engine: str) -> None:
         self._group = group
         self._engine = engine
-        self._method = server_placement(config.rollout).weight_method
+        self._method = weight_method(config.rollout)
         self._timeout_s = rank_timeout_s(config)
 
     @cached_property

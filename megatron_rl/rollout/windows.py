@@ -3,16 +3,16 @@
 Invariants: a trajectory continues from its last known token (prompt plus all segments), on any server. Every token
 carries the weight version that sampled it. That version is the published one, or the next one if a server restarted
 while the policy trained or if weights were published during the window; a reply with two versions becomes several
-segments. If a server fails or a request is aborted, another request of the same step fills the window. Once enough has
-been generated, unfinished windows keep their tokens and continue in the next step.
+segments. If a server fails or a request is aborted, another request of the same step fills the window. Once enough
+has been generated, unfinished windows keep their tokens and continue in the next step.
 
-Dialogues: when a turn ends, the environment is called immediately and its message joins the history in the same step,
-even at the end of a window, so that ``Trajectory.finished`` is right at the end of every step. Messages count towards
-the response budget, not towards the window. The state of a dialogue follows from its segments alone.
+Dialogues: when a turn ends, the environment is called immediately and its message joins the history in the same
+step, even at the end of a window, so that ``Trajectory.finished`` is right at the end of every step. Messages count
+towards the response budget, not towards the window. The state of a dialogue follows from its segments alone.
 
-A stop string, or the text that precedes FIRE's hot token, may span two windows, so that no server sees all of it. Such
-texts are therefore searched here, in all tokens of the turn, and the tokens sampled after them are dropped. The tokens
-kept are distributed as if the server had stopped there, because no token depends on later tokens.
+A stop string, or the text that precedes FIRE's hot token, may span two windows, so that no server sees all of it.
+Such texts are therefore searched here, in all tokens of the turn, and the tokens sampled after them are dropped.
+The tokens kept are distributed as if the server had stopped there, because no token depends on later tokens.
 """
 
 import asyncio
@@ -22,13 +22,14 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from megatron_rl.data.trajectory import RouteRecord, Segment, TokenParts, Trajectory, message_segment
+from megatron_rl.config.schema import FireConfig
+from megatron_rl.data.trajectory import Segment, TokenParts, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
-from megatron_rl.rollout.generation import Decode, GenerationPlan, HotTokenSampling
+from megatron_rl.rollout.generation import Decode, GenerationPlan
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.wire.response_validation import StaleWeights
+from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class WindowGenerator:
     ) -> None:
         """``recovered(lost)`` waits, after the last server was lost, until a server with current weights serves again.
 
-        ``num_tokens``: maximum growth per trajectory. ``kind`` is the prefix of the request ids, so that training and
-        evaluation never share one. ``plan.dialogue`` answers trajectories that are dialogues.
+        ``num_tokens``: maximum growth per trajectory. ``kind`` is the prefix of the request ids, so that training
+        and evaluation never share one. ``plan.dialogue`` answers trajectories that are dialogues.
         """
         self._client = client
         self._recovered = recovered
@@ -82,8 +83,8 @@ class WindowGenerator:
     ) -> None:
         """Append this step's segments; returns when every trajectory is finished or its window is full.
 
-        ``is_enough()`` is called after trajectories end. Once it returns True, the remaining requests are aborted and
-        keep the tokens that they have.
+        ``is_enough()`` is called after trajectories end. Once it returns True, the remaining requests are aborted
+        and keep the tokens that they have.
         """
         tasks = [asyncio.create_task(self._grow(t, alone=is_enough is not None)) for t in trajectories]
         try:
@@ -118,10 +119,12 @@ class WindowGenerator:
         while num_running() and not is_enough():
             await some_done.wait()
             some_done.clear()
+            # Many responses end together, and one check of ``is_enough`` serves all of them.
             await asyncio.sleep(_ENOUGH_POLL_S)
         self._cut = True
         deadline_s = event_loop.time() + ABORT_TIMEOUT_S
         while num_running() and event_loop.time() < deadline_s:
+            # Repeated, because an abort that overtakes its request has no effect.
             await self._client.abort(self._rids_in_progress)
             with contextlib.suppress(asyncio.TimeoutError):
                 async with asyncio.timeout(ABORT_REPEAT_S):
@@ -142,6 +145,7 @@ class WindowGenerator:
         while not self._cut and (room := self._room(trajectory)) > 0:
             attempt += 1
             hot = hot_token_is_next(trajectory, self._plan.fire, self._plan.decode)
+            # A new id for each attempt, because a server may still run the request of a broken connection.
             rid = f"{self._kind}-{self._step}-{trajectory.id}-{attempt}"
             request = await self._request(trajectory, rid, room, hot=hot)
             if self._cut:
@@ -165,7 +169,7 @@ class WindowGenerator:
         if answer.routes is not None:
             # Tokens sampled after a stop string were dropped, so their routes are dropped too.
             num_kept = trajectory.num_tokens
-            trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
+            trajectory.routes = self._step, answer.routes[:num_kept]
 
     def _room(self, trajectory: Trajectory) -> int:
         """Number of tokens that the next request may generate: 0 if the trajectory is finished or its window is full."""
@@ -223,8 +227,8 @@ class WindowGenerator:
         return fire.after if fire is not None and _awaits_hot_token(trajectory, fire) else ""
 
     def _segments(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> list[Segment]:
-        """Segments of the reply, one per weight version, up to the first text that ends the turn or triggers the hot
-        token."""
+        """Segments of the reply, one per weight version, up to the first text that ends the turn or triggers the
+        hot token."""
         new_ends = self._new_ends(trajectory, answer, hot=hot)
         token_ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.finish_reason
         if new_ends:
@@ -250,8 +254,8 @@ class WindowGenerator:
         ]
 
     def _new_ends(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> dict[str, int]:
-        """Maps finish reason to the number of reply tokens up to the end of a text that ends the turn or triggers the
-        hot token."""
+        """Maps finish reason to the number of reply tokens up to the end of a text that ends the turn or triggers
+        the hot token."""
         texts = {"stop": self._turn_stops(trajectory)}
         marker = self._awaited_marker(trajectory)
         if marker and not hot:
@@ -276,6 +280,7 @@ class WindowGenerator:
             trajectory.env_done = True
             return
         token_ids = dialogue.encode_message(message, int(trajectory.token_ids[-1]), trajectory.prompt.chat_arguments)
+        # A message that leaves no token for the policy's next turn would only lengthen the response.
         if trajectory.num_response_tokens + len(token_ids) >= trajectory.max_response_tokens:
             trajectory.out_of_room = True
             return
@@ -288,7 +293,7 @@ class WindowGenerator:
     def _check_versions(self, answer: Generation) -> None:
         unknown = [version for version, _, _ in answer.spans if version not in self._versions]
         if unknown:
-            raise StaleWeights(
+            raise InvalidReply(
                 f"a server sampled with weight version {unknown[0]!r}, but version {self._weight_version} "
                 "was published; another trainer may be attached to the same server"
             )
@@ -318,7 +323,7 @@ def _current_turn_ids(trajectory: Trajectory) -> list[int]:
     return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids.tolist()]
 
 
-def _awaits_hot_token(trajectory: Trajectory, fire: HotTokenSampling) -> bool:
+def _awaits_hot_token(trajectory: Trajectory, fire: FireConfig) -> bool:
     """True if the response, in its first turn, has no hot token yet. Without ``after``, only the first token may be
     hot."""
     if trajectory.greedy or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
@@ -326,7 +331,7 @@ def _awaits_hot_token(trajectory: Trajectory, fire: HotTokenSampling) -> bool:
     return bool(fire.after) or trajectory.num_response_tokens == 0
 
 
-def hot_token_is_next(trajectory: Trajectory, fire: HotTokenSampling | None, decode: Decode) -> bool:
+def hot_token_is_next(trajectory: Trajectory, fire: FireConfig | None, decode: Decode) -> bool:
     """True if the next token of the response is FIRE's hot token."""
     if fire is None or not _awaits_hot_token(trajectory, fire):
         return False
@@ -343,4 +348,5 @@ def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) 
 
     if not texts or not contains(len(token_ids)):
         return None
+    # A binary search: decoding every prefix would take time quadratic in the tokens.
     return bisect_left(range(len(token_ids)), True, key=contains)

@@ -1,9 +1,10 @@
-"""Reads and writes ``checkpoints/`` of a run as files: list, validate, decide what to remove. No Megatron, no torch.
+"""Reads and writes ``checkpoints/`` of a run as files: lists and checks them, finds the one to resume from, and decides
+which to remove. Without torch, so that a folder can be checked before anything starts.
 
 ``step-N/`` has a folder per model, ``driver.json``, the arrays of its responses next to it (``driver.int32.npy``,
-one file per dtype, see ``state_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of
+one file per dtype, see ``flatten_state``) and, written last, ``manifest.json`` with sizes and checksums of
 the driver's files. Each model's folder has its own ``checksums.json``. ``latest.json`` names the newest
-checkpoint. Without torch, a folder can be checked before anything starts.
+checkpoint.
 """
 
 import hashlib
@@ -13,15 +14,14 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.run.state_arrays import unflatten_state
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
 
@@ -34,16 +34,6 @@ _NAME = re.compile(r"step-(0|[1-9][0-9]{0,11})")
 
 class DamagedCheckpoint(UserError):
     """Raised for a damaged file; names the file and the damage."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Metadata of a checkpoint."""
-
-    healthy: bool
-    """True if training showed no warning sign when the checkpoint was saved."""
-    files: Mapping[str, tuple[int, str]]
-    """Size and SHA-256 by file."""
 
 
 def folder_name(num_steps: int) -> str:
@@ -64,7 +54,7 @@ def saved_folders(checkpoints: Path) -> list[Path]:
 
 
 def write_driver_state(folder: Path, state: Mapping[str, Any], arrays: Mapping[str, Sequence[np.ndarray]]) -> Checksums:
-    """Write the driver's state as ``json_with_arrays.flatten_state`` returns it. Raises OSError.
+    """Write the driver's state as ``flatten_state`` returns it. Raises OSError.
 
     Returns the checksums of its files for ``write_manifest``.
     """
@@ -122,8 +112,8 @@ def latest_folder(checkpoints: Path) -> Path | None:
     return checkpoints / name
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest, or return an empty one for old checkpoints. Raises DamagedCheckpoint."""
+def read_manifest(folder: Path) -> tuple[bool, Checksums]:
+    """Return from the manifest whether the checkpoint is healthy, and size and SHA-256 by file. Raises DamagedCheckpoint."""
     path = folder / _MANIFEST
     content = _json(path)
     try:
@@ -132,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path}: {error}") from error
     if not isinstance(content.get("healthy"), bool) or _DRIVER not in files:
         raise DamagedCheckpoint(f"{path} is not the manifest of a checkpoint")
-    return Manifest(content["healthy"], files)
+    return content["healthy"], files
 
 
 def read_driver(folder: Path) -> dict[str, Any]:
@@ -146,6 +136,7 @@ def read_driver(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path} is from step {steps}, its folder from step {num_steps_of(folder)}")
     try:
         names = dict(state.pop("arrays"))
+        # Only the file's name counts, so that a damaged entry cannot point outside the folder.
         arrays = {name: np.load(folder / Path(file).name, allow_pickle=False) for name, file in names.items()}
         whole: dict[str, Any] = unflatten_state(state, arrays)
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -154,8 +145,12 @@ def read_driver(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, models: list[str]) -> None:
-    """All but the contents of the models' files, which the ranks verify. Raises DamagedCheckpoint."""
-    _raise_first(damaged(folder, read_manifest(folder).files))
+    """Raise DamagedCheckpoint if a file of a checkpoint is missing or damaged.
+
+    Of the models' files only the sizes are checked; the ranks verify their contents when they load them.
+    """
+    _, files = read_manifest(folder)
+    _raise_first(damaged(folder, files))
     for model in models:
         _raise_first(_wrong_sizes(folder / model))
     if not (folder / _DRIVER).is_file():
@@ -173,6 +168,7 @@ def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapp
     kept = set(list(saved)[: rules.keep_last])
     if rules.keep_every_steps:
         kept |= {steps for steps in saved if steps % rules.keep_every_steps == 0}
+    # An evaluation without a single score has nan.
     evaluated = [steps for steps in saved if math.isfinite(accuracies.get(steps, math.nan))]
     kept |= set(sorted(evaluated, key=lambda steps: -accuracies[steps])[: rules.keep_best])
     # Entries are ordered newest first.
@@ -183,9 +179,10 @@ def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapp
 def is_healthy(folder: Path) -> bool:
     """True if the manifest is readable and training showed no warning sign at the save."""
     try:
-        return read_manifest(folder).healthy
+        healthy, _ = read_manifest(folder)
     except DamagedCheckpoint:
         return False
+    return healthy
 
 
 def _wrong_sizes(model: Path) -> Iterator[str]:
@@ -220,3 +217,95 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
+
+
+def candidates(checkpoints: Path) -> list[Path]:
+    """Checkpoints that a run may resume from, newest first: the folder in latest.json, and folders with a manifest.
+
+    All other folders are incomplete.
+    """
+    try:
+        # A damaged latest.json must not hide the complete checkpoints next to it.
+        latest = latest_folder(checkpoints)
+    except DamagedCheckpoint:
+        latest = None
+    return [f for f in saved_folders(checkpoints) if f == latest or (f / "manifest.json").exists()]
+
+
+def check_resume(config: Config) -> None:
+    """Raise UserError if run.resume=true has no usable checkpoint, judged by names and sizes before anything starts."""
+    checkpoints = Path(config.run.output_dir) / "checkpoints"
+    if config.run.resume is not True:
+        return
+    saved = candidates(checkpoints)
+    if not saved:
+        raise UserError(
+            f"run.resume: {checkpoints} contains no complete checkpoint; run.resume=auto starts the run and resumes if "
+            "there is one, run.overwrite=true starts over (deletes what is there), or point run.output_dir at the run "
+            "to continue"
+        )
+    latest_folder(checkpoints)
+    models = [path.name for path in saved[0].iterdir() if path.is_dir()]
+    try:
+        check_folder(saved[0], models)
+        read_driver(saved[0])
+    except DamagedCheckpoint as error:
+        raise UserError(f"{error}\n{resume_hint(checkpoints, saved[0], models)}") from error
+
+
+def resume_hint(checkpoints: Path, refused: Path, models: Sequence[str]) -> str:
+    """Hint for the error about ``refused``: an older checkpoint to resume from, or how to start over."""
+    for folder in candidates(checkpoints):
+        if num_steps_of(folder) < num_steps_of(refused):
+            try:
+                check_folder(folder, list(models))
+            except DamagedCheckpoint:
+                continue
+            return f"{folder.name} is complete: run.resume=auto resumes from it"
+    return "no older checkpoint is left; run.overwrite=true starts over (deletes what is there)"
+
+
+_MARK = "__array__"
+_NESTS = (dict, list, tuple, np.ndarray)
+
+
+def flatten_state(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
+    """Returns (JSON-ready copy, arrays by dtype name). The arrays of a dtype, concatenated, are its flat array. Arrays are not copied."""
+    parts: dict[str, list[np.ndarray]] = {}
+    sizes: dict[str, int] = {}
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, _NESTS):
+            return value  # the most frequent case
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if not isinstance(value, np.ndarray):
+            return [plain(inner) for inner in value]
+        name = _name(value.dtype)
+        start = sizes.get(name, 0)
+        parts.setdefault(name, []).append(value)
+        sizes[name] = start + len(value)
+        return {_MARK: [name, start, len(value)]}
+
+    return plain(nest), parts
+
+
+def unflatten_state(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Inverse of ``flatten_state``, with lists instead of tuples. Raises ValueError for a span outside the flat arrays."""
+    if isinstance(nest, list):
+        return [unflatten_state(inner, arrays) for inner in nest]
+    if not isinstance(nest, dict):
+        return nest
+    match nest.get(_MARK):
+        case [str(name), int(start), int(length)] if len(nest) == 1:
+            if name not in arrays or not 0 <= start <= start + length <= len(arrays[name]):
+                raise ValueError(f"{length} entries from {start} on are outside the {name} arrays that were saved")
+            # Copy, because a view would keep the whole flat array in memory.
+            return arrays[name][start : start + length].copy()
+    return {key: unflatten_state(inner, arrays) for key, inner in nest.items()}
+
+
+@cache
+def _name(dtype: np.dtype) -> str:
+    """The dtype's name; cached, because numpy builds the string on every access."""
+    return dtype.name

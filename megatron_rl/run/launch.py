@@ -1,61 +1,52 @@
-"""Code shared by commands that take a recipe: arguments, checks before anything starts, and the start of the ranks."""
+"""Code shared by commands that run on ranks: checks before anything starts, and the start of the ranks."""
 
 import argparse
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.checks.servers import Node
-from megatron_rl.config.derived import uses_attached_servers
+from megatron_rl.config.derived import pretraining_folder, uses_attached_servers
+from megatron_rl.config.layout import fewest_ranks
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.models.hf.megatron_config import check_models
-from megatron_rl.system.command_line.cli_types import positive_int
+from megatron_rl.run.output import check_output_dir
+from megatron_rl.run.start_checks import check_hosts, check_outputs, os_errors_with_keys
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, count_gpus, set_gpu_defaults
 from megatron_rl.system.http.addresses import LOOPBACK, local_interface_for
 from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopRequested, stopped_by_signals
 
-PrintPlan = Callable[[Config, str, int], None]
-"""Prints the dry run of a command: configuration, the command's name, world size."""
+PrintPlan = Callable[[Config, str, int, Sequence[str]], None]
+"""Prints the dry run of a command: configuration, the command's name, world size, lines on its inputs."""
+CheckInputs = Callable[..., Sequence[str]]
+"""Checks everything outside the recipe that a command reads: (configuration, all_rows) to lines for the dry run."""
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Environment variable for the ranks: set once their parent process has checked all data files."""
 _LOOPBACK_INTERFACE = "lo"
-
-
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, action="append", help="YAML recipe; may be repeated, later files override earlier ones")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit without starting anything")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
-
-
-def add_rank_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Same as ``add_recipe``, for commands that call ``run_on_ranks``."""
-    add_recipe_arguments(parser)
-    parser.add_argument(
-        "--gpus-per-node", type=positive_int, metavar="N", help="with --dry-run: GPUs per node of the planned run (default: of this node)"
-    )
 
 
 def run_on_ranks(
     command: str,
     arguments: argparse.Namespace,
     *,
-    check_inputs: Callable[[Config], None],
+    check_inputs: CheckInputs,
     print_plan: PrintPlan,
     work: Callable[[Config], None],
     writes_output_dir: bool = False,
 ) -> int:
     """Check the recipe, then run ``work`` on every rank; without a launcher, torchrun starts the ranks.
 
-    ``writes_output_dir``: the command is a run with checkpoints, which can resume after a signal stops it.
-    ``check_inputs`` checks everything outside the recipe that would fail later. It is called once, by the process
-    that the user started or by rank 0 of an outer launcher. ``print_plan`` prints the dry run.
+    ``writes_output_dir``: the command is a run with checkpoints, which can resume after a signal stops it. Inputs and
+    outputs are checked once, for a run and for its dry run by the same functions: by the process that the user started,
+    or by rank 0 of an outer launcher. ``print_plan`` prints the dry run.
     """
     try:
         with stopped_by_signals():
@@ -70,31 +61,35 @@ def run_on_ranks(
 def _run_on_ranks(
     command: str,
     arguments: argparse.Namespace,
-    check_inputs: Callable[[Config], None],
+    check_inputs: CheckInputs,
     print_plan: PrintPlan,
     work: Callable[[Config], None],
     *,
     is_resumable: bool,
 ) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    if command == "critic-pretrain":
+        config.run.output_dir = pretraining_folder(config.run.output_dir)
     is_rank = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
-    with gc_disabled():  # the checks import half of what a run needs
-        node = _driver_node(config, arguments, world_size)
+    with gc_disabled(), os_errors_with_keys(config):  # the checks import half of what a run needs
+        node = driver_node(config, arguments, world_size)
         check_config(config, command=command, world_size=world_size, node=node)
+        if is_resumable:
+            check_output_dir(config)
+        notes: Sequence[str] = ()
         if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
-            _check_megatron_fields(config)
-            check_models(config, command)
-            check_inputs(config)
+            notes = _check_outside(config, command, partial(check_inputs, config, all_rows=arguments.all_rows))
     if arguments.dry_run:
-        print_plan(config, command, world_size or config.parallel.num_ranks or 1)
+        print_plan(config, command, world_size or config.parallel.num_ranks or fewest_ranks(config), notes)
         return 0
-    if is_resumable:
-        from megatron_rl.run.output import check_output_dir
-
-        check_output_dir(config)
-    _prepare_gpus(is_rank)
-    _choose_interface(config)
+    if not is_rank and not config.parallel.num_ranks and fewest_ranks(config) > 1:
+        raise ConfigError(
+            f"parallel.num_ranks: the layout needs {fewest_ranks(config)} ranks and one would start here; set "
+            f"parallel.num_ranks={fewest_ranks(config)} or a multiple, or start the ranks with launch/torchrun.sh"
+        )
+    prepare_gpus(is_rank)
+    choose_interface(config)
     if not is_rank and config.parallel.num_ranks > 1:
         from megatron_rl.system.processes.torchrun import run_under_torchrun
 
@@ -109,7 +104,16 @@ def _run_on_ranks(
     return 0
 
 
-def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int | None) -> Node:
+def _check_outside(config: Config, command: str, check_inputs: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Check what a command finds outside the recipe: packages, hosts, folders, models, data. Returns lines on the data."""
+    _check_megatron_fields(config)
+    check_hosts(config, command)
+    check_outputs(config, command)
+    check_models(config, command)
+    return check_inputs()
+
+
+def driver_node(config: Config, arguments: argparse.Namespace, world_size: int | None) -> Node:
     """GPUs and ranks on the driver's node. A dry run takes them from --gpus-per-node; other nodes' ranks return zeros."""
     if arguments.gpus_per_node and not arguments.dry_run:
         raise ConfigError("--gpus-per-node is for --dry-run: a run counts the GPUs of its node")
@@ -124,7 +128,7 @@ def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int 
     return Node(num_gpus, num_ranks) if starts_here else Node.of(num_gpus, num_ranks)
 
 
-def _prepare_gpus(is_rank: bool) -> None:
+def prepare_gpus(is_rank: bool) -> None:
     """Set up the process before CUDA is used. Raises UserError if a GPU is required and none is found."""
     import torch
 
@@ -138,7 +142,7 @@ def _prepare_gpus(is_rank: bool) -> None:
 
 
 def _attached_urls(rollout: RolloutConfig) -> list[str]:
-    """URLs of attached servers that are known now."""
+    """URLs of attached servers; empty without any, and while the file or service that lists them is not available yet."""
     if not uses_attached_servers(rollout):
         return []
     from megatron_rl.rollout.sglang.process.attached_server import attached_urls
@@ -148,7 +152,7 @@ def _attached_urls(rollout: RolloutConfig) -> list[str]:
     return []
 
 
-def _choose_interface(config: Config) -> None:
+def choose_interface(config: Config) -> None:
     """Choose the interface that gloo listens on: loopback if all ranks and servers are on this node.
 
     With several nodes gloo would use the address of the host name, which many Linux systems map to 127.0.1.1.

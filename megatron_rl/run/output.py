@@ -1,15 +1,21 @@
-"""Locks and prepares a run's output folder, and removes an earlier run's files on request."""
+"""Locks and prepares a run's output folder, and removes an earlier run's files on request.
 
+``first_prompts.json`` in the folder has the tokens of some prompts at the run's start, to detect later changes of the
+tokenizer or its chat template.
+"""
+
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.config.schema import Config
+from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import UserError
-from megatron_rl.run.resume_candidates import check_resume
-from megatron_rl.system.files.atomic_files import lock_file, remove_unfinished
+from megatron_rl.run.checkpoint_folder import check_resume
+from megatron_rl.system.files.atomic_files import lock_file, remove_unfinished, write_atomic
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",
@@ -55,3 +61,22 @@ def lock_output_dir(config: Config) -> Iterator[Path]:
         remove_unfinished(folder, "policy")
         remove_unfinished(folder / "policies", "step-*")
         yield folder
+
+
+_FIRST_PROMPTS = "first_prompts.json"
+_NUM_FIRST_PROMPTS = 16
+
+
+def write_first_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """Write ``first_prompts.json`` unless it exists, which makes it the record of the run's first start. Raises OSError."""
+    if not (folder / _FIRST_PROMPTS).exists():
+        write_atomic(folder / _FIRST_PROMPTS, json.dumps({p.source or p.id: list(p.token_ids) for p in prompts[:_NUM_FIRST_PROMPTS]}))
+
+
+def read_first_prompts(folder: Path) -> dict[str, list[int]]:
+    """Read the recorded prompts: token ids by source (file:line) or id of the prompt; empty if the file is missing or invalid."""
+    try:
+        recorded = json.loads((folder / _FIRST_PROMPTS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return recorded if isinstance(recorded, dict) else {}

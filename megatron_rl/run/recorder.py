@@ -98,7 +98,9 @@ class Recorder:
         self._lock = threading.Lock()
         self._report = write_report
         self._work: dict[tuple[str, int], dict[str, Any]] = {}
-        self._report_thread: threading.Thread | None = None
+        # A single thread, because matplotlib opens its font files again in each new one.
+        self._reporter = ThreadPoolExecutor(1, thread_name_prefix="report")
+        self._written: Future[None] | None = None
         if restored:
             self._take_over(first_step, restored.get("metrics") or {})
         self._status = StatusFile(self._folder, self._now)
@@ -113,10 +115,8 @@ class Recorder:
         reason = f"{kind.__name__}: {error}" if kind else ""
         self._status.end("finished" if kind is None else "stopped" if interrupted else "failed", reason)
         self.samples.close()
-        if self._report_thread is not None:
-            # The final report is written to the same file.
-            self._report_thread.join()
-        self._write_report()
+        self._reporter.submit(self._write_report).result()
+        self._reporter.shutdown()
         for name in ("report.html", "timeline.json", "metrics.jsonl"):
             if (self._folder / name).is_file():
                 self._trackers.log_artifact(self._folder / name)
@@ -180,18 +180,21 @@ class Recorder:
         self._work.setdefault((name, step), {}).update(facts)
 
     def stage_done(self, name: str, lane: str, step: int, started_s: float, ended_s: float) -> None:
-        """Record a finished stage; ``lane`` is its row in the timeline. Called by the stage runner."""
+        """Record a finished stage of ``step``, from 0. Called by the stage runner.
+
+        ``lane``: row in the timeline. Start and end are Unix seconds.
+        """
         self.timeline.add(Span(name, lane, started_s, ended_s, step + 1, self._work.setdefault((name, step), {})))
         self._add_stage(name, ended_s - started_s)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics outside a step: the evaluation before the first step is step 0."""
+        """Log metrics now. Steps count from 1; step 0 is the evaluation before the first step."""
         now_s = time.time()
         self._metrics.log(step, metrics, time_s=now_s)
         self._trackers.log(step, metrics, time_s=now_s)
 
     def end(self, step: int, metrics: dict[str, float], *, num_server_restarts: int) -> None:
-        """Write the record of a finished step; recorded steps count from 1."""
+        """Write the record of a finished ``step``, which counts from 0; it is recorded as ``step + 1``."""
         seconds = self.timeline.stage_seconds(step + 1)
         now_s = time.time()
         metrics = self._before_step | metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
@@ -208,14 +211,15 @@ class Recorder:
             del self._work[key]
         self._num_tokens += metrics["step/tokens_generated"]
         with self._lock:
+            # Under the lock, so that ``add_to`` finds the row either not written yet or complete.
             metrics |= self._early.pop(step + 1, {})
             self.log(step + 1, metrics)
             self.num_steps_done = step + 1
         self.console.update(step + 1, metrics)
-        writing = self._report_thread is not None and self._report_thread.is_alive()
-        if is_due(step + 1, self._config.tracking.report_every_steps) and not writing:
-            self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)
-            self._report_thread.start()
+        # A report may take longer than a step, so a report that is due meanwhile is left out.
+        is_written = self._written is None or self._written.done()
+        if is_due(step + 1, self._config.tracking.report_every_steps) and is_written:
+            self._written = self._reporter.submit(self._write_report)
 
     def evaluated(self, num_steps_done: int, accuracy: float, accuracy_stderr: float | None) -> None:
         """Store an evaluation for the summary."""
@@ -224,12 +228,11 @@ class Recorder:
 
     def _now(self) -> dict[str, Any]:
         """Fields of status.json other than the state. Called on the status thread."""
-        warnings = self.console.warnings
         return {
             "step": self.num_steps_done,
             "stages": self.running(),
-            "warnings": warnings.newest,
-            "num_warnings": warnings.number,
+            "warnings": self.console.newest_warnings,
+            "num_warnings": self.console.num_warnings,
         }
 
     def start_clock(self) -> None:
@@ -261,12 +264,10 @@ class Recorder:
 
 
 class SampleStore:
-    """Stores the responses of a run on a writer thread."""
+    """Stores a run's responses during training on a writer thread: limited in size on disk, each step once, safe against kills.
 
-    """Stores a run's responses during training: bounded on disk, each step once, safe against kills.
-
-    Waits: ``add`` waits for the previous step's write only; a checkpoint waits for the rows of its step (``settle``),
-    so that a run resumed from it lacks none. Writing never raises into training.
+    Waits: ``add`` waits for the previous step's write only; a checkpoint waits for the rows of its step
+    (``finish_background_save``), so that a run resumed from it lacks none. Writing never raises into training.
     """
 
     def __init__(

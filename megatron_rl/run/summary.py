@@ -1,6 +1,7 @@
 """Summarizes a finished run: summary.json, and the table printed at the end."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from megatron_rl.run.recorder import Evaluation, Recorder
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.console import accuracy_text, duration, summary_table
 from megatron_rl.tracking.timeline import OVERLAP
+
+_NO_WRAP = 1000
+"""Columns of a table that goes to a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ def print_summary(config: Config, summary: RunSummary) -> None:
     if config.profile.steps:
         rows.append(("profile", f"{folder / 'profile'} (open a trace in Perfetto)"))
     rows.append(("policy", str(folder / "policy")))
-    console = Console()
+    # A file or a pipe has no width: a path stays on one line, where it can be copied.
+    console = Console(width=None if sys.stdout.isatty() else _NO_WRAP)
     console.print(summary_table(rows, title="result"))
     console.print(_stage_table(summary))
 

@@ -67,7 +67,7 @@ class StageRun:
 
 def check_graph(graph: Sequence[Stage], goals: Collection[str] = ()) -> None:
     """Check a graph. Raises ValueError for a duplicate name, a product made twice or never, a step that waits for itself, or a stage
-    that leads to none of the stages ``goals``, because it could still run after its step's state is deleted."""
+    that leads to none of the stages ``goals`` of its own step, because it could still run after that step's state is deleted."""
     products = [product for stage in graph for product in stage.products]
     for kind, items in (("stage", [stage.name for stage in graph]), ("product", products)):
         duplicate = sorted(item for item, count in Counter(items).items() if count > 1)
@@ -88,10 +88,10 @@ def _check_leads_to(graph: Sequence[Stage], goals: Collection[str]) -> None:
     unseen = [stage for stage in graph if stage.name in goals]
     while unseen:
         leading.add(unseen[-1].name)
-        made_by = {maker[product].name: maker[product] for product, _ in unseen.pop().waits_for}
+        made_by = {maker[product].name: maker[product] for product, distance in unseen.pop().waits_for if distance <= 0}
         unseen += [stage for name, stage in made_by.items() if name not in leading]
     if loose := sorted({stage.name for stage in graph} - leading):
-        raise ValueError(f"stage graph: {loose} lead to none of {sorted(goals)}, which end a step; let one of these need what they make")
+        raise ValueError(f"stage graph: {loose} lead to none of {sorted(goals)}, which end a step; make one of these need their products")
 
 
 def _check_for_circles(graph: Sequence[Stage]) -> None:
@@ -144,7 +144,7 @@ class Frontier:
         busy = {resource for run in self._running for resource in run.stage.occupies}
         found: list[StageRun] = []
         for run in self._candidates():
-            if busy.isdisjoint(run.stage.occupies) and self._has_what_it_needs(run):
+            if busy.isdisjoint(run.stage.occupies) and self._has_needs(run):
                 busy |= run.stage.occupies
                 found.append(run)
         return found
@@ -167,11 +167,10 @@ class Frontier:
         self._last_step = min(self._last_step, max(step, self._newest))
 
     def finish_open_steps(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
-        """Drop the runs that the newest consistent state does not need; return the running ones that it needs.
+        """Drop the stage runs that the last checkpoint before the end does not need; return the running ones that it needs.
 
-        ``lasting``: products that exist once per run. ``keeper``: the stage that stores a step's state. For the newest
-        step that has started to make lasting products, only the products that ``keeper`` waits for are still made,
-        except ``left_out``.
+        That checkpoint is of the newest step in which a stage that makes one of ``lasting`` (the updated weights) has started.
+        Needed are the runs of all products that the stage ``keeper``, which stores the checkpoint, waits for, except ``left_out``.
         """
         makes_them = [stage for stage in self._graph if not set(lasting).isdisjoint(stage.products)]
         begun = [
@@ -180,7 +179,7 @@ class Frontier:
             if any(StageRun(stage, step) not in self._open for stage in makes_them)
         ]
         keepers = [StageRun(stage, begun[-1]) for stage in self._graph if begun and stage.name == keeper]
-        needed = self._what_leads_to(keepers, left_out)
+        needed = self._unfinished_needs(keepers, left_out)
         self._newest = max([self._newest, *(run.step for run in needed)])
         self._last_step = self._newest
         still_running = needed.intersection(self._running)
@@ -189,7 +188,7 @@ class Frontier:
         self._open = [run for step in steps for stage in self._graph if (run := StageRun(stage, step)) in waiting]
         return frozenset(still_running)
 
-    def _what_leads_to(self, goals: Iterable[StageRun], left_out: Collection[str]) -> set[StageRun]:
+    def _unfinished_needs(self, goals: Iterable[StageRun], left_out: Collection[str]) -> set[StageRun]:
         """Return the unfinished runs that ``goals`` need in order to start, ignoring the products ``left_out``."""
         maker = {product: stage for stage in self._graph for product in stage.products}
         found: set[StageRun] = set()
@@ -208,9 +207,9 @@ class Frontier:
             firsts = (s for s in self._graph if all(distance > 0 for _, distance in s.waits_for))
             yield from (StageRun(stage, self._newest + 1) for stage in firsts)
 
-    def _has_what_it_needs(self, run: StageRun) -> bool:
+    def _has_needs(self, run: StageRun) -> bool:
         return self._made.issuperset(self._waits_for(run))
 
     def _waits_for(self, run: StageRun) -> list[tuple[str, int]]:
-        """Return (product, step) pairs; a need of a step after the run's last one is a need of the last one."""
+        """Return the (product, step) pairs that ``run`` waits for; a step after the last step of training counts as the last one."""
         return [(product, min(run.step - distance, self._last_step)) for product, distance in run.stage.waits_for]

@@ -3,8 +3,9 @@
 The loop runs the table, the simulator puts it on a clock, and planner, console, report and docs read it; ``row_of`` raises for a
 stage that it lacks. A row's function is ``run`` in the file of its name in ``step/stages/``.
 
-The needs of earlier steps are in four columns, one per ``Overlap``; an empty cell repeats ``before``. ``needs_colocated`` adds
-needs of the same step if servers and trainer share devices. ``x?`` counts only if some stage makes x.
+Needs of other steps have four columns, one per ``Overlap``: ``before``, and three columns ``before_...`` of which an empty cell means
+the cell of ``before``. ``needs_colocated`` adds needs of the same step if servers and trainer share devices. ``x?`` counts only if
+some stage makes x.
 
 Among the stages that may run, the first row goes first. The critic's rows precede the policy's, because the critic is still on the
 device from its update. The policy is then reloaded once, for its old log-probs, its update and the publish.
@@ -56,7 +57,7 @@ class StageRow:
     makes: str
     needs: str = ""
     before: str = ""
-    """Needs of earlier steps where the critic's update overlaps (mode tppo)."""
+    """Needs of other steps if only the critic's update overlaps (mode tppo); the default of the next three columns."""
     before_in_sync: str = ""
     before_ahead: str = ""
     before_in_flight: str = ""
@@ -94,7 +95,10 @@ class StageRow:
         return not self.only_with or bool(getattr(facts, self.only_with))
 
     def stage(self, facts: Facts, made: Collection[str]) -> Stage:
-        """The row as it runs under ``facts``; ``made``: products of all rows that exist."""
+        """The row as it runs under ``facts``.
+
+        ``made``: products of all rows that exist under ``facts``; a need ``x?`` of any other product is dropped.
+        """
 
         def existing(words: str) -> str:
             return " ".join(w.removesuffix("?") for w in words.split() if not w.endswith("?") or w[:-1] in made)
@@ -173,7 +177,7 @@ OUTPUT_ONLY = ("recorded",)
 
 
 def row_of(stage: str) -> StageRow:
-    """Return the row of a stage. Raises DataError for an unknown name, from a file of costs or a run of another version."""
+    """Return the row of a stage. Raises DataError for an unknown name, which a file of another version may contain."""
     if stage not in _ROW_OF:
         raise DataError(f"no stage is called {stage!r}; the table (schedule/table.py) has {', '.join(_ROW_OF)}")
     return _ROW_OF[stage]

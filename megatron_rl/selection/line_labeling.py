@@ -1,8 +1,8 @@
 """Labels for a process reward model, by completing prefixes of programs and running them.
 
-Each response is scored first. While the search needs another prefix, K completions of the first lines are sampled
-on an SGLang server and scored; the prefix is "recoverable" if one passes. The output rows have ``line_labels`` and
-the evidence for them.
+Each response is scored first. A binary search then finds its first bad line: K completions of each prefix that the
+search tests are sampled on an SGLang server and scored; the prefix is "recoverable" if one passes. The output rows
+have ``line_labels`` and the evidence for them.
 
 Invariants:
 
@@ -355,6 +355,7 @@ def _label_open_jobs(
     settings, reward = config.label_lines, config.reward
     console = Console(stderr=True)
     model = policy_model(config)
+    # As many completions as the servers take at the same time.
     rows_in_progress = max(
         2, config.rollout.max_inflight_requests * config.rollout.num_servers // settings.num_completions
     )

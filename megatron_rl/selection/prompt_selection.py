@@ -25,7 +25,6 @@ from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_
 from megatron_rl.data.row_files import is_missing, lookup, not_json, read_rows
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.selection.scores import (
-    PromptCandidates,
     SamplingPlan,
     ScoreFile,
     generate_scores,
@@ -79,7 +78,7 @@ class SelectionReport:
 
 
 def report_paths(output_path: str | Path) -> dict[str, Path]:
-    """Maps the endings of the report's file names to their paths."""
+    """Paths of the report next to ``output_path``, by ending: report.md, report.json and verdicts.jsonl."""
     path = Path(output_path)
     stem = path.name.removesuffix(".jsonl")
     return {name: path.with_name(f"{stem}.{name}") for name in ("report.md", "report.json", "verdicts.jsonl")}
@@ -183,35 +182,35 @@ def check_selection(config: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_inputs(config: Config) -> PromptCandidates:
-    """Check everything outside the configuration that would fail later. Returns the prompts, by type."""
+def check_inputs(config: Config) -> tuple[dict[str, str], int]:
+    """Check everything outside the configuration that would fail later. Returns the types by prompt id, and the number of duplicate ids."""
     takes_images = None if config.select_prompts.scores_path else model_has_vision(config)
     check_files(config.data.train_files, config.data, with_response=False, takes_images=takes_images)
-    candidates = read_candidates(config.data.train_files, config.data)
+    types, num_duplicates = read_candidates(config.data.train_files, config.data)
     if not config.select_prompts.scores_path:
         from megatron_rl.rewards.router import check_types, routes_of
 
         routes_of(config.reward)
-        check_types(config.reward, candidates.types.values())
-    return candidates
+        check_types(config.reward, types.values())
+    return types, num_duplicates
 
 
-def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> SelectionReport:
-    """Write the kept rows and the report. Raises DataError if no prompt is kept."""
+def select_prompts(config: Config, types: Mapping[str, str], num_duplicates: int, note: Note) -> SelectionReport:
+    """Write the kept rows and the report. ``types``: by prompt id. Raises DataError if no prompt is kept."""
     rule = config.select_prompts
     notes = []
-    if candidates.num_duplicates:
-        notes.append(f"{candidates.num_duplicates:,} rows with the id of an earlier row were skipped.")
+    if num_duplicates:
+        notes.append(f"{num_duplicates:,} rows with the id of an earlier row were skipped.")
     too_long: set[str] = set()
     if rule.scores_path:
         scores_path = rule.scores_path
     else:
         scores_path, prompt_set = _score_prompts(config, note)
-        too_long = candidates.types.keys() - {prompt.id for prompt in prompt_set.prompts}
-    table = read_scores(scores_path, candidates.types, id_field=config.data.id_field)
-    if table.num_foreign:
-        notes.append(f"{table.num_foreign:,} scores have no matching prompt.")
-    verdicts = _verdicts(config, table.of(candidates.types), too_long)
+        too_long = types.keys() - {prompt.id for prompt in prompt_set.prompts}
+    prompts, num_foreign = read_scores(scores_path, types, id_field=config.data.id_field)
+    if num_foreign:
+        notes.append(f"{num_foreign:,} scores have no matching prompt.")
+    verdicts = _verdicts(config, prompts, too_long)
     settings = {"data.train_files": ", ".join(config.data.train_files), "scores": scores_path, **_rule_settings(config)}
     report = SelectionReport(settings, verdicts, notes)
     if report.num_kept:
@@ -224,19 +223,19 @@ def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> 
     return report
 
 
-def plan_table(config: Config, candidates: PromptCandidates) -> Table:
+def plan_table(config: Config, types: Mapping[str, str], num_duplicates: int) -> Table:
     """Plan of the command as a table, for --dry-run."""
     rule = config.select_prompts
     table = Table(title="select-prompts", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("prompts", f"{len(candidates.types):,} ({candidates.num_duplicates:,} duplicate ids dropped)")
-    for name, number in sorted(Counter(candidates.types.values()).items()):
+    table.add_row("prompts", f"{len(types):,} ({num_duplicates:,} duplicate ids dropped)")
+    for name, number in sorted(Counter(types.values()).items()):
         table.add_row(f"  type {name!r}", f"{number:,}")
     if rule.scores_path:
         table.add_row("scores", rule.scores_path)
     else:
-        responses = f"up to {len(candidates.types) * rule.num_samples:,} responses"
+        responses = f"up to {len(types) * rule.num_samples:,} responses"
         origin = f"{config.policy.path}, saved in {Path(config.run.output_dir) / _SCORES_NAME}"
         table.add_row("scores", f"{responses} of {origin}")
         rewards = {name: route.name for name, route in config.reward.by_type.items()} or config.reward.name
@@ -280,9 +279,9 @@ def _rule_settings(config: Config) -> dict[str, Any]:
 
 
 def _write_kept(config: Config, kept: set[str]) -> None:
-    """Write the rows of ``kept`` unchanged, except that a missing id is added.
+    """Write the rows of the prompt ids ``kept`` to select_prompts.output_path.
 
-    Image paths are rewritten relative to the new folder.
+    A missing id is added, and image paths are made relative to the output's folder; all else is unchanged.
     """
     data = config.data
     left = set(kept)
@@ -291,6 +290,7 @@ def _write_kept(config: Config, kept: set[str]) -> None:
             prompt_id = read_content(row, place, data).id
             if prompt_id not in left:
                 continue
+            # Later rows with this id are duplicates, which the selection has not judged.
             left.remove(prompt_id)
             row = moved_row(row, place, data, Path(config.select_prompts.output_path).parent)
             if is_missing(lookup(row, data.id_field)):
@@ -311,7 +311,7 @@ def _json_line(row: Mapping[str, Any], place: str) -> str:
 
 
 def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
-    """Generate and score the responses that run.output_dir lacks. Returns (path of the scores, prompts that fit)."""
+    """Generate and score the responses that run.output_dir lacks. Returns (path of the scores, prompts of valid length)."""
     from megatron_rl.data.tokenizer import Tokenizer
     from megatron_rl.rewards.router import check_prompts, wanted_row_fields
     from megatron_rl.rollout.sampling import Sampling

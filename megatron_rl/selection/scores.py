@@ -27,25 +27,15 @@ from megatron_rl.data.prompts import is_duplicate, read_content
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_rows
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import DataError, UserError
-from megatron_rl.rewards.error_rate_alarm import check_error_rate
-from megatron_rl.rewards.router import ScoreItem
+from megatron_rl.rewards.router import ScoreItem, check_error_rate
 from megatron_rl.rollout.requests import Generation, GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
 from megatron_rl.selection.selection_rules import PromptScores
 from megatron_rl.system.files.atomic_files import atomic_text_file, lock_file
 
 
-@dataclass(frozen=True)
-class PromptCandidates:
-    """The prompts to choose from, in the order of the files."""
-
-    types: Mapping[str, str]
-    """Maps prompt ids to types."""
-    num_duplicates: int
-
-
-def read_candidates(files: Sequence[str], data: DataConfig) -> PromptCandidates:
-    """Read and check all prompts.
+def read_candidates(files: Sequence[str], data: DataConfig) -> tuple[dict[str, str], int]:
+    """Read and check all prompts. Returns the types by prompt id, in the order of the files, and the number of duplicate ids.
 
     Raises:
         DataError: a bad row, a duplicate id (unless ``data`` drops duplicates), or no rows.
@@ -61,42 +51,34 @@ def read_candidates(files: Sequence[str], data: DataConfig) -> PromptCandidates:
             types[content.id] = content.type
     if not types:
         raise DataError(f"data.train_files: {', '.join(files)}: no rows to select from")
-    return PromptCandidates(types, num_duplicates)
+    return types, num_duplicates
 
 
-@dataclass(frozen=True)
-class ScoreTable:
-    """Scores of responses, keyed by prompt id; None is an unscored response."""
-
-    scores: Mapping[str, Sequence[float | None]]
-    num_foreign: int = 0
-    """Number of rows whose id belongs to no prompt."""
-
-    def of(self, types: Mapping[str, str]) -> list[PromptScores]:
-        """One entry per prompt, in the order of ``types``; prompts without rows have no scores."""
-        return [
-            PromptScores(
-                id=prompt_id,
-                type=prompt_type,
-                scores=tuple(score for score in self.scores.get(prompt_id, ()) if score is not None),
-                num_unscored=sum(score is None for score in self.scores.get(prompt_id, ())),
-            )
-            for prompt_id, prompt_type in types.items()
-        ]
-
-
-def read_scores(path: str, types: Mapping[str, str], *, id_field: str) -> ScoreTable:
+def read_scores(path: str, types: Mapping[str, str], *, id_field: str) -> tuple[list[PromptScores], int]:
     """Read the scores of the prompts in ``types`` from ``path``.
+
+    Returns one entry per prompt, in the order of ``types``, and the number of rows whose id belongs to no prompt. Prompts without
+    rows have no scores.
 
     Raises:
         DataError: a row without a valid id or score (reported with file, line and field), or no row of any prompt.
     """
-    return _collect_scores(read_rows([path]), types, id_field=id_field, path=path)
+    scores, num_foreign = _collect_scores(read_rows([path]), types, id_field=id_field, path=path)
+    prompts = [
+        PromptScores(
+            id=prompt_id,
+            type=prompt_type,
+            scores=tuple(score for score in scores.get(prompt_id, ()) if score is not None),
+            num_unscored=sum(score is None for score in scores.get(prompt_id, ())),
+        )
+        for prompt_id, prompt_type in types.items()
+    ]
+    return prompts, num_foreign
 
 
 def _collect_scores(
     rows: Iterable[tuple[Row, str]], types: Mapping[str, str], *, id_field: str, path: str
-) -> ScoreTable:
+) -> tuple[dict[str, list[float | None]], int]:
     scores: dict[str, list[float | None]] = defaultdict(list)
     num_foreign = 0
     for row, source in rows:
@@ -111,7 +93,7 @@ def _collect_scores(
             f"{path}: none of {num_foreign} rows has the id of a prompt in data.train_files; rows need the "
             f"prompts' {id_field!r} (or id) and a score"
         )
-    return ScoreTable(scores, num_foreign)
+    return scores, num_foreign
 
 
 def _prompt_id(row: Row, source: str, id_field: str) -> str:

@@ -81,7 +81,7 @@ def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correc
 
 
 def _lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> list[str]:
-    """Keep the lowest ``keep_share`` of mean scores inside each type (Pre-PPO, arXiv 2503.22230).
+    """Reason to drop each prompt; "" for the lowest ``keep_share`` of mean scores of each type (Pre-PPO, arXiv 2503.22230).
 
     The paper compares standardized scores. Plain scores have the same order within a type and no rounding errors, so
     they are compared instead. Of n scored prompts, floor(keep_share * n) are kept, at least one.
@@ -99,7 +99,7 @@ def _lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> li
 
 
 def _pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float, correct_from: float) -> list[str]:
-    """Keep 0 < fraction of solved responses <= ``max_pass_rate``; unscored responses do not count (Seed1.5-VL)."""
+    """Reason to drop each prompt; "" if 0 < solved fraction of its scored responses <= ``max_pass_rate`` (Seed1.5-VL)."""
 
     def reason(prompt: PromptScores) -> str:
         solved = sum(score >= correct_from for score in prompt.scores)
@@ -111,7 +111,7 @@ def _pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float,
 
 
 def _spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> list[str]:
-    """Keep max - mean >= ``min_spread``: prompts with a better response among the samples (Seed1.5-VL, arXiv 2505.07062)."""
+    """Reason to drop each prompt; "" if max - mean of its scores >= ``min_spread`` (Seed1.5-VL, arXiv 2505.07062)."""
 
     def reason(prompt: PromptScores) -> str:
         if prompt.mean is None:

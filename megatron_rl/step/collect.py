@@ -4,10 +4,19 @@ Laws: windows (``schedule.mode=tppo`` or ``async``) keep every token: an aborted
 in the next step. Without a critic a group trains in the step in which its last response ends; with dynamic sampling a group
 with equal rewards does not train. Full responses (``sync``) train in whole groups: responses that over-sampling aborted or
 dynamic sampling discarded leave the pool and are counted.
+
+``timeline.json`` stores the amount of generated work, from which `megatron-rl simulate` calibrates. For every round of
+requests it has ``rows`` and ``tokens`` (responses and new tokens in all), and for each row ``prompt`` (tokens), ``held``
+(response tokens from earlier steps), ``new``, ``ended`` (0 or 1) and ``ms`` (from arrival at the server to the last token,
+as the server reports; 0 if unknown). Values are space-separated text in the order in which the requests were sent. At most
+``MAX_ROWS`` rows are kept, spaced evenly over the rows sorted by length, longest first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+
+import numpy as np
+import psutil
 
 from megatron_rl.config.derived import block_size, effective_window_tokens, needs_greedy, num_responses_per_step
 from megatron_rl.config.schedule_facts import Overlap, overlap_of
@@ -17,7 +26,6 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.scoring import ResponseScorer
-from megatron_rl.step.stage_facts import generated_rows
 
 Group = list[Trajectory]
 
@@ -37,7 +45,7 @@ class Collector:
         self._block_size = block_size(config.batch) + self._num_greedy
         self._num_blocks = num_responses_per_step(config) // block_size(config.batch)
         self.rounds: list[dict[str, int | str]] = []
-        """The newest step's rounds of requests, including discarded responses (``stage_facts.generated_rows``)."""
+        """The newest step's rounds of requests, including discarded responses (``generated_rows``)."""
 
     async def collect(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Generate the step's responses, and return them with metrics; with dynamic sampling they are also scored.
@@ -98,8 +106,8 @@ class Collector:
                     f"algorithm.dynamic_sampling: after {num_rounds} rounds of generation step {step + 1} has "
                     f"{len(self._blocks(useful))} of {self._num_blocks} {blocks} whose responses got different "
                     f"rewards ({counts['all_right']} "
-                    f"were right throughout, {counts['all_wrong']} wrong throughout, {counts['unscored']} without "
-                    "scores); give prompts of fitting difficulty (megatron-rl select-prompts), more samples per "
+                    f"entirely right, {counts['all_wrong']} entirely wrong, {counts['unscored']} without "
+                    "scores); use prompts of suitable difficulty (megatron-rl select-prompts), more samples per "
                     "prompt, or raise algorithm.dynamic_sampling.max_rounds"
                 )
             num_rounds += 1
@@ -143,6 +151,7 @@ class Collector:
             window_tokens=self._window_tokens,
             is_enough=is_enough if over_samples else None,
         )
+        # Saved with the pool, so that a resumed run does not generate this window again.
         self._pool.newest_generated = step
         self.rounds.append(generated_rows(trajectories, step, engine_s))
 
@@ -182,3 +191,51 @@ def classify_group(group: Sequence[Trajectory], correct_from: float) -> str:
     if min(rewards) < max(rewards):
         return "mixed"
     return "all_right" if rewards[0] >= correct_from else "all_wrong"
+
+
+# ---------------------------------------------------------------------------------------------------- facts of the timeline
+
+MAX_ROWS = 512
+
+
+def generated_rows(
+    trajectories: Sequence[Trajectory], step: int, engine_s: Mapping[int, float]
+) -> dict[str, int | str]:
+    """Return the facts of one round of requests of ``step``; O(responses). ``engine_s``: server seconds by trajectory id."""
+    prompt = np.array([len(t.prompt.token_ids) for t in trajectories], dtype=np.int64)
+    new = np.array([t.window_tokens(step) for t in trajectories], dtype=np.int64)
+    held = np.array([t.num_response_tokens for t in trajectories], dtype=np.int64) - new
+    ended = np.array([t.finished for t in trajectories], dtype=np.int64)
+    kept = _kept_rows(new, held)
+    ms = np.array([round(1000 * engine_s.get(t.id, 0.0)) for t in trajectories], dtype=np.int64)
+    words = {"prompt": prompt, "held": held, "new": new, "ended": ended, "ms": ms}
+    rows = {name: " ".join(map(str, values[kept].tolist())) for name, values in words.items()}
+    return {"rows": len(trajectories), "tokens": int(new.sum()), **rows}
+
+
+def _kept_rows(new: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Return the indices of the rows to store."""
+    num_rows = len(new)
+    if num_rows <= MAX_ROWS:
+        return np.arange(num_rows)
+    by_length = np.lexsort((held, new))[::-1]
+    even = ((np.arange(MAX_ROWS) + 0.5) * num_rows / MAX_ROWS).astype(np.int64)
+    even[0] = 0  # the longest row determines the duration of the round
+    return by_length[even]
+
+
+class ChildCpuClock:
+    """Sums the CPU seconds of this process's descendants: servers, reward workers and their children."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds since the processes started; an exited process counts up to the last call."""
+        for process in psutil.Process().children(recursive=True):
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            self._seconds[process.pid] = times.user + times.system
+        return sum(self._seconds.values())

@@ -25,14 +25,11 @@ from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
 from megatron_rl.rollout.weight_sources import TrainerWeights
 from megatron_rl.rollout.workers.remote_workers import start_on_nodes
-from megatron_rl.run.checkpoints import Checkpointer
-from megatron_rl.run.output import lock_output_dir
-from megatron_rl.run.policy_exports import PolicyExporter
-from megatron_rl.run.recorded_prompts import write_first_prompts
+from megatron_rl.run.checkpoints import Checkpointer, PolicyExporter
+from megatron_rl.run.output import lock_output_dir, write_first_prompts
 from megatron_rl.run.recorder import Recorder, WriteReport
 from megatron_rl.run.summary import RunSummary, print_summary, summarize, write_summary
 from megatron_rl.schedule.table import make_graph
-from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
 from megatron_rl.step.health_guard import HealthGuard
@@ -44,16 +41,16 @@ from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.stored_responses import store_samples
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.step.watchdog import Rollback, Watchdog
+from megatron_rl.step.window_advantages import ResponseRules
 from megatron_rl.system.processes.gc_pauses import gc_young_only
 from megatron_rl.system.processes.host_memory import disable_memory_trim
 from megatron_rl.system.processes.signals import StopRequested, StopSignals
 from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.tracking.sinks.all_trackers import start_new_runs
-from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.trainer_group import TrainerGroup
-from megatron_rl.training.trainer_ranks import trainer_ranks
+from megatron_rl.training.trainer_ranks import rl_engines, trainer_ranks
 
 _STALL_MARGIN_S = 60.0
 
@@ -87,7 +84,7 @@ def critic_pretrain(config: Config, spawned: ServerPool | None = None, write_rep
     """Run value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has converged.
 
     Training starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
-    that `train` takes as critic.path. Checkpoints in run.output_dir contain the critic alone; run.resume continues from them.
+    that `train` takes as critic.path. Checkpoints contain the critic alone; run.resume continues from them.
     """
     output_path, config = config.critic_pretrain.output_path, pretraining_config(config)
     signals = StopSignals(config.run.stop_grace_s)
@@ -126,9 +123,10 @@ def _drive(
     back: Rollback | None = None
     while True:
         try:
-            return _drive_until_it_dies(config, group, signals, spawned, write_report, back, freeze_policy=freeze_policy)
+            return _drive_attempt(config, group, signals, spawned, write_report, back, freeze_policy=freeze_policy)
         except Rollback as found:
             back, spawned = found, None  # stopped with the attempt
+            # The ranks would take the failed attempt's cached sequences for those of the repeated steps.
             group.release()
             # The run resumes in its own folder; an earlier run in that folder has been handled already.
             config = replace(config, run=replace(config.run, resume="auto", overwrite=False))
@@ -138,7 +136,7 @@ def _drive(
             start_new_runs(folder, f"rolled_back_{found.number}.")
 
 
-def _drive_until_it_dies(
+def _drive_attempt(
     config: Config,
     group: TrainerGroup,
     signals: StopSignals,
@@ -155,6 +153,7 @@ def _drive_until_it_dies(
         write_first_prompts(folder, inputs.train_set.prompts)
         frozen = ("policy",) if freeze_policy else ()
         trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
+        # A function, because the recorder is created later, from what the checkpoint restores.
         checkpointer = Checkpointer(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
         position = back.position if back else {}
         resume = functools.partial(checkpointer.load, lambda state: inputs.go_on_from({**state["pool"], **position}))
@@ -163,7 +162,7 @@ def _drive_until_it_dies(
         first_step = restored["num_steps_done"]
         title, spelling = _title(config, freeze_policy), inputs.tokenizer.spelling
         recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling, write_report=write_report))
-        _note_what_is_there(recorder, checkpointer, _checkpoint_note(config, first_step if found else None), group, inputs)
+        _print_start_notes(recorder, checkpointer, _checkpoint_note(config, first_step if found else None), group, inputs)
         event_loop = stack.enter_context(event_loop_thread())
         runner = _stage_runner(config, event_loop, recorder, group, signals)
         rewards = stack.enter_context(build_rewards(config.reward))
@@ -178,14 +177,14 @@ def _drive_until_it_dies(
         loop = TrainingLoop(components)
         if back:
             components.health.watchdog.num_rollbacks = back.number
-            recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
+            recorder.console.warning(f"rolled back to step {first_step}, with the prompts that come next: {back}")
         last_step = _before_first_step(components, runner, first_step)
         recorder.start_clock()
         disable_memory_trim()  # not earlier, so that the memory used for loading models is returned first
         with signals.defer_signals(runner.wake), gc_young_only():
             runner.run(loop.actions(runner.graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
-            _warn_of_unsaved(recorder, checkpointer.finish_background_save(wait=True))
+            _warn_if_unsaved(recorder, checkpointer.finish_background_save(wait=True))
             runner.wait_for(components.evaluator.idle(at_once=bool(signals.requested)))
         summary = summarize(config, recorder)
         write_summary(folder, summary)
@@ -194,6 +193,7 @@ def _drive_until_it_dies(
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))
             recorder.exported(folder / "policy", group.heartbeat)
+        checkpointer.check_saved()
     return summary
 
 
@@ -212,21 +212,21 @@ def _stage_runner(
     return runner
 
 
-def _note_what_is_there(recorder: Recorder, checkpointer: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:
+def _print_start_notes(recorder: Recorder, checkpointer: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:
     for text in checkpointer.skipped:
         recorder.console.warning(text)
-    for text in filter(None, (checkpoints, *group.notes, group.transport.note, *describe_prompts(inputs))):
+    for text in filter(None, (checkpoints, *group.notes, group.transport.note, *describe_prompts(inputs.train_set, inputs.eval_sets))):
         recorder.console.note(text)
 
 
-def _warn_of_unsaved(recorder: Recorder, problem: str) -> None:
+def _warn_if_unsaved(recorder: Recorder, problem: str) -> None:
     if problem:
         recorder.console.warning(f"no checkpoint {problem}")
 
 
 def _checkpoint_note(config: Config, first_step: int | None) -> str:
     run = config.run
-    begin = "" if first_step is None else f"goes on after step {first_step}; "
+    begin = "" if first_step is None else f"resumes after step {first_step}; "
     every = f"every {run.save_every_steps} steps" if run.save_every_steps else "at the end only (run.save_every_steps=0)"
     return f"{begin}checkpoints: {every}, and when a signal stops the run; the newest {run.keep_last} are kept"
 
@@ -347,6 +347,7 @@ def _before_first_step(components: LoopComponents, runner: StageRunner, first_st
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)
         recorder.console.note(f"before training: accuracy {evaluation_text(metrics)} on held-out prompts")
+    # The run was stopped after this step's checkpoint, before its evaluation ended.
     if first_step and evaluator.due(first_step - 1) and first_step not in recorder.accuracies:
         recorder.add_to(first_step, runner.wait_for(evaluator.evaluate(first_step - 1)))
     goal = config.eval.stop_at_accuracy
@@ -364,6 +365,7 @@ def event_loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
         yield event_loop
     finally:
         event_loop.call_soon_threadsafe(event_loop.stop)
+        # With a limit, because a coroutine that blocks the event loop must not keep the process alive.
         thread.join(timeout=10)
 
 

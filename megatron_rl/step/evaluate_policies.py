@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 def missing_evaluations(config: Config, folders: Sequence[Path]) -> list[Path]:
     """Return the folders that have not been measured with these settings."""
-    wanted = _settings(config)
+    wanted = evaluation_settings(config)
     return [folder for folder in folders if _read(folder).get("settings") != wanted]
 
 
@@ -56,7 +56,7 @@ def evaluate_policies(config: Config, folders: Sequence[Path], say: Say) -> Iter
             open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
         )
         evaluator = _evaluator(config, inputs, rollout, rewards)
-        settings = _settings(config)
+        settings = evaluation_settings(config)
         for folder in folders:
             weights.folder = folder
             rollout.publish()
@@ -77,7 +77,7 @@ def _evaluator(config: Config, inputs: EvalInputs, rollout: RolloutService, rewa
     )
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def evaluation_settings(config: Config) -> dict[str, Any]:
     """Return the settings, in addition to the weights, that determine the metrics."""
     settings = {
         "sets": {name: asdict(one) | {"sha256": _digests(one.files)} for name, one in eval_sets(config).items()},

@@ -44,6 +44,7 @@ class EvaluationServers:
         # An evaluation in progress must finish first, because it needs the weights of its own step.
         self.wait_for(evaluator.idle(serves=lambda: self.rollout.num_live_servers > 0))
         problem: object = ""
+        # Idle clients do not notice that a server has gone.
         if not self.wait_for(self.rollout.check_servers()):
             problem = f"none of {', '.join(self.rollout.urls)} (eval.urls) answers"
         else:
@@ -82,8 +83,8 @@ class Evaluator:
         self._start = start
         self._on_accuracy = on_accuracy
         self._stop_after = stop_after
-        self._beside: asyncio.Task[None] | None = None
-        self._given_up = "the run ends"
+        self._background: asyncio.Task[None] | None = None
+        self._cancel_reason = "the run ends"
 
     def move_to(self, rollout: RolloutService) -> None:
         """Send all later requests to other servers."""
@@ -105,21 +106,22 @@ class Evaluator:
             try:
                 add(step + 1, await self.evaluate(step), began_s)
             except (UserError, asyncio.CancelledError) as error:
-                reason = self._given_up if isinstance(error, asyncio.CancelledError) else error
+                reason = self._cancel_reason if isinstance(error, asyncio.CancelledError) else error
                 warn(f"the evaluation after step {step + 1} is left out: {reason}")
 
-        self._beside = asyncio.create_task(evaluate())
+        self._background = asyncio.create_task(evaluate())
 
     async def idle(self, *, at_once: bool = False, serves: Callable[[], bool] = lambda: True) -> None:
         """Wait for the background evaluation, if there is one. Cancels it if ``at_once`` is set or ``serves`` returns False."""
-        begun, self._beside = self._beside, None
+        begun, self._background = self._background, None
         if begun is None:
             return
         while not begun.done():
             if at_once or not serves():
-                self._given_up = "the run ends" if at_once else "its servers were lost"
+                self._cancel_reason = "the run ends" if at_once else "its servers were lost"
                 begun.cancel()
             await asyncio.wait((begun,), timeout=_LOOK_S)
+        # Raises any failure that ``evaluate`` does not turn into a warning.
         if not begun.cancelled():
             begun.result()
 

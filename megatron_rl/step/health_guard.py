@@ -9,7 +9,7 @@ from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
 from megatron_rl.step.state import StepState
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.step.watchdog import MAX_ROLLBACKS, Finding, Rollback, TrainingCollapsed, Watchdog
 
 
@@ -67,10 +67,11 @@ class HealthGuard:
             raise TrainingCollapsed(f"{why}. Already rolled back {MAX_ROLLBACKS} times. {self._rollback_hint()}")
         if self._checkpointer.newest_healthy is None:
             raise TrainingCollapsed(f"{why}. {self._rollback_hint()}")
+        # The next prompts follow, because those of the failed steps may be the cause.
         raise Rollback(why, self._pool.position(), number)
 
     def _rollback_hint(self) -> str:
         healthy = self._checkpointer.newest_healthy
         if healthy is None:
-            return "No good checkpoint to return to: start again with other settings, and save earlier (run.save_every_steps)"
-        return f"The last good checkpoint is {healthy}: remove the later ones and go on with run.resume=true and other settings"
+            return "No healthy checkpoint to return to: start again with other settings, and save earlier (run.save_every_steps)"
+        return f"The last healthy checkpoint is {healthy}: remove the later ones and resume with run.resume=true and other settings"

@@ -1,6 +1,5 @@
 """Penalizes the policy's divergence from the reference: a KL penalty in the rewards, or a KL term in the loss."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,17 +11,6 @@ from megatron_rl.config.schema import KlConfig, KlPlace
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.packing import Stretches
 from megatron_rl.step.state import StepState
-
-
-@dataclass(frozen=True)
-class KlCharge:
-    """The policy's divergence from the reference in one step, as inputs of the rewards or the loss."""
-
-    token_rewards: Tensor | None
-    """[T] float32: the line rewards minus the penalty; None if there are neither."""
-    loss_fields: dict[str, Tensor] = field(default_factory=dict)
-    """With the term in the loss: ``reference_logprobs`` and ``kl_coefs``, both [T] float32."""
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class KlPenalty:
@@ -79,18 +67,23 @@ class KlPenalty:
             self._controller.update(per_response, len(measured))
         return {"kl/reference_per_response": per_response}
 
-    def charge(self, state: StepState) -> KlCharge:
-        """Charge the step's divergence on the window's tokens, and measure it if all old log-probs are known."""
+    def charge(self, state: StepState) -> tuple[Tensor | None, dict[str, Tensor], dict[str, float]]:
+        """Charge the step's divergence on the window's tokens, and measure it if all old log-probs are known.
+
+        Returns the token rewards [T] float32 (the line rewards minus the penalty; None if there are neither), the fields of the loss
+        (with the term in the loss ``reference_logprobs`` and ``kl_coefs``, both [T] float32) and the metrics.
+        """
         kl = self._settings
         if kl.place is KlPlace.none:
-            return KlCharge(state.line_rewards)
+            return state.line_rewards, {}, {}
         by_sequence = [kl.coef_by_type.get(t.prompt.type, self._coef) for t in state.trajectories]
         coefs = repeat_per_sequence(torch.tensor(by_sequence, dtype=torch.float32), state.batch.lengths)
         mask = state.batch.fields["mask"]
+        # Old log-probs that the first update computes are measured after that update.
         metrics = {} if state.first_update else self.measure(state)
         if kl.place is KlPlace.loss:
             fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs}
-            return KlCharge(state.line_rewards, fields, metrics)
+            return state.line_rewards, fields, metrics
         rewards = algorithms.kl_penalized_rewards(
             torch.zeros(len(mask)) if state.line_rewards is None else state.line_rewards,
             state.old_logprobs,
@@ -100,4 +93,4 @@ class KlPenalty:
             kl.estimator,
             kl.estimator_options,
         )
-        return KlCharge(rewards, metrics=metrics)
+        return rewards, {}, metrics

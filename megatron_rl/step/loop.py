@@ -16,23 +16,21 @@ from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.rewards.line_rewards import ProcessRewarder
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.run.policy_exports import PolicyExporter
+from megatron_rl.run.checkpoints import PolicyExporter
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.schedule.graph import Resource, Stage
 from megatron_rl.schedule.table import LAST, LASTING
-from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules
-from megatron_rl.step.collect import Collector
+from megatron_rl.step.collect import ChildCpuClock, Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
 from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loss_batches import critic_responses
 from megatron_rl.step.scoring import ResponseScorer
-from megatron_rl.step.stage_facts import ChildCpuClock
 from megatron_rl.step.stages import function_of
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import StepSaver
-from megatron_rl.step.updates import planned_updates
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup, planned_updates
+from megatron_rl.step.window_advantages import SINGLE_RESPONSE, ResponseRules
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -66,13 +64,13 @@ class LoopComponents:
 
 
 class TrainingLoop:
-    """Binds the stages to the driver's components (rank 0); ``actions`` returns them for the stage runner."""
+    """Calls the stages with the driver's components (rank 0); ``actions`` returns the calls for the stage runner."""
 
     def __init__(self, components: LoopComponents) -> None:
         self._components = components
         self._states: dict[int, StepState] = {}
         self._num_trainer_stages_left: dict[int, int] = {}
-        """Step -> trainer stages that have not run."""
+        """Maps each step to the number of its trainer stages that have not run."""
         self._newest_trained = -1
         """The newest step of this process that has started to change the models, or -1."""
 
@@ -120,6 +118,7 @@ class TrainingLoop:
 
     def _run_on_ranks(self, stage: Stage, step: int) -> None:
         """Runs a trainer stage; after a step's last one the ranks report the memory and CPU time that they used in each."""
+        # Collective, so it happens here, where no rank is inside another stage.
         self._components.saver.finish_background_save(wait=False)
         if not set(LASTING).isdisjoint(stage.products):
             self._newest_trained = step
@@ -134,6 +133,7 @@ class TrainingLoop:
     def _record_use(self) -> None:
         for (step, stage), (use, rank_s) in self._components.group.use_by_stage().items():
             self._components.recorder.log_stage_facts(stage, step, cpu_s=use.cpu_s, rank_s=rank_s)
+            # A step may be recorded and forgotten before its last trainer stage ends.
             if step in self._states:
                 self._states[step].metrics |= {
                     f"memory/{stage}_host_gib": use.host_gib,

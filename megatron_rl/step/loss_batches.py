@@ -1,7 +1,7 @@
-"""Builds the inputs of both losses: the policy's batch of one window, and the critic's batch of whole responses. Pure.
+"""Builds the inputs of both losses: the policy's batch of windows of training, and the critic's batch of whole responses. Pure.
 
-Laws: the policy trains on this step's window. The critic trains on a finished response once, over all its windows, with
-the values computed in the step of each token (T-PPO, arXiv 2506.15050). Unscored responses do not train.
+Laws: the policy trains on tokens that have not trained. The critic trains on a finished response once, over all its windows,
+with the values of the step in which each token trained the policy (T-PPO, arXiv 2506.15050). Unscored responses do not train.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +18,18 @@ from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory, joined
 from megatron_rl.data.vision import ImageProcessor
-from megatron_rl.step.advantage_spans import (
+from megatron_rl.step.packing import Stretches, pack, response_field
+from megatron_rl.step.window_advantages import (
     SINGLE_RESPONSE,
+    Advantages,
+    ModelOutputs,
     ResponseRules,
+    bootstrap_values,
+    piece_tokens,
     response_pieces,
     terminal_rewards,
     window_pieces,
 )
-from megatron_rl.step.packing import Stretches, pack, response_field
-from megatron_rl.step.window_advantages import Advantages, ModelOutputs, bootstrap_values, piece_tokens
 
 
 def policy_batch(
@@ -40,10 +43,10 @@ def policy_batch(
     *,
     is_partial: bool = False,
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """Build the policy loss's batch, and the metrics of the mismatch between trainer and servers (by the correction).
+    """Build the policy loss's batch. Returns it with the correction's metrics of the mismatch between trainer and servers.
 
-    There are no metrics without recomputed log-probs. Nor are there any with ``is_partial``: the first update then computes the
-    missing old log-probs (``config.schedule_facts.reuses_first_logprobs``), and the loss derives the weights from them.
+    The metrics are empty unless old log-probs are recomputed, and with ``is_partial``: the first update then computes the missing
+    old log-probs (``config.schedule_facts.reuses_first_logprobs``), and the loss derives the weights from them.
 
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction, or
     ``rollout_logprobs``; ``kl_fields`` (``KlPenalty``) with a KL term in the loss, and then ``window``, the tokens whose
@@ -69,7 +72,10 @@ def policy_batch(
 
 
 def mismatch(batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Return the metrics of ``policy_batch``, once all old log-probs are known. ``mask``: the policy batch's mask."""
+    """Return the metrics that ``policy_batch`` omits with ``is_partial``, once all old log-probs are known.
+
+    ``mask``: the policy batch's mask.
+    """
     return _correction(batch, old_logprobs, mask, algorithm).metrics
 
 
@@ -141,7 +147,7 @@ def window_critic_batch(
     algorithm: AlgorithmConfig,
     rules: ResponseRules = SINGLE_RESPONSE,
 ) -> PackedBatch | None:
-    """Same as ``response_batch``, but with this step's window, for a critic that trains on each window immediately.
+    """Same as ``response_batch``, but with the tokens that train the policy in ``step``, for a critic that trains with it.
 
     Targets are V + A^lambda_critic, with EGAE if a response continues (arXiv 2506.15050, eq. 6). Returns None if no token counts.
     """
@@ -181,12 +187,9 @@ def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algo
     return advantages + old_values
 
 
-def store_model_outputs(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: ModelOutputs, step: int | None) -> None:
-    """Store each trajectory's new values (the reference point of the value clip) and token rewards for the critic.
-
-    ``step`` None: all tokens are new.
-    """
-    windows, window = [t.window_tokens(step) for t in trajectories], Stretches(batch.fields["mask"])
+def store_model_outputs(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: ModelOutputs, step: int) -> None:
+    """Store each trajectory's new values (the reference point of the value clip) and token rewards for the critic."""
+    windows, window = [t.training_tokens(step) for t in trajectories], Stretches(batch.fields["mask"])
     for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
         if values is not None:
             for trajectory, new_values in zip(trajectories, window.within(values).split(windows), strict=True):
@@ -209,7 +212,7 @@ def _noted(by_trajectory: Iterable[Sequence[np.ndarray]]) -> Tensor:
 
 
 def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
-    """Return [T] bool: tokens, over all windows, of finished responses with the full reward that the policy's masks included.
+    """Return [T] bool: True on the tokens of finished responses with the full reward, over all windows, that the policy's masks included.
 
     In a dialogue with separately scored turns, the tokens of turns with the full score count. Responses that overlong=filter
     excludes are excluded with all their windows.

@@ -1,9 +1,11 @@
 """Computes a step's metrics from its trajectories and batches. Pure; the names are documented in docs/metrics.md."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms.normalize import mean_and_deviation
@@ -39,18 +41,23 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
     return {name: float(value) for name, value in metrics.items()}
 
 
-def staleness_metrics(trajectories: Sequence[Trajectory], step: int | None, version: int) -> dict[str, float]:
+def staleness_metrics(trajectories: Sequence[Trajectory], trained: Tensor, version: int) -> dict[str, float]:
     """Return mean and maximum of the policy updates between the weights that sampled a token and ``version``, which it trains.
 
-    The tokens are the ones that the model generated in ``step``, or in any step if None.
+    ``trained``: [T] bool, the policy's mask over the prompts and responses. Returns {} if no token trains.
     """
-    segments = [s for t in trajectories for s in t.segments if s.generated and step in (None, s.step)]
-    num_tokens = sum(len(s.token_ids) for s in segments)
-    if not num_tokens:
+    flags, end = trained.numpy(), 0
+    counts: Counter[int] = Counter()
+    for trajectory in trajectories:
+        end += len(trajectory.prompt.token_ids)
+        for segment in trajectory.segments:
+            start, end = end, end + len(segment.token_ids)
+            counts[version - segment.weight_version] += int(np.count_nonzero(flags[start:end]))
+    ages = [age for age, count in counts.items() if count]
+    if not ages:
         return {}
-    total = sum((version - s.weight_version) * len(s.token_ids) for s in segments)
-    oldest = max(version - s.weight_version for s in segments)
-    return {"rollout/staleness_mean": total / num_tokens, "rollout/staleness_max": float(oldest)}
+    mean = sum(age * counts[age] for age in ages) / counts.total()
+    return {"rollout/staleness_mean": mean, "rollout/staleness_max": float(max(ages))}
 
 
 def _num_spans(trajectory: Trajectory) -> int:

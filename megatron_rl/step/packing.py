@@ -38,12 +38,8 @@ def pack(
     return PackedBatch(tokens, cu_seqlens_of(lengths), fields, images, ids, parts, of_fields)
 
 
-def window_batch(
-    trajectories: Sequence[Trajectory], step: int | None, vision: ImageProcessor | None = None
-) -> PackedBatch:
-    """Pack prompts and responses so far. Fields: ``mask``, on for the tokens generated in ``step``, and ``rollout_logprobs``.
-
-    ``step`` None: the mask is on for all generated tokens.
+def window_batch(trajectories: Sequence[Trajectory], step: int, vision: ImageProcessor | None = None) -> PackedBatch:
+    """Pack prompts and responses so far. Fields: ``mask``, on for the tokens that train in ``step``, and ``rollout_logprobs``.
 
     Every window of a response needs the prompt's images again.
     """
@@ -53,10 +49,12 @@ def window_batch(
     for trajectory in trajectories:
         origin, first, last = end, 0, 0
         end += len(trajectory.prompt.token_ids)
+        first_step = trajectory.first_training_step(step)
         for segment in trajectory.segments:
             start, end = end, end + len(segment.token_ids)
-            if segment.generated and step in (None, segment.step):
+            if segment.generated and first_step <= segment.step <= step:
                 mask[start:end], logprobs[start:end] = True, segment.rollout_logprobs
+                # Never 0 for a first segment, because every prompt has tokens.
                 first, last = first or start - origin, end - origin
         spans.append((first, last))
     fields = {"mask": torch.from_numpy(mask), "rollout_logprobs": torch.from_numpy(logprobs)}
@@ -68,7 +66,7 @@ def window_routes(trajectories: Sequence[Trajectory], step: int) -> Rows | None:
 
     Returns None if no trajectory has routes of this step.
     """
-    records = [t.routes.routes if t.routes is not None and t.routes.step == step else None for t in trajectories]
+    records = [t.routes[1] if t.routes is not None and t.routes[0] == step else None for t in trajectories]
     if not any(record is not None for record in records):
         return None
     return Rows.of([[] if record is None else [record] for record in records])
@@ -110,7 +108,7 @@ class Stretches:
         return found
 
     def within(self, values: Tensor) -> Tensor:
-        """Return [W]: ``values`` [T] where the mask is on."""
+        """Return [W]: the entries of ``values`` [T] at the mask's W True tokens, the inverse of ``on_mask``."""
         if self._is_short:
             return values[self._mask]
         of = values.numpy()

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.environment_registry import build as build_environment
+from megatron_rl.environments.base import build as build_environment
 from megatron_rl.rewards.router import check_prompts, wanted_row_fields
 from megatron_rl.rollout.sampling import text_digest
 
@@ -54,11 +54,7 @@ class RunInputs(EvalInputs):
 
 def make_inputs(config: Config) -> RunInputs:
     held_out = make_eval_inputs(config)
-    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
-    train_set = load_prompts(
-        data.train_files, data, held_out.tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens
-    )
-    check_prompts(config.reward, train_set.prompts)
+    train_set = scored_prompts(config, config.data.train_files, held_out.tokenizer)
     return RunInputs(**vars(held_out), train_set=train_set, pool=_slot_pool(config, train_set, held_out.start))
 
 
@@ -66,18 +62,24 @@ def make_eval_inputs(config: Config) -> EvalInputs:
     """Load tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
     tokenizer = Tokenizer(config.policy.path)
     environment = _environment(config)
-    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
-    held_out = {
-        name: load_prompts(one.files, data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
-        for name, one in eval_sets(config).items()
-    }
-    check_prompts(config.reward, [p for one in held_out.values() for p in one.prompts])
+    held_out = {name: scored_prompts(config, one.files, tokenizer) for name, one in eval_sets(config).items()}
     return EvalInputs(
         tokenizer=tokenizer,
         environment=environment,
         start=functools.partial(_new_trajectory, config, environment),
         eval_sets=held_out,
     )
+
+
+def scored_prompts(config: Config, files: Sequence[str], tokenizer: Tokenizer, *, all_rows: bool = True) -> PromptSet:
+    """Load prompts with every field that a reward reads.
+
+    ``all_rows`` as in ``load_prompts``. Raises DataError, and RewardError for prompts that their reward cannot score.
+    """
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    found = load_prompts(files, data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens, all_rows=all_rows)
+    check_prompts(config.reward, found.prompts)
+    return found
 
 
 def _environment(config: Config) -> Environment | None:
@@ -120,17 +122,24 @@ def first_window_tokens(config: Config, trajectory_id: int) -> int:
     return effective_window_tokens(config) - draw % jitter
 
 
-def describe_prompts(inputs: RunInputs) -> Iterator[str]:
+def describe_prompts(train_set: PromptSet | None, eval_sets: Mapping[str, PromptSet]) -> Iterator[str]:
     """Yield one line per set of prompts: its number of prompts of each type, and the number skipped for each reason."""
-    sets = {"train on": inputs.train_set}
-    sets |= {f"evaluate on ({name})" if name else "evaluate on": one for name, one in inputs.eval_sets.items()}
+    sets = {"train on": train_set} if train_set is not None else {}
+    sets |= {f"evaluate on ({name})" if name else "evaluate on": one for name, one in eval_sets.items()}
     for purpose, prompts in sets.items():
-        by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
-        left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
+        by_type = _by_type(prompts.num_by_type)
+        too_long = "longer than batch.max_prompt_tokens"
+        if any(prompts.num_too_long_by_type):
+            too_long += f" ({_by_type(prompts.num_too_long_by_type)})"
+        left_out = {too_long: prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
         dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
         yield f"prompts to {purpose}: {by_type}" + (f"; left out: {dropped}" if dropped else "")
         for name, count in prompts.num_unread.items():
             yield f"the chat template reads no {name!r}, which {count:,} prompts to {purpose} have: there it changes nothing"
+
+
+def _by_type(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name or 'without type'}" for name, count in counts.items())
 
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:

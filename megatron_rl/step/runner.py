@@ -50,7 +50,7 @@ class StageRunner:
         self._on_span = on_span
         self._heartbeat = heartbeat
         self._stop_requested = stop_requested
-        self._winding_up = False
+        self._is_stopping = False
         self._abandoned: set[StageRun] = set()
         self._running_coroutines: dict[StageRun, Future] = {}
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -74,7 +74,7 @@ class StageRunner:
         self._frontier = Frontier(self.graph, first_step, last_step)
         try:
             while True:
-                if self._stop_requested() and not self._winding_up:
+                if self._stop_requested() and not self._is_stopping:
                     self._finish_open_steps()
                 with self._lock:
                     if self._frontier.done:
@@ -87,6 +87,7 @@ class StageRunner:
                     else:
                         ready = []
                 if ready:
+                    # Outside the lock, because other threads launch stages while this one works.
                     self._actions[ready[0].stage.name](ready[0].step)
                     self._complete(ready[0], time.time())
                 else:
@@ -94,6 +95,7 @@ class StageRunner:
         finally:
             with self._lock:
                 self._ended = True  # stages that are still running launch no others
+            # Without a wait, because a stage that hangs would hide the error that ends the run.
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wake(self) -> None:
@@ -102,7 +104,7 @@ class StageRunner:
 
     def _finish_open_steps(self) -> None:
         with self._lock:
-            self._winding_up = True
+            self._is_stopping = True
             still_needed = self._frontier.finish_open_steps(LASTING, KEEPER, OUTPUT_ONLY)
             futures = dict(self._running_coroutines)
             self._abandoned = futures.keys() - still_needed
@@ -122,6 +124,7 @@ class StageRunner:
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine outside the graph and return its result; the main thread serves ``call_on_trainer`` meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
+        # An empty event wakes this thread once the coroutine has ended.
         future.add_done_callback(lambda done: self._events.put(lambda: None))
         while not future.done():
             self._next_event()
@@ -193,6 +196,6 @@ class StageRunner:
             if time.monotonic() > deadline_s:
                 running = ", ".join(f"{r.stage.name} of step {r.step}" for r in self._frontier.running)
                 raise TimeoutError(
-                    f"the trainer waited {self._stall_timeout_s:.0f} s for {running or 'the rollout side'} without an "
-                    "answer; look at the server logs in the output folder, or raise rollout.request_timeout_s"
+                    f"the trainer waited {self._stall_timeout_s:.0f} s for {running or 'the rollout side'} without a "
+                    "reply; see the server logs in the output folder, or raise rollout.request_timeout_s"
                 )

@@ -13,8 +13,7 @@ import numpy as np
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Score, TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, turn_views, turns_to_score
-from megatron_rl.rewards.error_rate_alarm import check_error_rate
-from megatron_rl.rewards.router import RewardRouter, ScoreItem
+from megatron_rl.rewards.router import RewardRouter, ScoreItem, check_error_rate
 
 
 class ResponseScorer:
@@ -59,6 +58,7 @@ class ResponseScorer:
         for t in open_:
             for index in range(len(views[t.id])):
                 text = environment.graded_text(t.prompt, views[t.id], index)
+                # A turn that was graded in an earlier step keeps its grade.
                 if text is not None and index not in t.turn_grades:
                     asked.append((t, index, text))
         grades = await self._ask([(t, text) for t, _, text in asked])

@@ -15,12 +15,15 @@ _EMPTY = PackedBatch(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=tor
 
 @dataclass(repr=False, eq=False)
 class StepState:
-    """The products of a step's stages, named as in the table. A field without a default is set by the stage that makes it."""
+    """The products of a step's stages, named as in the stage table (``schedule/table.py``).
+
+    A field without a default is set by the stage that makes it.
+    """
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """The responses that grew in this step and train; one per sequence of ``batch``."""
+    """The responses that train in this step; one per sequence of ``batch``."""
     batch: PackedBatch = field(default_factory=lambda: _EMPTY)
-    """Prompts and responses so far; ``mask`` is on the tokens of this step's window."""
+    """Prompts and responses so far; ``mask`` is on the tokens that train in this step."""
     slots: list[Trajectory] = field(default_factory=list)
     """All responses that the step worked on, including greedy ones and ones aborted before their first new token, which do
     not train. An empty list means ``trajectories``."""

@@ -9,7 +9,7 @@ from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.state import StepState
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.step.watchdog import Watchdog
 
 

@@ -37,6 +37,7 @@ def chosen_responses(trajectories: Sequence[Trajectory], limit: int, *, seed: in
     chosen: list[Trajectory] = []
     for group in sorted(groups, key=lambda number: text_digest(f"{seed}/samples/{number}")):
         members = sorted(groups[group], key=lambda t: t.sample_index)
+        # The first group is cut instead, so that at least one response is stored.
         if chosen and len(chosen) + len(members) > limit:
             break
         chosen += members[:limit]

@@ -1,73 +1,20 @@
-"""Runs a step's updates: passes over a batch in shuffled mini-batches, and their combined metrics."""
+"""Plans a step's updates as shuffled mini-batches, and combines their metrics.
 
-from collections.abc import Sequence
-from dataclasses import replace
+In some steps the critic trains alone: the first ones of a run (``critic.warmup_steps``), or all steps of a value
+pretraining (``CriticWarmup``).
+"""
 
-import numpy as np
+from collections.abc import Mapping, Sequence
+
 import torch
-from torch import Tensor
 
+from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult
-from megatron_rl.training.losses import counted_tokens, critic_denominators, policy_denominators
-from megatron_rl.training.trainer_group import TrainerGroup
 
 _SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl"}
 """Metrics that the prefix makes unambiguous under a shorter name."""
-
-
-def train_policy(
-    config: Config, group: TrainerGroup, batch: PackedBatch, step: int, *, keeps_logprobs: bool = False
-) -> tuple[dict[str, float], Tensor | None]:
-    """Train one pass over the window's tokens; denominators cover the whole mini-batch. Returns metrics and log-probs.
-
-    ``keeps_logprobs``: the first update uses its own log-probs as the old ones, and returns them: [T], 0 outside its sequences.
-    """
-    results: list[UpdateResult] = []
-    kept: Tensor | None = None
-    temperature, counts = config.rollout.temperature, counted_tokens(batch)
-    useful = np.any(np.stack(list(counts.values())) > 0, axis=0)
-    for number, rows in enumerate(policy_minibatches(config, batch.num_sequences, step)):
-        keeps = keeps_logprobs and number == 0
-        read = _without(batch, "old_logprobs" if keeps else "window")
-        rows = rows if keeps else [row for row in rows if useful[row]]
-        denominators = policy_denominators(batch, config.algorithm, rows, counts)
-        if denominators["mask"]:
-            results.append(
-                group.update(
-                    "policy",
-                    read,
-                    rows,
-                    objective="policy",
-                    denominators=denominators,
-                    temperature=temperature,
-                    keeps_logprobs=keeps,
-                )
-            )
-            kept = results[-1].logprobs if keeps else kept
-        elif keeps:
-            wanted = batch.fields.get("window", batch.fields["mask"])
-            kept = group.logprobs(batch.with_fields(mask=wanted), rows, temperature=temperature)
-    return update_metrics("policy", results), kept
-
-
-def _without(batch: PackedBatch, field: str) -> PackedBatch:
-    return replace(batch, fields={name: values for name, values in batch.fields.items() if name != field})
-
-
-def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
-    """Train ``critic.num_epochs`` passes over whole responses. Returns metrics."""
-    results = []
-    counts = counted_tokens(batch)
-    useful = counts["mask"] > 0
-    for rows in critic_minibatches(config, batch.num_sequences, step):
-        rows = [row for row in rows if useful[row]]
-        denominators = critic_denominators(batch, config.algorithm, rows, counts)
-        if denominators["mask"]:
-            results.append(group.update("critic", batch, rows, objective="critic", denominators=denominators))
-    return update_metrics("critic", results)
 
 
 def planned_updates(config: Config, ids: Sequence[int], ended: Sequence[int], step: int) -> dict[str, list[list[int]]]:
@@ -90,6 +37,7 @@ def critic_minibatches(config: Config, num_sequences: int, step: int) -> list[li
 
 
 def _minibatches(config: Config, num_sequences: int, size: int, num_epochs: int, step: int) -> list[list[int]]:
+    # The step alone determines the order, so the planned mini-batches are those of the updates, also after a resume.
     generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
     return [part for _ in range(num_epochs) for part in split_minibatches(num_sequences, size, generator)]
 
@@ -116,3 +64,26 @@ def update_metrics(prefix: str, results: Sequence[UpdateResult]) -> dict[str, fl
         total = sum(result.plan[name] for result in results)
         metrics[f"perf/{prefix}_{name}"] = total if name.startswith("num_") else total / len(results)
     return metrics
+
+
+class CriticWarmup:
+    """Decides in which steps the policy is frozen, and when the critic of a value pretraining has converged."""
+
+    def __init__(self, config: Config, convergence: ValueConvergence | None = None) -> None:
+        """``convergence``: the test that ends a value pretraining, once the critic's metrics are flat; None otherwise."""
+        self.convergence = convergence
+        # In a pretraining the policy never trains.
+        self._num_steps = config.run.num_steps if convergence else config.critic.warmup_steps
+
+    @property
+    def never_ends(self) -> bool:
+        return self.convergence is not None
+
+    def policy_rests(self, step: int) -> bool:
+        return step < self._num_steps
+
+    def critic_converged(self, metrics: Mapping[str, float]) -> bool:
+        """Add a step's metrics; return True once the critic of a value pretraining has converged."""
+        if self.convergence is None:
+            return False
+        return self.convergence.update(metrics["critic/loss"], metrics["critic/explained_variance"])

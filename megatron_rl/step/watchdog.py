@@ -28,11 +28,11 @@ _NUM_STANDARD_ERRORS = 6.0
 
 
 class TrainingCollapsed(UserError):
-    """A sign whose action is to stop the run."""
+    """Raised to stop the run, because of a warning sign whose configured action is to stop."""
 
 
 class Rollback(Exception):
-    """A sign whose action is to return to the last healthy checkpoint."""
+    """Raised to return to the last healthy checkpoint, because of a warning sign whose configured action is a rollback."""
 
     def __init__(self, message: str, position: dict[str, Any], number: int) -> None:
         """
@@ -119,7 +119,7 @@ class Watchdog:
         if entropy < MIN_ENTROPY:
             yield "entropy", (
                 f"the policy's entropy is {entropy:.1e} nats per token, below {MIN_ENTROPY:g}: "
-                "it hardly samples any more. Lower policy.optimizer.lr, raise algorithm.entropy_coef or clip_high"
+                "it samples almost deterministically. Lower policy.optimizer.lr, raise algorithm.entropy_coef or clip_high"
             )
         reward = _first(metrics, ("dynamic_sampling/reward_mean", "reward/accuracy", "reward/mean"))
         if reward is not None and (fall := self._rewards.fall(reward, _MAX_REWARD_DROP)):
@@ -127,7 +127,7 @@ class Watchdog:
                 f"the mean reward fell from {fall[0]:.3g} to {fall[1]:.3g}. Lower policy.optimizer.lr, or return to an "
                 "earlier checkpoint"
             )
-        gradient = next(_gradient_words(metrics, policy_trains), None)
+        gradient = next(_gradient_problems(metrics, policy_trains), None)
         if gradient:
             yield "gradient", gradient
         mismatch = metrics.get("mismatch/k3", 0.0)
@@ -140,11 +140,11 @@ class Watchdog:
         if metrics.get("reward/error_rate", 0.0) > self._max_error_rate:
             yield "reward_errors", (
                 f"{metrics['reward/error_rate']:.1%} of the responses could not be scored, more than "
-                f"reward.max_error_rate={self._max_error_rate:g}. The reward's log says why"
+                f"reward.max_error_rate={self._max_error_rate:g}. See the reward's log for the cause"
             )
 
 
-def _gradient_words(metrics: Mapping[str, float], policy_trains: bool) -> Iterator[str]:
+def _gradient_problems(metrics: Mapping[str, float], policy_trains: bool) -> Iterator[str]:
     for model in ("policy", "critic"):
         num_updates, num_skipped = metrics.get(f"{model}/num_updates"), metrics.get(f"{model}/num_skipped", 0.0)
         if num_skipped:
@@ -154,12 +154,12 @@ def _gradient_words(metrics: Mapping[str, float], policy_trains: bool) -> Iterat
             )
         elif num_updates and metrics.get(f"{model}/grad_norm", math.inf) < _NO_GRADIENT:
             yield (
-                f"the gradient of the {model} is zero: it learns nothing. All rewards or advantages are equal, or the "
+                f"the gradient of the {model} is zero, so it does not learn. All rewards or advantages are equal, or the "
                 f"{model} has collapsed; return to an earlier checkpoint with a lower {model}.optimizer.lr"
             )
     if policy_trains and not metrics.get("policy/num_updates") and not metrics.get("policy/num_skipped"):
         yield (
-            "the policy had no token to train on: every response is masked, unscored or rejected. Look at the rewards' "
+            "the policy had no token to train on: every response is masked, unscored or rejected. Check the rewards' "
             "errors, algorithm.correction and algorithm.overlong"
         )
 
@@ -175,7 +175,10 @@ class _Rewards:
         self._squared_changes = 0.0
 
     def fall(self, reward: float, max_drop: float) -> tuple[float, float] | None:
-        """Add ``reward``. Return (best, current) mean if the mean has fallen too far, which leaves the best unchanged; else None."""
+        """Add a step's ``reward``. Return (best, current) mean over ``span`` steps if the current mean has fallen, else None.
+
+        A fall is at least ``max_drop`` of the best mean's absolute value, and beyond the noise between steps. It does not change the best.
+        """
         if not math.isfinite(reward):
             return None
         change = reward - self._recent[-1] if self._recent else 0.0

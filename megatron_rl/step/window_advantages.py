@@ -1,13 +1,16 @@
-"""Computes the advantages of a step's window, and the mask of the tokens that train the policy. Pure.
+"""Computes the advantages of a step's windows of training, and the mask of the tokens that train the policy. Pure.
 
-Laws: the policy trains only on tokens of this step's window (T-PPO, arXiv 2506.15050). Prompts and an environment's
-messages do not train. Unscored responses do not train, and are counted.
+Laws: the policy trains only on tokens that have not trained before: those of this step's window (T-PPO, arXiv 2506.15050)
+and of deferred steps right before it. Prompts and an environment's messages do not train. Unscored responses do not train,
+and are counted. One estimate runs over one span: a response's window of training or, in a dialogue with independent turns
+(PAG, arXiv 2506.10406), one turn's share of it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,20 +19,113 @@ from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.algorithms.sequences import repeat_per_sequence
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Overlong
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.step.advantage_spans import (
-    SINGLE_RESPONSE,
-    AdvantageSpan,
-    ResponseRules,
-    terminal_rewards,
-    window_pieces,
-)
+from megatron_rl.data.trajectory import POLICY, Trajectory, Turn
 from megatron_rl.step.packing import Stretches
 
 
 @dataclass(frozen=True)
+class ResponseRules:
+    """The structure of a run's responses; the default is a single response without an environment."""
+
+    independent_turns: bool = False
+    """True if no advantage or return crosses a turn's border."""
+    masks_hot_tokens: bool = False
+    """True if the policy loss excludes FIRE's hot tokens."""
+
+
+SINGLE_RESPONSE = ResponseRules()
+
+
+@dataclass(frozen=True)
+class AdvantageSpan:
+    """The generated tokens over which one advantage estimate runs: a response's window of training, or one turn's share of it."""
+
+    row: int
+    """Index of the trajectory."""
+    num_tokens: int
+    length: int
+    """Number of generated tokens of the whole response or turn so far."""
+    ended: bool
+    outcome: float
+    """Reward on the last token; 0 if the span has not ended or is unscored."""
+    scored: bool
+    role: str
+
+
+def window_pieces(
+    trajectories: Sequence[Trajectory], step: int, algorithm: AlgorithmConfig, rules: ResponseRules
+) -> list[AdvantageSpan]:
+    """Return the spans that train in ``step``, in the order of their tokens; a trajectory without such tokens has none."""
+    pieces = []
+    for row, trajectory in enumerate(trajectories):
+        if not rules.independent_turns:
+            if num_tokens := trajectory.training_tokens(step):
+                pieces.append(_whole_piece(row, trajectory, num_tokens, algorithm))
+            continue
+        new_tokens: Counter[int] = Counter()
+        for segment in trajectory.training_segments(step):
+            new_tokens[segment.turn] += len(segment.token_ids)
+        pieces += [
+            _turn_piece(row, trajectory, turn, n) for turn in trajectory.turns() if (n := new_tokens[turn.index])
+        ]
+    return pieces
+
+
+def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[AdvantageSpan]:
+    """Return the spans of a finished response over all its windows."""
+    if not rules.independent_turns:
+        return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
+    return [_turn_piece(row, trajectory, turn, turn.num_tokens) for turn in trajectory.turns()]
+
+
+def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> dict[int, float]:
+    """Map each group id to the shaped reward of its greedy response; groups whose greedy response is unscored are missing."""
+    greedy = [t for t in trajectories if t.greedy and t.finished]
+    return {t.group_id: _shaped(t.reward, t, algorithm) for t in greedy if t.reward is not None}
+
+
+def terminal_rewards(pieces: Sequence[AdvantageSpan], cu_pieces: Tensor) -> Tensor:
+    """Return [W] float32: the outcome on the last token of each non-empty span, 0 elsewhere. ``cu_pieces``: [P+1]."""
+    outcomes = torch.tensor([p.outcome for p in pieces])
+    rewards = torch.from_numpy(np.zeros(int(cu_pieces[-1]), np.float32))  # touched where something is put
+    nonempty = cu_pieces[1:] > cu_pieces[:-1]
+    rewards[cu_pieces[1:][nonempty] - 1] = outcomes[nonempty].to(torch.float32)
+    return rewards
+
+
+def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> AdvantageSpan:
+    ended, reward = trajectory.finished, trajectory.reward
+    scored = not ended or reward is not None
+    outcome = _shaped(reward, trajectory, algorithm) if ended and reward is not None else 0.0
+    return AdvantageSpan(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, POLICY)
+
+
+def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+    """Return a finished response's reward with DAPO's soft penalty near the end of the budget (arXiv 2503.14476, eq. 13)."""
+    outcome = float(reward)
+    if algorithm.overlong is Overlong.soft:
+        penalty = algorithms.soft_overlong_penalty(
+            torch.tensor([float(trajectory.num_response_tokens)]),
+            max_length=trajectory.max_response_tokens,
+            buffer=algorithm.overlong_buffer_tokens,
+        )
+        outcome += algorithm.overlong_factor * float(penalty)
+    return outcome
+
+
+def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> AdvantageSpan:
+    score = trajectory.turn_scores.get(turn.index)
+    value = None if score is None else score.value
+    ended = turn.ended or trajectory.finished
+    # A turn that the environment did not submit for scoring trains with outcome 0. A turn whose scoring failed does not train.
+    scored = score is None or value is not None
+    outcome = float(value) if ended and value is not None else 0.0
+    return AdvantageSpan(row, num_tokens, turn.num_tokens, ended, outcome, scored, turn.role)
+
+
+@dataclass(frozen=True)
 class Advantages:
-    """Advantages of one window's batch; W of its T tokens are the window's, and all others have 0 and False."""
+    """Advantages of a step's batch; W of its T tokens train in this step, and all others have 0 and False."""
 
     advantages: Tensor
     """[T] normalized, on the window's tokens."""
@@ -60,14 +156,14 @@ def window_advantages(
     batch: PackedBatch,
     signals: ModelOutputs,
     *,
-    step: int | None,
+    step: int,
     window_tokens: int,
     algorithm: AlgorithmConfig,
     rules: ResponseRules = SINGLE_RESPONSE,
 ) -> Advantages:
-    """Compute the advantages of this step's tokens: EGAE over the spans, or the outcomes of a group's responses compared.
+    """Compute the advantages of the tokens that train in ``step``: EGAE over the spans, or the outcomes of a group's responses compared.
 
-    ``step`` None selects the tokens of all steps, over whole responses.
+    ``window_tokens``: size of a window of generation, of which an unfinished response is expected to need another half.
     """
     window = Stretches(batch.fields["mask"])
     pieces = window_pieces(trajectories, step, algorithm, rules)
@@ -110,27 +206,20 @@ def window_advantages(
     )
 
 
-class SpanTokens(NamedTuple):
-    """The sizes of spans, and the rewards of their tokens."""
+def piece_tokens(
+    pieces: Sequence[AdvantageSpan], signals: ModelOutputs, window: Stretches
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the spans' sizes [spans] int64, cu_seqlens [spans + 1], ``ended`` [spans] bool, and the rewards of their tokens [tokens].
 
-    sizes: Tensor
-    """[spans] int64, tokens."""
-    cu_seqlens: Tensor
-    """[spans + 1]"""
-    ended: Tensor
-    """[spans] bool; False if the response continues in the next step."""
-    rewards: Tensor
-    """[tokens]"""
-
-
-def piece_tokens(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, window: Stretches) -> SpanTokens:
-    """Return the spans' sizes and rewards. ``window``: the spans' tokens among the batch's tokens, in the order of the spans."""
+    ``window``: the spans' tokens among the batch's tokens, in the order of the spans. ``ended`` is False if the response
+    continues in the next step.
+    """
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
     rewards = terminal_rewards(pieces, cu_pieces)
     if signals.token_rewards is not None:
         rewards += window.within(signals.token_rewards)
-    return SpanTokens(sizes, cu_pieces, ended, rewards)
+    return sizes, cu_pieces, ended, rewards
 
 
 def bootstrap_values(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor | None:
@@ -140,14 +229,12 @@ def bootstrap_values(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, alg
     return signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
 
 
-def _taken_in(
-    trajectories: Sequence[Trajectory], step: int | None, algorithm: AlgorithmConfig, rules: ResponseRules
-) -> Tensor:
-    """Return [W] bool: False on tokens of this step that the policy loss excludes."""
+def _taken_in(trajectories: Sequence[Trajectory], step: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
+    """Return [W] bool: False on tokens that ``overlong=filter`` (truncated responses) or the masking of hot tokens excludes."""
     counts, lengths = [], []
     for t in trajectories:
         cut = algorithm.overlong is Overlong.filter and t.finished and not t.ended_naturally
-        for segment in t.segments_from_step(step):
+        for segment in t.training_segments(step):
             counts.append(not cut and not (segment.hot and rules.masks_hot_tokens))
             lengths.append(len(segment.token_ids))
     return repeat_per_sequence(torch.tensor(counts, dtype=torch.bool), torch.tensor(lengths, dtype=torch.int64))

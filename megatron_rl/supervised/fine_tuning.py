@@ -1,26 +1,25 @@
 """Supervised fine-tuning on reference responses: the warm start before reinforcement learning."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import mean
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import PromptWithResponse, load_solutions
+from megatron_rl.data.prompts import Solution, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.system.command_line.terminal import progress_bar
-from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup
-from megatron_rl.training.trainer_ranks import trainer_ranks
+from megatron_rl.training.trainer_ranks import build_engine, trainer_ranks
 
 _NUM_RECENT = 10
 """Number of last steps whose mean loss is compared with ``sft.stop_at_loss``."""
@@ -38,7 +37,10 @@ def sft(config: Config) -> None:
 
 
 def _train(config: Config, group: TrainerGroup) -> None:
-    """Run up to sft.num_steps updates in a seeded order of epochs, then export the policy to sft.output_path."""
+    """Run sft.num_steps updates in a seeded order of epochs, then export the policy to sft.output_path.
+
+    Updates end early once the mean of the newest losses is at most sft.stop_at_loss.
+    """
     tokenizer = Tokenizer(config.policy.path)
     solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
@@ -60,23 +62,29 @@ def _train(config: Config, group: TrainerGroup) -> None:
                 len(recent) == _NUM_RECENT and mean(recent) <= config.sft.stop_at_loss
             )
             advance(note=f"loss {loss:.4f}")
+            # On a terminal the progress bar shows the same numbers.
             if not console.is_terminal and (step % 25 == 0 or step == 1 or done):
                 console.print(
                     f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}"
                 )
             if done:
                 break
+    if step < config.sft.num_steps:
+        console.print(
+            f"sft: stopped after {step} of {config.sft.num_steps} steps: the mean loss of the last {_NUM_RECENT} is {mean(recent):.4f}, at "
+            f"most sft.stop_at_loss={config.sft.stop_at_loss:g}"
+        )
     group.save_hf("policy", config.sft.output_path)
     console.print(f"sft: wrote {config.sft.output_path}")
 
 
-def solution_batch(solutions: Sequence[PromptWithResponse], vision: ImageProcessor | None = None) -> PackedBatch:
+def solution_batch(solutions: Sequence[Solution], vision: ImageProcessor | None = None) -> PackedBatch:
     """Packed batch of prompts with their responses; the mask selects the response tokens. ``vision`` loads the images."""
-    rows = [[*solution.prompt_ids, *solution.response_ids] for solution in solutions]
+    rows = [prompt_ids + response_ids for prompt_ids, response_ids, _ in solutions]
     tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    responses = torch.tensor([len(solution.response_ids) for solution in solutions], dtype=torch.int64)
-    images = None if vision is None else vision.batch([solution.images for solution in solutions])
+    responses = torch.tensor([len(response_ids) for _, response_ids, _ in solutions], dtype=torch.int64)
+    images = None if vision is None else vision.batch([images for _, _, images in solutions])
     return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)}, images)
 
 
@@ -84,3 +92,17 @@ def tail_mask(lengths: Tensor, tails: Tensor) -> Tensor:
     """[T] bool: True on the last tails[n] tokens of each of N sequences with ``lengths`` [N]."""
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     return torch.arange(int(lengths.sum())) >= ends - tails.repeat_interleave(lengths)
+
+
+def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Yield batches of row indices forever, each epoch in its own seeded order.
+
+    A batch contains rows of one epoch only. With fewer rows than ``batch_size``, every batch is a whole epoch; otherwise
+    an epoch's incomplete last batch is dropped.
+    """
+    generator = np.random.default_rng(seed)
+    while True:
+        order = generator.permutation(num_rows)
+        # max(1, ...), so that fewer rows than ``batch_size`` still give a batch.
+        for start in range(0, max(1, num_rows - batch_size + 1), batch_size):
+            yield order[start : start + batch_size].tolist()

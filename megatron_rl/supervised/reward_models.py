@@ -168,9 +168,9 @@ class Pairwise:
         return result, {"loss": total / count}
 
     def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions:
-        """P(first is better) with the chosen response first (``chosen_first``) and with it second (``chosen_second``).
+        """P(first text is better) per pair: ``chosen_first`` with the chosen response as first text, ``chosen_second`` as second.
 
-        ``mass``: total probability of both words, a measure of how well the judge follows the format.
+        A perfect judge gives 1 and 0. ``mass``: mean of P(YES) + P(NO) over both orders; 1 if the judge follows the format.
         """
         logprobs = {}
         for name, word in (("yes", self._yes), ("no", self._no)):

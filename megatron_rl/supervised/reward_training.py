@@ -17,7 +17,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE
-from megatron_rl.supervised.epochs import epoch_batches
+from megatron_rl.supervised.fine_tuning import epoch_batches
 from megatron_rl.supervised.reward_models import RewardExample, RewardModelTrainer, build_kind
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.training.engine import Engine
@@ -80,10 +80,15 @@ def reward_train(config: Config) -> None:
 def _run_reward_training(config: Config, group: TrainerGroup) -> None:
     """Run reward_train.num_steps updates in a seeded order of epochs, then export to reward_train.output_path."""
     settings = config.reward_train
-    kind = build_kind(config, Tokenizer(config.policy.path))
-    console = Console()
-    train = _fitting(kind, settings.train_files, config, console)
-    held_out = _fitting(kind, settings.eval_files, config, console) if settings.eval_files else []
+    tokenizer, console = Tokenizer(config.policy.path), Console()
+    kind = build_kind(config, tokenizer)
+    parts: list[list[RewardExample]] = []
+    for files in (settings.train_files, settings.eval_files):
+        examples, note = fitting_examples(config, tokenizer, files) if files else ([], "")
+        parts.append(examples)
+        if note:
+            console.print(f"reward-train: {note}")
+    train, held_out = parts
     batches = epoch_batches(len(train), settings.batch_size, config.run.seed)
     history: list[dict[str, float]] = []
     if held_out:
@@ -101,6 +106,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
             advance(note=f"loss {metrics['loss']:.4f}")
             row = {"step": step, "lr": result.lr, "grad_norm": result.grad_norm, **_prefixed("train", metrics)}
             last = step == settings.num_steps
+            # On a terminal the progress bar shows the same numbers.
             if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):
                 _report(console, step, f"of {settings.num_steps}", metrics)
             if held_out and (last or is_due(step, settings.eval_every_steps)):
@@ -111,22 +117,19 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
     console.print(f"reward-train: wrote {settings.output_path} ({settings.kind.value})")
 
 
-def _fitting(kind: RewardModelTrainer, files: Sequence[str], config: Config, console: Console) -> list[RewardExample]:
-    """The examples with at most reward_train.max_tokens; prints how many were skipped. Raises DataError if none remain."""
+def fitting_examples(config: Config, tokenizer: Tokenizer, files: Sequence[str]) -> tuple[list[RewardExample], str]:
+    """Return the examples with at most reward_train.max_tokens, and a note on the others. Raises DataError if none remain."""
     limit = config.reward_train.max_tokens
-    examples = kind.examples(files)
+    examples = build_kind(config, tokenizer).examples(files)
     fitting = [example for example in examples if example.num_tokens <= limit]
     if not fitting:
         raise DataError(
             f"{', '.join(files)}: none of {len(examples)} examples remain; all are longer than "
             f"reward_train.max_tokens={limit} or have no labeled line"
         )
-    if len(fitting) < len(examples):
-        console.print(
-            f"reward-train: {len(examples) - len(fitting)} of {len(examples)} examples are longer than {limit} tokens "
-            "and are skipped"
-        )
-    return fitting
+    num_skipped = len(examples) - len(fitting)
+    note = f"{num_skipped} of {len(examples)} examples are longer than {limit} tokens and are skipped"
+    return fitting, note if num_skipped else ""
 
 
 def _evaluate(kind: RewardModelTrainer, group: TrainerGroup, examples: Sequence[RewardExample]) -> dict[str, float]:
@@ -137,7 +140,7 @@ def _evaluate(kind: RewardModelTrainer, group: TrainerGroup, examples: Sequence[
 
 
 def _report(console: Console, step: int, what: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Print the metrics; returns them with the prefix ``eval/``."""
+    """Print the metrics with the step and ``what``, such as "held out"; returns the metrics with the prefix ``eval/``."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     console.print(f"reward-train step {step} {what}: {values}", highlight=False, soft_wrap=True)
     return _prefixed("eval", metrics)

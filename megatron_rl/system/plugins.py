@@ -1,4 +1,4 @@
-"""Plug-ins of a recipe: resolved by a registered name, or by an import path ``package.module:name``.
+"""Plug-ins of a recipe: resolved by a registered name, an import path ``package.module:name`` or a file's ``path/file.py:name``.
 
 A package that users may extend has a ``Registry``. Its decorator gives a function (or class) a name; an import path
 also finds a function without a name. A plug-in gets those of the registry's ``inputs`` that it declares as parameters.
@@ -10,12 +10,15 @@ Invariant: importing a registry imports no plug-in; looking up a name imports th
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from pkgutil import iter_modules
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import UserError
@@ -115,12 +118,12 @@ class Registry(Generic[Entry]):
         if name not in names:
             raise self._error(
                 f"unknown {self.kind} {name!r}: expected one of {', '.join(names)}, "
-                f"or an import path package.module:name{_suggestion(name, names)}"
+                f"or an import path package.module:name (or path/file.py:name){_suggestion(name, names)}"
             )
         return self._by_name[name]
 
     def bind(self, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """The plug-in with its options bound. Call it with all inputs by keyword; it gets the inputs that it declares."""
+        """Return the plug-in with fixed options. Call it with all inputs by keyword; it gets the inputs that it declares."""
         plugin, options = self.find(name), dict(options or {})
         self.check_options(plugin, options)
         wanted = set(self.inputs).intersection(parameters(plugin.function))
@@ -160,16 +163,16 @@ class Registry(Generic[Entry]):
     def _import(self, path: str) -> Callable[..., Any]:
         module_name, _, qualified_name = path.partition(":")
         try:
-            module = import_module(module_name)
+            module = _load_file(module_name) if module_name.endswith(".py") else import_module(module_name)
         except Exception as error:  # importing runs foreign code, which may raise anything
             raise self._error(
                 f"{self.kind} {path!r}: module {module_name!r} does not import ({type(error).__name__}: {error}); "
-                "expected package.module:name with the module on PYTHONPATH"
+                "expected package.module:name with the module on PYTHONPATH, or path/file.py:name"
             ) from error
         value: Any = module
         for part in qualified_name.split("."):
             if not hasattr(value, part):
-                own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module_name]
+                own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
                 raise self._error(
                     f"{self.kind} {path!r}: {module_name} has no {qualified_name!r}; it has {sorted(own)}"
                     f"{_suggestion(qualified_name, own)}"
@@ -180,6 +183,21 @@ class Registry(Generic[Entry]):
         return value
 
 
+def _load_file(path: str) -> ModuleType:
+    """Import a Python file. Its absolute path is the module's name, by which worker processes find the file again."""
+    name = str(Path(path).resolve())
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, name)
+        assert spec is not None and spec.loader is not None, "Python loads every .py file"
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
 def path_of(function: Callable[..., Any]) -> str:
     """Import path of a function."""
     return f"{function.__module__}:{function.__qualname__}"
@@ -187,7 +205,7 @@ def path_of(function: Callable[..., Any]) -> str:
 
 @cache
 def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    # Cached, because losses are bound for every update and reading a signature is the most expensive part.
+    # Cached, because every update resolves its losses, and reading a signature is the most expensive part.
     return inspect.signature(function).parameters
 
 
@@ -239,7 +257,7 @@ def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
 
 
-_WORDS = {
+_TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -258,11 +276,11 @@ def _expected_instead(value: Any, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "" if value in get_args(hint) else f"one of {', '.join(map(repr, get_args(hint)))}"
     kind = get_origin(hint) or hint
-    if kind not in _WORDS:
+    if kind not in _TYPE_NAMES:
         return ""
     fits = isinstance(value, (int, float) if kind is float else kind)
     # True is an int in Python, but a user who writes true does not mean 1.
-    return "" if fits and (kind is bool or not isinstance(value, bool)) else _WORDS[kind]
+    return "" if fits and (kind is bool or not isinstance(value, bool)) else _TYPE_NAMES[kind]
 
 
 def _suggestion(name: str, names: Collection[str]) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.schedule.table import in_table_order, row_of
+from megatron_rl.system.command_line.terminal import LINES
 from megatron_rl.tracking.metrics_file import as_numbers
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -167,9 +168,9 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_sets(metrics: Iterable[str]) -> list[str]:
-    """Names of the evaluation sets, seconds_of in metric names; ``eval/reward/...`` covers all sets and is not one of them."""
-    seconds_of = (re.fullmatch("eval/([^/]+)/accuracy", name) for name in metrics)
-    return [match[1] for match in seconds_of if match and match[1] not in ("reward", "dialogue")]
+    """Return the names of the evaluation sets in metric names; ``eval/reward/...`` covers all sets and is not a set."""
+    matches = (re.fullmatch("eval/([^/]+)/accuracy", name) for name in metrics)
+    return [match[1] for match in matches if match and match[1] not in ("reward", "dialogue")]
 
 
 def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
@@ -178,16 +179,8 @@ def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for label, value in rows:
-        table.add_row(Text(str(label)), Text(compact(value) if isinstance(value, float) else str(value)))
+        table.add_row(Text(str(label)), Text(compact(value) if isinstance(value, float) else str(value).translate(LINES)))
     return table
-
-
-class Warnings(NamedTuple):
-    """Number of warnings so far, and the newest ones."""
-
-    number: int
-    newest: list[str]
-    """Newest warnings in order, each with its time of day."""
 
 
 class TrainingConsole:
@@ -226,7 +219,8 @@ class TrainingConsole:
         self._history: dict[str, deque[float]] = {}
         self._evaluations: deque[tuple[int, str]] = deque(maxlen=3)
         self._warnings: deque[str] = deque(maxlen=_NUM_WARNINGS)
-        self._num_warnings = 0
+        self.num_warnings = 0
+        """Number of warnings so far."""
         self._live = None
         if is_live:
             self._live = Live(get_renderable=self._render, console=self._rich, refresh_per_second=2, transient=True)
@@ -266,17 +260,18 @@ class TrainingConsole:
 
     def warning(self, text: str) -> None:
         """Print a line that stays, mark it as a warning and count it."""
-        self._num_warnings += 1
+        self.num_warnings += 1
         self._warnings.append(f"{time.strftime('%H:%M:%S')} {text}")
         self._print(f"warning: {text}", style="yellow")
 
     @property
-    def warnings(self) -> Warnings:
-        return Warnings(self._num_warnings, list(self._warnings))
+    def newest_warnings(self) -> list[str]:
+        """Newest warnings in order, each with its time of day."""
+        return list(self._warnings)
 
     def _print(self, text: str, style: str = "") -> None:
         # soft_wrap: a log file or a pipe gets one line, regardless of the width that rich assumes.
-        self._rich.print(Text(text, style=style), soft_wrap=True)
+        self._rich.print(Text(text.translate(LINES), style=style), soft_wrap=True)
 
     def _remaining_s(self) -> float | None:
         times = self._history.get("step/time_s")
@@ -300,8 +295,8 @@ class TrainingConsole:
         running = "  ".join(f"{name} {seconds:.0f} s" for name, seconds in self._running())
         if running:
             parts.append(labelled_row("now", Text(running)))
-        if self._num_warnings:
-            parts.append(labelled_row("warnings", Text(str(self._num_warnings), style="yellow")))
+        if self.num_warnings:
+            parts.append(labelled_row("warnings", Text(str(self.num_warnings), style="yellow")))
         return Group(*parts)
 
     def _progress(self, width: int) -> Text:

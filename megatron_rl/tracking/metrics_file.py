@@ -151,6 +151,7 @@ class MetricsWriter:
     def add_to(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the line of ``step``, or append a line if there is none."""
         with self._lock:
+            # From the end, because late metrics belong to recent steps.
             for number in reversed(range(len(self._lines))):
                 row = _decode(self._lines[number])
                 if row is not None and row.step == step:

@@ -95,7 +95,10 @@ def write_samples(run: str | Path, step: int, columns: Mapping[str, Sequence[Any
 
 
 def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) -> Any:
-    """All rows of ``files`` in a ``pyarrow.Table``. ``columns`` None: all. Raises UserError for an unreadable file."""
+    """All rows of ``files`` in a ``pyarrow.Table``; a missing file is skipped, because a running run removes old steps.
+
+    ``columns`` None: all. Raises UserError for an unreadable file, or if all are missing.
+    """
     import pyarrow
     import pyarrow.parquet
 

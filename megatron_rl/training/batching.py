@@ -1,20 +1,21 @@
 """Packs sequences into micro-batches and assigns these to ranks. Pure: no torch.distributed, no tensors of tokens.
 
-"Pack first, distribute second": sequences are packed into micro-batches, then whole micro-batches are dealt to the
-data-parallel ranks. Round k is the k-th micro-batch of every rank. Invariants, which the tests assert:
+"Pack first, distribute second": sequences are packed into micro-batches, then whole micro-batches are assigned to
+the data-parallel ranks. Round k is the k-th micro-batch of every rank. Invariants, which the tests assert:
 
 - every sequence is in exactly one micro-batch;
-- every rank gets the same number of micro-batches, for they all meet in the same collectives;
-- a micro-batch holds at most ``max_tokens_per_microbatch`` tokens, except that a longer sequence has one of its own;
-- a micro-batch is empty only where there are fewer sequences than micro-batches;
-- micro-batches of a round cost about the same, and so do ranks: dealing keeps their totals within the largest
-  difference of a round, and what is exchanged afterwards narrows that;
-- the plan depends on the arguments alone, and on the order of sequences only in which of equally long ones is taken.
+- every rank gets the same number of micro-batches, because all ranks take part in the same collectives;
+- a micro-batch has at most ``max_tokens_per_microbatch`` tokens; a longer sequence gets a micro-batch of its own;
+- a micro-batch is empty only if there are fewer sequences than micro-batches;
+- micro-batches of a round cost about the same, and so do ranks: the assignment keeps the ranks' totals within the largest
+  difference of a round, and later exchanges narrow that difference;
+- the plan depends on the arguments alone; the order of sequences only breaks ties between equal lengths.
 
-Costs matter twice. Data-parallel ranks wait for each other at the end of an update, so their totals should be equal.
-Where experts are spread over them they wait in every layer, once for attention and once for the experts, so rounds
-should be even in cost and in tokens. A pipeline needs no equal micro-batches on a rank, but cheap ones first and last:
-filling and draining it takes as long as those. An interleaved schedule wants ``multiple_of`` = pipeline stages.
+Costs matter twice. Data-parallel ranks wait for each other at the end of an update, so their totals should be
+equal. With expert parallelism they wait in every layer, once for attention and once for the experts, so rounds
+should be even in cost and in tokens. The micro-batches of a pipeline rank need not be equal, but the first and the
+last should be cheap: they determine how long filling and draining takes. An interleaved schedule needs
+``multiple_of`` = pipeline stages.
 """
 
 import heapq
@@ -26,39 +27,23 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_rl.data.batch import DUMMY_TOKENS
+
 CostFunction = Callable[[int], float]
 """Length of a sequence [tokens] -> its cost in any unit, above 0 and not falling with the length."""
 Plan = list[list[list[int]]]
 """Data-parallel rank -> micro-batch -> indices of its sequences, ascending."""
 
-STAND_IN_TOKENS = 2
-"""Number of tokens of a dummy micro-batch, which has no sequences."""
 _EVEN_ENOUGH = 1e-3
-"""Ranks may idle for this share of their time: what is left to win is less than what the next batch changes."""
+"""Idle share of the ranks' time that is accepted: the next batch changes more than a better plan would gain."""
 _WORTH_TOPPING_UP = 1e-2
-"""Idle share of a round from which on sequences of later rounds may fill it."""
+"""Idle share of a round above which sequences of later rounds may fill it."""
 _NUM_RECEIVERS = 16
 """Number of least loaded ranks that may take work from the heaviest one at a time."""
 _MAX_EXCHANGES_PER_RANK = 2
-"""Bounds, with _NUM_RECEIVERS, the time that evening out may take."""
+"""Bounds, with _NUM_RECEIVERS, the time spent on exchanges."""
 _TIGHT_BUDGETS = (1.003, 1.01)
-"""Budgets to try below the given one, over the mean of the micro-batches: they even out tokens as well as costs."""
-
-
-@dataclass(frozen=True)
-class PlanStatistics:
-    """How even a plan is; all shares are of the whole, in [0, 1), and 0 is best."""
-
-    num_microbatches: int
-    """On each rank."""
-    num_stand_ins: int
-    """Micro-batches without sequences, over all ranks."""
-    rank_imbalance: float
-    """Idle share of the ranks' time if they wait for each other once, at the end: 1 - mean / max of the totals."""
-    microbatch_imbalance: float
-    """The same if they wait for each other in every round (experts spread over data-parallel ranks); the larger one."""
-    padding_share: float
-    """Share of padding if all packs of a round had to have the longest one's shape. Packs here need none."""
+"""Smaller budgets to try, relative to the mean of the micro-batches: they balance tokens as well as costs."""
 
 
 def plan_microbatches(
@@ -71,8 +56,9 @@ def plan_microbatches(
 ) -> Plan:
     """Per rank, per micro-batch: the indices into ``lengths``, ascending. No sequences give no micro-batches.
 
-    ``cost`` is what is balanced (``planning.flops.flops_cost``), by default tokens; each rank's number of micro-batches
-    is a multiple of ``multiple_of``. Raises ValueError for a length, a number of ranks, a budget or a multiple below 1.
+    ``cost`` is what is balanced (``planning.flops.flops_cost``), by default tokens; each rank's number of
+    micro-batches is a multiple of ``multiple_of``. Raises ValueError for a length, a number of ranks, a budget or a
+    multiple below 1.
     """
     numbers = {
         "num_dp_ranks": num_dp_ranks,
@@ -109,9 +95,10 @@ def plan_on_replicas(
     cost: CostFunction = float,
     multiple_of: int = 1,
 ) -> Plan:
-    """``plan_microbatches`` where it is settled which rank works on a sequence: ``homes``, by sequence.
+    """``plan_microbatches`` for sequences with assigned replicas (``homes``, by sequence).
 
-    How even the ranks are is then the homes' business (``sharing.share_out``); on each, micro-batches are about equal.
+    The assignment determines the balance of the ranks (``replica_assignment.assign_replicas``); the micro-batches
+    of each rank are about equal.
     """
     if num_dp_ranks == 1:
         return plan_microbatches(lengths, 1, max_tokens_per_microbatch, cost=cost, multiple_of=multiple_of)
@@ -120,6 +107,7 @@ def plan_on_replicas(
         own[homes[index]].append(index)
     batches = [_CostedSequences([lengths[i] for i in indices], [cost(lengths[i]) for i in indices]) for indices in own]
     packed = [_pack(batch, multiple_of, max_tokens_per_microbatch) if batch.lengths else [] for batch in batches]
+    # All ranks take part in the same collectives, so all need as many micro-batches as the fullest rank.
     most = max(map(len, packed))
     plan = []
     for batch, indices, microbatches in zip(batches, own, packed, strict=True):
@@ -131,31 +119,38 @@ def plan_on_replicas(
     return plan
 
 
-def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = float) -> PlanStatistics:
-    """How even ``plan``, of all or some of ``lengths``, is under ``cost``; a plan without micro-batches is even."""
+def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = float) -> dict[str, float]:
+    """Balance of ``plan``, of all or some of ``lengths``, under ``cost``; shares are in [0, 1), and 0 is best.
+
+    num_microbatches      micro-batches per rank
+    num_stand_ins         micro-batches without sequences, over all ranks
+    rank_imbalance        idle share of the ranks' time if ranks wait for each other once, at the end: 1 - mean / max of the totals
+    microbatch_imbalance  idle share if ranks wait for each other in every round (expert parallelism)
+    padding_share         share of padding if all micro-batches of a round were padded to the longest; here they are not
+    """
     costs = {index: cost(lengths[index]) for rank in plan for microbatch in rank for index in microbatch}
     cost_of = [[sum(costs[index] for index in microbatch) for microbatch in rank] for rank in plan]
     tokens_of = [[sum(lengths[index] for index in microbatch) for microbatch in rank] for rank in plan]
-    return PlanStatistics(
-        num_microbatches=len(plan[0]),
-        num_stand_ins=sum(not microbatch for rank in plan for microbatch in rank),
-        rank_imbalance=_idle_share([[sum(rank) for rank in cost_of]]),
-        microbatch_imbalance=_idle_share(list(zip(*cost_of, strict=True))),
-        padding_share=_idle_share(list(zip(*tokens_of, strict=True))),
-    )
+    return {
+        "num_microbatches": float(len(plan[0])),
+        "num_stand_ins": float(sum(not microbatch for rank in plan for microbatch in rank)),
+        "rank_imbalance": _idle_share([[sum(rank) for rank in cost_of]]),
+        "microbatch_imbalance": _idle_share(list(zip(*cost_of, strict=True))),
+        "padding_share": _idle_share(list(zip(*tokens_of, strict=True))),
+    }
 
 
 def padding_fraction(plan: Plan, lengths: Sequence[int], *, sequence_multiple: int = 1, pack_multiple: int = 1) -> float:
-    """Share of the rows that the ranks compute and no sequence needs, in [0, 1).
+    """Share of padding in the rows that the ranks compute, in [0, 1).
 
-    A layout pads each sequence to ``sequence_multiple`` tokens (2 x context-parallel ranks), then the pack to
-    ``pack_multiple``; a micro-batch without sequences runs as a stand-in of two tokens.
+    A layout pads each sequence to ``sequence_multiple`` tokens (2 x context-parallel ranks), then the micro-batch
+    to ``pack_multiple``; a micro-batch without sequences runs as a dummy of two tokens.
     """
     tokens = rows = 0
     for microbatch in (microbatch for rank in plan for microbatch in rank):
         tokens += sum(lengths[index] for index in microbatch)
         padded = sum(_up_to(lengths[index], sequence_multiple) for index in microbatch)
-        rows += _up_to(padded or _up_to(STAND_IN_TOKENS, sequence_multiple), pack_multiple)
+        rows += _up_to(padded or _up_to(DUMMY_TOKENS, sequence_multiple), pack_multiple)
     return 1.0 - tokens / rows if rows else 0.0
 
 
@@ -164,9 +159,9 @@ def _up_to(number: int, multiple: int) -> int:
 
 
 def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | None = None) -> list[list[int]]:
-    """0..n-1, shuffled by ``generator`` (None: in order), in as few parts of at most ``minibatch_size`` as can be.
+    """Split 0..n-1, shuffled by ``generator`` (None: in order), into the fewest parts of at most ``minibatch_size``.
 
-    The sizes differ by at most one: a short last part would move the weights as far as the others, on less evidence.
+    Sizes differ by at most one: a short last part would move the weights as far as the others, with less evidence.
     """
     if minibatch_size < 1:
         raise ValueError(f"minibatch_size must be at least 1, got {minibatch_size}")
@@ -178,7 +173,7 @@ def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | 
 
 @dataclass(frozen=True)
 class _CostedSequences:
-    """All sequences, longest first; below they go by their place in this order."""
+    """All sequences, longest first; the functions below name a sequence by its index in this order."""
 
     lengths: list[int]
     costs: list[float]
@@ -203,7 +198,7 @@ class _Microbatch:
 
 
 def _pack(batch: _CostedSequences, multiple: int, budget: int) -> list[_Microbatch]:
-    """Micro-batches, a multiple of ``multiple``, the fewest that one of two greedy packings can do with."""
+    """The fewest micro-batches, a multiple of ``multiple``, into which one of two greedy packings succeeds."""
     # Neither tokens beyond the budget nor two sequences of more than half of it fit into one micro-batch.
     by_tokens = -(-sum(min(length, budget) for length in batch.lengths) // budget)
     fewest = max(by_tokens, sum(2 * length > budget for length in batch.lengths))
@@ -217,10 +212,11 @@ def _pack(batch: _CostedSequences, multiple: int, budget: int) -> list[_Microbat
 
 
 def _tight_budgets(batch: _CostedSequences, num_microbatches: int, budget: int) -> list[int]:
-    """Budgets below ``budget`` that leave little room to spare in ``num_microbatches``."""
+    """Budgets below ``budget`` that fill ``num_microbatches`` almost completely."""
     within = [length for length in batch.lengths if length <= budget]
     if not within:
         return []
+    # A sequence beyond the budget has its own micro-batch, which no smaller budget changes.
     mean = sum(within) / (num_microbatches - len(batch.lengths) + len(within))
     tight = {max(within[0], math.ceil(mean * factor)) for factor in _TIGHT_BUDGETS}
     return sorted(number for number in tight if number < budget)
@@ -229,10 +225,10 @@ def _tight_budgets(batch: _CostedSequences, num_microbatches: int, budget: int) 
 def _fill_cheapest(
     batch: _CostedSequences, longest_first: Iterable[int], num_microbatches: int, budget: int
 ) -> list[_Microbatch] | None:
-    """Longest processing time first: each sequence goes to the cheapest micro-batch with room. None: one had none."""
+    """Longest processing time first: each sequence goes to the cheapest micro-batch with room for it; None if there is no room."""
     packed = [_Microbatch() for _ in range(num_microbatches)]
     cheapest = [(0.0, place) for place in range(num_microbatches)]
-    # Without room for the present length, by tokens: lengths fall, so each place waits once for each sequence it gets.
+    # Places without room for the present length, by tokens. Lengths fall, so a place waits once per sequence that it gets.
     waiting: list[tuple[int, int]] = []
     for sequence in longest_first:
         length = batch.lengths[sequence]
@@ -252,9 +248,9 @@ def _fill_cheapest(
 
 
 def _best_fit(batch: _CostedSequences, num_microbatches: int, budget: int) -> list[_Microbatch] | None:
-    """Best fit decreasing: each sequence goes to the fullest micro-batch with room. None: one had none.
+    """Best fit decreasing: each sequence goes to the fullest micro-batch with room for it; None if there is no room.
 
-    It packs more tightly than filling the cheapest, and balances nothing.
+    Packs more tightly than ``_fill_cheapest``, without balance.
     """
     packed = [_Microbatch() for _ in range(num_microbatches)]
     by_room: list[tuple[int, int]] = []
@@ -269,6 +265,7 @@ def _best_fit(batch: _CostedSequences, num_microbatches: int, budget: int) -> li
             return None
         packed[place].add(batch, sequence)
         insort(by_room, (budget - packed[place].tokens, place))
+    # A dummy costs a pass over the model, so the costliest micro-batches give sequences to the empty ones.
     divisible = [(-m.cost, place) for place, m in enumerate(packed) if len(m.sequences) > 1]
     heapq.heapify(divisible)
     while divisible and empty:
@@ -280,14 +277,14 @@ def _best_fit(batch: _CostedSequences, num_microbatches: int, budget: int) -> li
 
 
 def _distribute(batch: _CostedSequences, packed: list[_Microbatch], budget: int, num_dp_ranks: int) -> list[list[_Microbatch]]:
-    """Rank -> its micro-batches: rounds of neighbours in cost, heaviest first, each as even as it gets, then dealt."""
+    """Rank -> its micro-batches: rounds of similar cost, heaviest first, each balanced and then assigned to the ranks."""
     rounds = []
     packed = sorted(packed, key=lambda microbatch: -microbatch.cost)
     while packed:
         members, packed = packed[:num_dp_ranks], packed[num_dp_ranks:]
         _even_out(batch, members, budget)
         if packed and _idle_share([[microbatch.cost for microbatch in members]]) > _WORTH_TOPPING_UP:
-            # Sequences that make a micro-batch heavy by themselves: together they make one heavy round and not many.
+            # Sequences that are heavy alone share one round, so that not every round waits for one of them.
             by_longest = sorted([*members, *packed], key=lambda m: min(m.sequences, default=len(batch.lengths)))
             members, packed = by_longest[:num_dp_ranks], by_longest[num_dp_ranks:]
             _even_out(batch, members, budget)
@@ -302,7 +299,7 @@ def _distribute(batch: _CostedSequences, packed: list[_Microbatch], budget: int,
 
 
 def _even_out(batch: _CostedSequences, members: list[_Microbatch], budget: int) -> None:
-    """Lower the heaviest micro-batch of a round by moving or swapping sequences, as long as that helps."""
+    """Reduce the heaviest micro-batch of a round by moving or swapping sequences, while that helps."""
     mean = sum(microbatch.cost for microbatch in members) / len(members)
     for _ in range(_MAX_EXCHANGES_PER_RANK * len(members)):
         members.sort(key=lambda microbatch: microbatch.cost)
@@ -313,7 +310,7 @@ def _even_out(batch: _CostedSequences, members: list[_Microbatch], budget: int) 
 
 
 def _even_out_ranks(batch: _CostedSequences, ranks: list[list[_Microbatch]], budget: int) -> None:
-    """Lower the heaviest rank in the same way; no micro-batch gets heavier than the heaviest of its round."""
+    """Reduce the heaviest rank in the same way; no micro-batch gets heavier than the heaviest of its round."""
     highest = [max(microbatch.cost for microbatch in members) for members in zip(*ranks, strict=True)]
     mean = sum(microbatch.cost for rank in ranks for microbatch in rank) / len(ranks)
     for _ in range(_MAX_EXCHANGES_PER_RANK * len(ranks)):
@@ -346,13 +343,13 @@ def _exchange(
 def _best_exchange(
     batch: _CostedSequences, giver: _Microbatch, receiver: _Microbatch, limit: float, gap: float, budget: int
 ) -> tuple[float, int, int | None]:
-    """(gain, a sequence of ``giver``, one of ``receiver`` or None): what brings two numbers ``gap`` apart together.
+    """(gain, sequence of ``giver``, sequence of ``receiver`` or None): the exchange that best closes a cost ``gap``.
 
-    The giver's number falls by the difference of the two costs and the receiver's rises by it, so half of the gap is
-    best; the gain is by how much the larger number falls. The receiver stays within ``budget`` [tokens] and ``limit``
+    The giver's cost falls by the difference of the two costs and the receiver's rises by it, so half of the gap is
+    best; the gain is the decrease of the larger cost. The receiver stays within ``budget`` [tokens] and ``limit``
     [cost].
     """
-    # Nothing is the shortest thing to get in return, but the last sequence is not given for nothing.
+    # None, a move without return, is the shortest return; a micro-batch keeps its last sequence.
     shortest_first = sorted(receiver.sequences, reverse=True)
     returns: list[int | None] = [*shortest_first]
     costs, lengths = [batch.costs[s] for s in shortest_first], [batch.lengths[s] for s in shortest_first]
@@ -376,7 +373,7 @@ def _best_exchange(
 def _top_up(batch: _CostedSequences, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> None:
     """Use a round's idle time: fill its members from ``later`` rounds, none above the heaviest.
 
-    A sequence so long that its micro-batch is heavier than the others would otherwise make its rank the last one.
+    Otherwise a rank whose micro-batch is heavy because of one long sequence would finish last.
     """
     heaviest = max(microbatch.cost for microbatch in members)
     # Each keeps its longest sequence, so that none runs empty.
@@ -394,7 +391,7 @@ def _top_up(batch: _CostedSequences, members: Sequence[_Microbatch], later: Sequ
 
 
 def _assign_rounds(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -> list[list[_Microbatch]]:
-    """In every round the rank with the least to do so far takes the heaviest micro-batch, and so on."""
+    """In every round the least loaded rank gets the heaviest micro-batch, the next rank the next, and so on."""
     ranks: list[list[_Microbatch]] = [[] for _ in range(num_dp_ranks)]
     load = [0.0] * num_dp_ranks
     for members in rounds:
@@ -407,13 +404,13 @@ def _assign_rounds(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -
 
 
 def _cheap_ends(heaviest_first: list[_Microbatch]) -> list[_Microbatch]:
-    """The cheapest at both ends, the heaviest in the middle."""
+    """Order micro-batches with the cheapest at both ends and the heaviest in the middle."""
     cheapest_first = heaviest_first[::-1]
     return cheapest_first[0::2] + cheapest_first[1::2][::-1]
 
 
 def _most_even(found: Sequence[list[list[_Microbatch]]]) -> list[list[_Microbatch]]:
-    """The ranks with the least idle time; among about equal ones those with the most even rounds, in cost and tokens."""
+    """The plan with the least idle time; among about equal plans the one with the most even rounds, in cost and tokens."""
     rank_idle = [_idle_share([[sum(m.cost for m in rank) for rank in ranks]]) for ranks in found]
     even = [ranks for ranks, idle in zip(found, rank_idle, strict=True) if idle <= min(rank_idle) + _EVEN_ENOUGH]
 
@@ -426,7 +423,7 @@ def _most_even(found: Sequence[list[list[_Microbatch]]]) -> list[list[_Microbatc
 
 
 def _idle_share(rounds: Sequence[Sequence[float]]) -> float:
-    """Share of the time that ranks wait which meet after every one of ``rounds`` [round][rank]."""
+    """Idle share of ranks that wait for each other after each of ``rounds`` [round][rank]."""
     time = sum(max(members) for members in rounds)
-    # Rounding may leave an even plan a hair below 0.
+    # Rounding may give an even plan slightly less than 0.
     return max(0.0, 1.0 - sum(map(sum, rounds)) / (len(rounds[0]) * time)) if time else 0.0

@@ -1,9 +1,10 @@
-"""The data-parallel replicas of one model: gradients travel while the backward pass goes on, weights after the step.
+"""The data-parallel replicas of one model: gradients are reduced during the backward pass, weights gathered after the step.
 
 On GPUs the gradients of a bucket of parameters (40 million, or a million per rank) are reduced as soon as they are
-there, and the ranks' parts of the new weights are gathered behind the next forward pass: each module waits for its own.
-Sums are the same, but taken bucket by bucket, so that their last bits may differ from those of one collective. On a CPU,
-and for a vision-language model, whose encoder has no gradient in a micro-batch without images, both happen at once.
+complete, and the ranks' shards of the new weights are gathered during the next forward pass: each module waits for
+its own weights. Sums are taken bucket by bucket, so their last bits may differ from those of a single collective.
+On a CPU, and for a vision-language model, whose encoder has no gradient in a micro-batch without images, nothing
+overlaps.
 
 Invariant: code that reads weights outside a forward pass calls ``wait_for_weights`` first.
 """
@@ -21,16 +22,16 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from megatron_rl.models.layers.gpt import PackedGPTModel
-from megatron_rl.models.vision.vision_gpt import VisionGPTModel
+from megatron_rl.models.layers.torch_layers import PackedGPTModel
+from megatron_rl.models.vision_gpt import VisionGPTModel
 
 _BUCKET_SIZE: int | None = None
-"""Parameters; None: Megatron's own number."""
+"""Number of parameters per bucket; None: Megatron's default."""
 _TE_ACCUMULATES = "fuse_wgrad_accumulation"
-"""Attribute of Transformer Engine's linear layers: their products are added to the float32 gradients by the same kernel."""
+"""Attribute of Transformer Engine's linear layers: the kernel of the gradient product adds to the float32 gradients."""
 
 _GROUPED = "num_gemms"
-"""Attribute of its linear layers for several experts."""
+"""Attribute of Transformer Engine's linear layers for several experts."""
 
 
 def wrap(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[DistributedDataParallel]:
@@ -46,7 +47,7 @@ def wrap(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[Distribut
     for chunk in chunks:
         _mark_split_weights(chunk)
         _accumulate_in_place(chunk)
-        # "Per-token loss" is Megatron's name for: the schedule scales no loss and DDP sums instead of averaging.
+        # With Megatron's "per-token loss" the schedule scales no loss, and DDP sums instead of averaging.
         chunk.config.calculate_per_token_loss = True
         chunk.config.finalize_model_grads_func = _finalize_undivided
         chunk.config.grad_scale_func = None
@@ -58,10 +59,10 @@ def wrap(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[Distribut
         syncs = [replica.no_sync for replica in wrapped]
         chunks[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         for replica in wrapped:
-            # Megatron's name for: the caller of the step starts the gathers, and each module waits for its own.
+            # With this setting the caller of the step starts the gathers, and each module waits for its own.
             replica.overlap_param_gather_with_optimizer_step = True
         for group in _bucket_groups(wrapped):
-            # Every rank begins with whole weights.
+            # There is nothing to gather yet: every rank starts with all weights.
             group.param_gather_dispatched = True
     return wrapped
 
@@ -71,7 +72,7 @@ def _can_overlap(chunks: Sequence[PackedGPTModel]) -> bool:
 
 
 def start_weight_allgather(replicas: Sequence[DistributedDataParallel]) -> None:
-    """After an optimizer step, also one that was skipped: start to gather the weights, where the step has not done so."""
+    """Start to gather the weights after an optimizer step, also a skipped one, unless the step has gathered them."""
     for replica in replicas:
         if replica.ddp_config.overlap_param_gather:
             replica.start_param_sync(force_dispatch=True)
@@ -83,7 +84,7 @@ def wait_for_weights(replicas: Sequence[DistributedDataParallel]) -> None:
     for group in waiting:
         group.finish_param_sync(skip_next_bucket_dispatch=True)
     if waiting and torch.cuda.is_available():
-        # The caller's stream waits so far, but the next to use the weights may be another one.
+        # So far only the caller's stream waits, but another stream may use the weights next.
         torch.cuda.current_stream().synchronize()
 
 
@@ -93,19 +94,22 @@ def _bucket_groups(replicas: Sequence[DistributedDataParallel]) -> Iterator[Any]
 
 
 def _accumulate_in_place(chunk: torch.nn.Module) -> None:
-    """Transformer Engine's layers need no Apex for it, which the same field of Megatron's configuration would ask for."""
+    """Let Transformer Engine's layers add weight gradients directly to the gradient buffer.
+
+    Set on the layers, because the same setting in Megatron's configuration requires Apex, which these layers do not need.
+    """
     for module in chunk.modules():
         if hasattr(module, _TE_ACCUMULATES):
             setattr(module, _TE_ACCUMULATES, True)
 
 
 def _mark_split_weights(chunk: torch.nn.Module) -> None:
-    """Say which weights are split over the tensor-parallel ranks.
+    """Mark the weights that are split over the tensor-parallel ranks.
 
-    Megatron marks them as it initialises them, so weights that come from elsewhere have no mark; an unmarked weight is
-    taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only. Transformer Engine marks
-    the weights of all its linear layers, also those of latent attention that every rank holds whole, which the norm would
-    count on each; and of its grouped layers, 2.20 marks none.
+    Megatron marks weights when it initializes them, so loaded weights have no mark. The gradient norm counts a
+    weight without a mark on the first tensor-parallel rank only, as a copy. Transformer Engine marks the weights of
+    all its linear layers, also those of latent attention that are whole on every rank, which the norm would count
+    on each rank; version 2.20 marks no weight of its grouped layers.
     """
     for parameter in chunk.parameters():
         if getattr(parameter, "sequence_parallel", False) and getattr(parameter, "tensor_model_parallel", False):

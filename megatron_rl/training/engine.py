@@ -1,22 +1,23 @@
-"""One Megatron model on this rank: log-probs or values out, optimizer steps in.
+"""One Megatron model on this rank: computes log-probs or values, and makes updates.
 
-Every method is collective. Each data-parallel rank passes its own micro-batches, as many as every other rank
-(``batching.plan_microbatches`` gives such plans); the tensor-, context- and pipeline-parallel peers of a rank pass the
-same ones as it does. A rank waits for its pipeline neighbours in every micro-batch, for its tensor-, context- and
-expert-parallel peers in every layer, and for all ranks at the end of an update; a wait ends with an error after the
-collective time-out of the process group.
+Every method is collective. All data-parallel ranks pass the same number of micro-batches, each rank its own
+(``batching.plan_microbatches``); the tensor-, context- and pipeline-parallel peers of a rank pass the same
+micro-batches as the rank. A rank waits for its pipeline neighbors in every micro-batch, for its tensor-, context-
+and expert-parallel peers in every layer, and for all ranks at the end of an update; a wait ends with an error after
+the process group's collective timeout.
 
 Invariants:
 
 - The gradient of an update is the sum of the losses' gradients over all micro-batches of all ranks. Nothing divides by
-  micro-batches, tokens or ranks: a loss arrives divided by its global denominators.
-- A micro-batch without sequences runs as a stand-in of two masked tokens and adds nothing.
+  micro-batches, tokens or ranks: a loss is already divided by its global denominators.
+- A micro-batch without sequences runs as a dummy of two masked tokens and adds nothing.
 - Outputs follow the alignment rule of ``data/batch.py``.
-- Megatron's globals are those of the engine's own layout while a method runs, and as before when it is left: engines of
-  different layouts may take turns.
+- While a method runs, Megatron's globals are those of the engine's layout; afterwards the previous globals are restored. So
+  engines of different layouts may take turns.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,13 +42,13 @@ from megatron_rl.config.schema import (
     Recompute,
     VisionConfig,
 )
-from megatron_rl.data.batch import ALSO_WANTED, PackedBatch
+from megatron_rl.data.batch import ALSO_WANTED, PackedBatch, dummy_batch, on_device
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, named_parameters, sharded_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.mtp import check_mtp_present, mtp_note
+from megatron_rl.models.hf.tensor_sources import check_mtp_present, mtp_note
 from megatron_rl.models.hf.weights import (
     expected_names,
     export_weights,
@@ -55,27 +56,26 @@ from megatron_rl.models.hf.weights import (
     save_hf,
     unread_tensors_note,
 )
+from megatron_rl.models.image_encoding import freeze
 from megatron_rl.models.layers.context import num_rows
 from megatron_rl.models.layers.moe import Routing
 from megatron_rl.models.layers.torch_layers import layers_note
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.megatron_fields import MegatronSettings
-from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.pipeline_shapes import stage_options
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training import ddp
 from megatron_rl.training.losses import LossFunction, Metrics
-from megatron_rl.training.microbatch_io import dummy_batch, on_device
 from megatron_rl.training.model_checkpoint import CheckpointWrite, load_checkpoint, start_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
 
 _LOGITS_PER_CHUNK = 2**22
-"""Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""
+"""Maximum number of logits at a time (16 MiB): a small vocabulary needs few chunks, and so few all-reduces."""
 
 
 def _in_own_layout(method: Callable) -> Callable:
-    """Run a method of an engine, the constructor too, with Megatron's globals those of the engine's layout."""
+    """Run a method of an engine, or the constructor, with Megatron's globals of the engine's layout."""
 
     @functools.wraps(method)
     def run(self: "Engine", *args: Any, **kwargs: Any) -> Any:
@@ -92,20 +92,20 @@ class UpdateResult:
     """Global 2-norm before clipping; not finite if the step was skipped."""
     lr: float
     metrics: dict[str, tuple[float, float]]
-    """Name -> (sum, denominator) over all micro-batches of all ranks; the same on every rank."""
+    """Maps each name to (sum, denominator) over all micro-batches of all ranks; the same on every rank."""
     skipped: bool
-    """The gradient was not finite: weights, Adam's state and the schedule are as before."""
+    """True if the gradient was not finite: weights, Adam's state and the schedule are unchanged."""
     plan: Mapping[str, float] = field(default_factory=dict)
-    """How even the micro-batches were, as ``TrainerGroup`` planned them: names as in docs/metrics.md."""
+    """Metrics of the micro-batches' balance, from ``TrainerGroup``, under the names in docs/metrics.md."""
     logprobs: Tensor | None = None
-    """[T] float32 of the batch before this step, as ``TrainerGroup.logprobs``, where it was asked for."""
+    """[T] float32 log-probs of the batch before this update, as of ``TrainerGroup.logprobs``, if requested."""
 
 
 class Engine:
     """One policy or critic: its model chunks on this rank and, if it trains, gradients, optimizer and schedule."""
 
     _save: CheckpointWrite | None = None
-    """Begun, not finished."""
+    """Save that was started and is not finished."""
 
     @_in_own_layout
     def __init__(  # noqa: PLR0913 (the engine is the public face of training: one keyword per setting)
@@ -128,12 +128,12 @@ class Engine:
         megatron: Mapping[str, Any] | None = None,
         seed: int = 1,
     ) -> None:
-        """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
+        """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model without updates (a reference).
 
-        ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
-        ``offload``: what ``offload`` does. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf``
-        carries the multi-token-prediction layers of ``path`` along. ``vision``: what of a vision-language model's encoder learns.
-        ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
+        ``moe``: the choice of a policy's experts; with replay the field ``routes`` of the batches determines it.
+        ``offload``: when ``offload`` moves the model. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``:
+        whether ``save_hf`` keeps the multi-token-prediction layers of ``path``. ``vision``: trained parts of a
+        vision-language model's encoder. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def is_output_rank(self) -> bool:
-        """True if this rank reports for its tensor-, context- and pipeline-parallel peers; exactly one of them does."""
+        """True if this rank reports for its tensor-, context- and pipeline-parallel peers; exactly one of the peers does."""
         return self.topology.is_output_rank
 
     @_in_own_layout
@@ -188,7 +188,7 @@ class Engine:
     ) -> list[Tensor]:
         """Per micro-batch the log-probabilities [T] where fields["mask"], else 0; float32, no gradient.
 
-        The list is empty on ranks before the last pipeline stage. ``record_routes``: ``pop_routes`` comes next.
+        The list is empty on ranks before the last pipeline stage. ``record_routes``: call ``pop_routes`` next.
         """
         self._expect_role("policy")
         outputs = self._forward(microbatches, temperature, record_routes=record_routes)
@@ -197,7 +197,7 @@ class Engine:
 
     @_in_own_layout
     def pop_routes(self) -> list[Tensor]:
-        """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (data/batch.py); on every rank."""
+        """Routes [T, L, K] int16 (data/batch.py) of each micro-batch of the last pass with ``record_routes``; on every rank."""
         return self._routing.pop_routes()
 
     @_in_own_layout
@@ -222,9 +222,9 @@ class Engine:
         temperature: float = 1.0,
         keeps_logprobs: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on all micro-batches of all ranks. ``keeps_logprobs``: ``pop_logprobs`` comes next.
+        """One optimizer step on all micro-batches of all ranks. ``keeps_logprobs``: call ``pop_logprobs`` next.
 
-        Raises ValueError without micro-batches or for a loss that no gradient can come from.
+        Raises ValueError without micro-batches, or for a loss without a gradient.
         """
         optimizer = self._trained()
         if not microbatches:
@@ -232,12 +232,12 @@ class Engine:
 
         def scaled_loss(chunk: torch.nn.Module, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             outputs = self._outputs(chunk, batch, output, temperature)
-            value, metrics = loss(outputs, batch)
+            value, metrics = loss(outputs, on_device(batch, self.topology.device))
             if keeps_logprobs:
                 self._kept_logprobs.append(outputs["logprobs"].detach())
             if not value.requires_grad:
                 raise ValueError("the loss has no gradient: compute it from the model's outputs, without detach()")
-            # The second entry is Megatron's own token count; denominators are the loss's business, so it stays 0.
+            # The second entry is Megatron's own token count; it stays 0, because the loss has its own denominators.
             return value, torch.zeros((), dtype=torch.int), metrics
 
         self._kept_logprobs = []
@@ -245,28 +245,33 @@ class Engine:
             for replica in self._replicas:
                 replica.train()
                 replica.zero_grad_buffer()
-            metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
-            step = guarded_step(optimizer, self._scheduler)
+            totals = self._reduce(self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False))
+            grad_norm, lr = guarded_step(optimizer, self._scheduler)
+            skipped = not math.isfinite(grad_norm)
+            loads = self._routing.finish_update(skipped=skipped)
+            # Last, because the host waits for all that precedes it: the gather overlaps what the caller does next.
             ddp.start_weight_allgather(self._replicas)
         whole = zip(self._kept_logprobs, microbatches, strict=False)
         self._kept_logprobs = [logprobs[: len(batch.tokens)] for logprobs, batch in whole]
-        loads = self._routing.finish_update(skipped=step.skipped)
-        return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
+        return UpdateResult(grad_norm, lr, totals | loads, skipped)
 
     def pop_logprobs(self) -> list[Tensor]:
-        """Per micro-batch of the update just made what ``logprobs`` gave before it; empty before the last stage."""
+        """Return, and forget, the log-probs of each micro-batch from the forward pass of the last ``update`` with ``keeps_logprobs``.
+
+        These log-probs equal those of ``logprobs`` before the update. The list is empty on ranks before the last pipeline stage.
+        """
         kept, self._kept_logprobs = self._kept_logprobs, []
         return kept
 
     def export_weights(self, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor | None]]:
-        """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
+        """Hugging Face names and, on the ranks of ``to``, whole tensors; every rank must exhaust the stream, because it gathers."""
         ddp.wait_for_weights(self._replicas)
         with self.topology.active():
             held = self._held
         weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to, held=held)
         with self._memory.weights():
             while True:
-                # Between two tensors the caller is in its own layout: it may use another engine meanwhile.
+                # Between two tensors the caller's layout is active, so that the caller may use another engine.
                 with self.topology.active():
                     item = next(weights, None)
                 if item is None:
@@ -275,7 +280,7 @@ class Engine:
 
     @functools.cached_property
     def _held(self) -> list[ShardedParameter]:
-        """Asked for once: for a large model names take longer than a publish should."""
+        """Cached, because for a large model the names take longer than a publish should."""
         return sharded_parameters(dict(named_parameters(self.chunks)), self.hf_config, self.role)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
@@ -284,7 +289,7 @@ class Engine:
 
     @_in_own_layout
     def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 tells ``progress``."""
+        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 calls ``progress``."""
         ddp.wait_for_weights(self._replicas)
         role, keep_mtp = self.role, self._keeps_mtp
         with self._memory.weights():
@@ -297,7 +302,7 @@ class Engine:
 
     @_in_own_layout
     def start_save(self, folder: str | Path, *, in_background: bool) -> None:
-        """``save_state``, whose ``finish_save`` may come later: ``in_background`` the model may be used and trained meanwhile."""
+        """Start ``save_state``; ``finish_save`` ends it. ``in_background``: the model may be used and trained meanwhile."""
         self.finish_save()
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
@@ -311,14 +316,14 @@ class Engine:
 
     @_in_own_layout
     def finish_save(self) -> None:
-        """Wait for the save that was begun and make it appear; nothing where there is none."""
+        """Wait for the save that was started, if any, and give its folder the final name."""
         save, self._save = self._save, None
         if save is not None:
             save.finish()
 
     @_in_own_layout
     def load_state(self, folder: str | Path) -> None:
-        """Continue from what ``save_state`` wrote, in this or another parallel layout."""
+        """Continue from a checkpoint of ``save_state``, in this or another parallel layout."""
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
         with self._memory.state(changes=True):
@@ -327,7 +332,7 @@ class Engine:
     def offload(self) -> None:
         """Offload this model (as ``offload`` says) until the next call of one of its methods.
 
-        Not collective; what an unfinished ``export_weights`` reads stays.
+        Not collective; weights that an unfinished ``export_weights`` reads stay.
         """
         ddp.wait_for_weights(self._replicas)
         self._memory.offload()
@@ -390,9 +395,9 @@ class Engine:
 
         def forward_step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             chunk, index = _bare(model), next(iterator)
-            # Assembled on the device when its turn comes, and only while the pass needs it.
-            here = whole[index].joined()
-            batch, trace = on_device(here, device), self._routing.trace(index, here)
+            # Assembled when its turn comes, in host memory, so that no size has to be read from the device.
+            batch = whole[index].joined()
+            trace = self._routing.trace(index, batch)
 
             def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
                 return consume(chunk, batch, output)

@@ -1,8 +1,8 @@
-"""Weights on their way from the Megatron ranks to the servers: which rank does what.
+"""Each rank's part in sending weights from the Megatron ranks to the servers.
 
-``WeightExport`` is every rank's part; the driver's is ``rollout/weight_sources.py``. With servers on
+``WeightExport`` is the part of every rank; the driver's part is ``rollout/weight_sources.py``. With servers on
 devices of their own the first rank of each pipeline stage sends its stage's tensors; with servers on the trainer's
-devices every rank holds every tensor for the server worker next to it; through files rank 0 writes all of them.
+devices every rank has every tensor for the server worker on its device; with files rank 0 writes all tensors.
 """
 
 import os
@@ -29,7 +29,7 @@ _WHAT = "word on the weight sync"
 
 
 class WeightExport:
-    """A rank's part while the driver sends weights; keeps the rank's group with the servers."""
+    """A rank's part in a publish; keeps the rank's process group with the servers."""
 
     def __init__(self, config: Config) -> None:
         self._bucket_bytes = bucket_bytes(config.rollout, local_device().type)
@@ -37,7 +37,7 @@ class WeightExport:
         self._stage: StageRank | None = None
 
     def run(self, engine: Engine, to: GatherTarget) -> None:
-        """Walk the engine's stream and do with it what ``to`` asks of this rank (any but rank 0)."""
+        """Exhaust the engine's stream and send its tensors as ``to`` says; for every rank but 0."""
         stream, topology = engine.export_weights(to), engine.topology
         if to is GatherTarget.everywhere:
             ranks, coverage = control_ranks(self._timeout_s), Coverage(engine.expected_weights())
@@ -48,6 +48,7 @@ class WeightExport:
                 self._stage = StageRank(control_channel(0, self._timeout_s), self._bucket_bytes, driver=driver)
             self._stage.serve(whole(stream), topology.device)
         else:
+            # This rank sends nothing, but its shards are gathered inside the stream.
             exhaust(stream)
 
     def close(self) -> None:
@@ -56,7 +57,7 @@ class WeightExport:
 
 
 def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """The same stream on a rank that gets every tensor (``GatherTarget``)."""
+    """The stream of a rank that gets every tensor (``GatherTarget``). Raises ValueError for a tensor that is on another rank."""
     for name, tensor in weights:
         if tensor is None:
             raise ValueError(f"{name} was assembled on another rank: this one does not send it")
@@ -66,9 +67,9 @@ def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, T
 def exhausting(
     weights: Iterator[tuple[str, Tensor | None]], working: AbstractContextManager[None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """``whole`` inside ``working``, which runs its gathers to their end however it is left."""
+    """``whole`` inside the block ``working``; completes the gathers even if the caller leaves it early."""
     try:
-        # Not "yield from": closing this generator must not close the other one before its gathers are through.
+        # Not "yield from": closing this generator must not close ``weights`` before its gathers are complete.
         with working:
             for item in whole(weights):  # noqa: UP028
                 yield item
@@ -83,7 +84,7 @@ def source_ranks(topology: Topology) -> list[int]:
 
 
 def rank_timeout_s(config: Config) -> float:
-    """How long ranks wait for each other inside a publish: longer than its longest wait for a server."""
+    """Timeout of ranks that wait for each other inside a publish: longer than its longest wait for a server."""
     return config.parallel.collective_timeout_s + 2 * config.rollout.weight_sync_timeout_s
 
 
@@ -109,7 +110,8 @@ def control_ranks(timeout_s: float) -> RankMessaging:
 
 
 def free_cached_memory() -> None:
-    """This rank's unused device memory, back to the device; nothing on a CPU."""
+    """Return this rank's unused device memory to the device; does nothing on a CPU."""
     if torch.cuda.is_available():
+        # First, because memory that a server has closed returns to the cache only here.
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Images of a step's sequences: their files on the way to the ranks, their patches there. No collectives.
+"""Images of a step's sequences: files on the way to the ranks, patches on the ranks. No collectives.
 
-An image's file is sent once to a replica that works on a sequence with it, however many of its sequences that are, and cut
-there once: each rank that holds the encoder cuts its share, and the ranks hand each other patches as they share out the
-encoding (``models/vision/balance.py``). Threads cut while the rank computes, in the order in which sequences come, which is
-that of the micro-batches: a micro-batch waits for its own images alone.
+A replica gets the file of an image once, for any number of its sequences, and cuts it into patches once: each rank
+with the encoder cuts its share, and the ranks exchange patches when they distribute the encoding
+(``models/image_encoding.py``). Threads cut while the rank computes, in the order of the sequences, which is that of
+the micro-batches: a micro-batch waits only for its own images.
 """
 
 import os
@@ -31,7 +31,7 @@ from megatron_rl.system.files.shared_file import SharedArrays
 _MOST_THREADS = 4
 
 Cut = Callable[[int, ImageFile], Future[Tensor] | None]
-"""Begins to cut the image of a number; None where another rank does."""
+"""Function that starts to cut the image of a number; returns None if another rank cuts it."""
 
 
 class ImageDirectory:
@@ -107,17 +107,17 @@ class ImageCache:
         )
 
     def drop(self) -> None:
-        """Nothing that is not cut yet will be."""
+        """Cancel the images that are not cut yet."""
         for patches in self._patches.values():
             if patches is not None:
                 patches.cancel()
 
 
 class ImagePatcher:
-    """Threads of this rank that cut images as the model of the folder ``path`` takes them."""
+    """Threads of this rank that cut images into patches for the model in the folder ``path``."""
 
     def __init__(self, path: str | Path, models: Sequence[ModelConfig] = ()) -> None:
-        """DataError where one of the rank's ``models`` takes images, and the folder cannot cut any."""
+        """Raises DataError if one of the rank's ``models`` takes images, but the folder has no image processor."""
         self._path = path
         if any(map(takes_images, models)):
             _ = self._vision
@@ -132,8 +132,8 @@ class ImagePatcher:
         return ThreadPoolExecutor(max(1, min(cores, _MOST_THREADS)), "images")
 
     def share_of(self, place: Topology, parallel: ParallelConfig) -> Cut:
-        """This rank's: of the ranks with its batch that share out the encoding, each cuts as many."""
-        # Without sequence parallelism every tensor-parallel peer encodes all of them (models/vision/balance.py).
+        """Function that cuts this rank's share: the ranks with the same batch that share the encoding cut equal numbers of images."""
+        # Without sequence parallelism every tensor-parallel peer encodes all of them (models/image_encoding.py).
         num_tensor_ranks, tensor_rank = (place.tp_size, place.tp_rank) if parallel.sequence_parallel else (1, 0)
         num_peers, own = num_tensor_ranks * place.cp_size, num_tensor_ranks * place.cp_rank + tensor_rank
 

@@ -1,16 +1,16 @@
-"""From the algorithms' loss pieces to what one optimizer step minimises. Pure: no torch.distributed.
+"""Combines the algorithms' loss terms into the objective of one update. Pure: no torch.distributed.
 
-An objective divides each piece by the piece's own *global* denominator, a count over the whole mini-batch, all ranks
-and micro-batches: the micro-batches' losses add up to the mini-batch's loss, whichever way it is split.
+An objective divides each term by the term's own *global* denominator, a count over the whole mini-batch, all ranks
+and micro-batches: the micro-batches' losses add up to the mini-batch's loss for every split.
 
     policy: sum(L) / n(policy) - entropy_coef * sum(H) / n(mask) + sum(kl_coef * KL) / n(policy)
             + positive_lm_coef * sum(-log pi) / n(lm_mask)
     critic: sum(L_value) / n(value), which is n(mask) with token means
     sft:    sum(-log pi) / n(mask)
-    score:  sum(score_coefs * V after the last token), whose coefficients come divided
+    score:  sum(score_coefs * V after the last token), with coefficients that are already divided
 
-with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy and value the tokens, or with sequence
-means the responses that have any. Metrics keep their sums and denominators apart; the engine adds them up.
+with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy and value the tokens or, with
+sequence means, the responses that have tokens. Metrics keep sums and denominators apart; the engine adds them up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,7 @@ from megatron_rl.algorithms.loss import Loss, mask_total, masked_sum
 from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.schema import AlgorithmConfig, KlPlace
-from megatron_rl.data.batch import PackedBatch
-from megatron_rl.training.microbatch_io import reply_spans
+from megatron_rl.data.batch import PackedBatch, moved, reply_spans
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 """Name -> (sum, denominator), scalars over one micro-batch."""
@@ -40,7 +39,11 @@ LossFunction = Callable[[Mapping[str, Tensor], PackedBatch], tuple[Tensor, Metri
 def build(
     objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str, float], *, is_own_old: bool = False
 ) -> LossFunction:
-    """The objective called "policy", "critic", "sft" or "score"; ``is_own_old``: of a policy's first update in a step."""
+    """Loss function of the objective "policy", "critic", "sft" or "score".
+
+    ``denominators``: n(field) in the module's docstring, over the whole mini-batch. ``is_own_old``: the old
+    log-probs are those of the update's own forward pass, as in a policy's first update in a step.
+    """
     if objective == "policy":
         return policy_objective(algorithm, denominators, is_own_old=is_own_old)
     if objective == "critic":
@@ -53,7 +56,7 @@ def build(
 
 
 def counted_tokens(batch: PackedBatch) -> dict[str, np.ndarray]:
-    """[N] int64 by mask of the batch: how many tokens of each sequence it counts."""
+    """Maps each mask of the batch to [N] int64: the number of tokens of each sequence that the mask counts."""
     firsts, ends = (border.tolist() for border in reply_spans(batch))
     masks = {name: batch.fields[name].numpy() for name in ("mask", "lm_mask") if name in batch.fields}
     return {
@@ -68,9 +71,9 @@ def policy_denominators(
     rows: Sequence[int] | None = None,
     counts: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, float]:
-    """The denominators of ``policy_objective`` over a whole mini-batch: the sequences ``rows`` of ``batch``; None: all.
+    """Denominators of ``policy_objective`` over a whole mini-batch: the sequences ``rows`` of ``batch``; None: all.
 
-    ``counts``: the batch's ``counted_tokens``, where many mini-batches of it follow.
+    ``counts``: ``counted_tokens`` of the batch, which is computed once for its mini-batches.
     """
     rows = list(range(batch.num_sequences) if rows is None else rows)
     counts = counted_tokens(batch) if counts is None else counts
@@ -94,7 +97,7 @@ def critic_denominators(
 def _denominator(
     batch: PackedBatch, rows: Sequence[int], counts: Mapping[str, np.ndarray], kind: str, options: Mapping[str, Any]
 ) -> float:
-    """``algorithms.loss_denominator``; of the usual ways from the counts alone."""
+    """``algorithms.loss_denominator``, for the built-in aggregations from the counts alone."""
     if kind == "token_mean":
         return float(counts["mask"][rows].sum())
     if kind == "sequence_mean":
@@ -112,11 +115,11 @@ def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:
 def policy_objective(
     algorithm: AlgorithmConfig, denominators: Mapping[str, float], *, is_own_old: bool = False
 ) -> LossFunction:
-    """Reads what ``step.batches.policy_batch`` makes: mask, old_logprobs, advantages, and what the settings add to them.
+    """Reads the fields of ``step.loss_batches.policy_batch``: mask, old_logprobs, advantages, and those of the settings.
 
-    ``is_own_old``: the outputs' log-probs are the old ones. With ``rollout_logprobs`` weights are computed here.
-
-    A mini-batch without positive examples (``denominators["lm_mask"]`` 0 or absent) has no LM term.
+    ``is_own_old``: the outputs' own log-probs are the old log-probs. With the field ``rollout_logprobs`` the
+    correction's weights are computed here. A mini-batch without positive examples (``denominators["lm_mask"]`` 0 or
+    absent) has no LM term.
     """
     num_tokens, divisor = _positive(denominators, "mask"), _positive(denominators, "policy")
     num_lm_tokens = denominators.get("lm_mask", 0.0)
@@ -160,7 +163,7 @@ def _surrogate(
     old_logprobs: Tensor,
     batch: PackedBatch,
 ) -> Loss:
-    """The policy loss proper: ``policy_loss`` on the batch's fields, with weights and coefficients as configured."""
+    """The policy loss itself: ``policy_loss`` on the batch's fields, with weights and coefficients as configured."""
     mask, advantages, weights = batch.fields["mask"], batch.fields["advantages"], batch.fields.get("weights")
     coefficients = _coefficients(_aggregation(algorithm), mask, batch)
     if "rollout_logprobs" in batch.fields:
@@ -175,7 +178,7 @@ def _surrogate(
             icepop_low=settings.icepop_low,
             icepop_high=settings.icepop_high,
         )
-    if algorithm.correction.opsm_delta:  # takes loss away from responses; denominators stay those of all tokens
+    if algorithm.correction.opsm_delta:  # masks whole responses; denominators remain those of all tokens
         kept = algorithms.off_policy_sequence_mask(
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
         ).to(logprobs.dtype)
@@ -198,9 +201,9 @@ def _surrogate(
 
 
 def _coefficients(aggregation: tuple[str, Mapping[str, Any]], mask: Tensor, batch: PackedBatch) -> Tensor | None:
-    """[T] what each token's loss counts; None: 1."""
+    """[T] factor of each token's loss; None: 1."""
     name, options = aggregation
-    if name == "token_mean":  # all are 1, and reading cu_seqlens would wait for the device
+    if name == "token_mean":  # all are 1
         return None
     return algorithms.token_coefficients(mask, batch.cu_seqlens, name, options=options)
 
@@ -241,14 +244,16 @@ def _sft_objective(denominators: Mapping[str, float]) -> LossFunction:
 def _score_objective() -> LossFunction:
     """Reads the field score_coefs: on the last token of a sequence dL/ds of its score s (the value after that token).
 
-    Any loss over whole sequences has the gradient of sum(dL/ds * s): score them first without gradient, compute dL/ds
-    where all scores lie together (``algorithms.bradley_terry_coefficients``), then take this step. Sequences that are
-    compared need not share a micro-batch or a rank. The value of this sum itself says nothing, so there are no metrics.
+    Any loss over whole sequences has the gradient of sum(dL/ds * s): score the sequences first without gradient,
+    compute dL/ds where all scores are known (``algorithms.bradley_terry_coefficients``), then make this update.
+    Sequences that are compared need not share a micro-batch or a rank. The value of this sum has no meaning, so
+    there are no metrics.
     """
 
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        scores, last = outputs["final_values"], (batch.cu_seqlens[1:] - 1).clamp(min=0)
-        return (batch.fields["score_coefs"][last].to(scores) * scores).sum(), {}
+        scores, coefs = outputs["final_values"], batch.fields["score_coefs"]
+        last = moved((batch.cu_seqlens[1:] - 1).clamp(min=0), coefs.device)
+        return (coefs[last].to(scores) * scores).sum(), {}
 
     return objective
 

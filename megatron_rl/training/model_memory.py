@@ -1,8 +1,10 @@
 """Moves one model's storages between this rank's device and host memory.
 
-Gradients exist during an update only. Weights and optimizer state of a model that steps aside wait in host memory, pinned
-on GPUs, until its next command. Storages are emptied and filled in place: Megatron's views of them (buckets, shards, main
-gradients) stay what they are, and so do the results, bit for bit. All of it is local to a rank; no rank waits for another.
+Gradient buffers exist from a model's first update to its first use of another kind, so a stage with several updates
+allocates and frees them once. Freeing waits for the device; an update does not. Weights and optimizer state of an
+offloaded model are in host memory (pinned if there are GPUs) until the model's next call. Storages are emptied and
+filled in place, so Megatron's views of them (buckets, shards, main gradients) stay valid, and results are the same,
+bit for bit. All operations are local to a rank; no rank waits for another.
 """
 
 import mmap
@@ -32,14 +34,15 @@ class ModelMemory:
         *,
         moves: bool,
     ) -> None:
-        """``moves``: whether ``offload`` empties the device; gradients come and go in any case."""
-        # As Megatron's offload_grad_buffers, which warns of its own use of typed storages.
+        """``moves``: whether ``offload`` moves weights and state; gradients are allocated and freed in any case."""
+        # Megatron's offload_grad_buffers does the same, but warns about its own use of typed storages.
         storages = [
             buffer.grad_data.untyped_storage()
             for replica in replicas
             for buffer in (*replica.buffers, *replica.expert_parallel_buffers)
         ]
         self._gradients = [(storage, storage.nbytes()) for storage in storages]
+        self._has_gradients = True
         self._optimizer = optimizer
         self._moves = moves
         self._num_users = 0
@@ -49,40 +52,48 @@ class ModelMemory:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Keep the weights on the device inside the block, even if another model asks for an offload."""
+        """Keep the weights on the device inside the block, even if another model asks for an offload; free the gradients."""
+        self._free_gradients()
+        with self._in_use():
+            yield
+
+    @contextmanager
+    def state(self, *, changes: bool) -> Iterator[None]:
+        """``weights`` with the optimizer state. ``changes``: the block may change both."""
+        self._free_gradients()
+        with self._in_use(state=True, changes=changes):
+            yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Weights, optimizer state and gradient buffers, whose content is arbitrary; the buffers stay for the next update."""
+        with self._in_use(state=True, changes=True):
+            if not self._has_gradients:
+                for storage, size in self._gradients:
+                    storage.resize_(size)
+                self._has_gradients = True
+            try:
+                yield
+            finally:
+                if self._optimizer is not None:
+                    self._optimizer.zero_grad()  # drops the views of the buffers, and float32 copies of their shards
+
+    @contextmanager
+    def _in_use(self, *, state: bool = False, changes: bool = False) -> Iterator[None]:
         self._weights.back()
+        if state:
+            self._state.back()
         self._num_users += 1
         try:
             yield
         finally:
             self._num_users -= 1
-
-    @contextmanager
-    def state(self, *, changes: bool) -> Iterator[None]:
-        """Inside, weights and optimizer state are on the device. ``changes``: they may be others afterwards."""
-        with self.weights():
-            self._state.back()
-            try:
-                yield
-            finally:
-                if changes:
-                    self._weights.is_copied = self._state.is_copied = False
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """``state``, and gradient buffers, of any content, that are gone afterwards."""
-        with self.state(changes=True):
-            for storage, size in self._gradients:
-                storage.resize_(size)
-            try:
-                yield
-            finally:
-                if self._optimizer is not None:
-                    self._optimizer.zero_grad()  # drops the views of the buffers that are emptied next
-                self._free_gradients()
+            if changes:
+                self._weights.is_copied = self._state.is_copied = False
 
     def offload(self) -> None:
-        """Make room for others: all that is not in use leaves the device."""
+        """Free the device: drop the gradients, and move weights and state that are not in use to host memory."""
+        self._free_gradients()
         if (
             self._moves
             and not self._num_users
@@ -92,15 +103,18 @@ class ModelMemory:
             torch.cuda.empty_cache()  # large blocks of other sizes come next
 
     def _free_gradients(self) -> None:
+        if not self._has_gradients:
+            return
         _wait_for_device()
         for storage, _ in self._gradients:
             storage.resize_(0)
+        self._has_gradients = False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 class _HostBuffer:
-    """The storages of some tensors, on the device or in host memory; the host memory is taken once and kept."""
+    """Storages of some tensors, on the device or in host memory; the host memory is allocated once and kept."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, besides: "_HostBuffer | None" = None) -> None:
         self._tensors = tensors
@@ -108,10 +122,10 @@ class _HostBuffer:
         self._host: Tensor | None = None
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.is_copied = False
-        """Host memory holds what is on the device: leaving copies nothing."""
+        """True if host memory has the same content as the device, so that ``out`` copies nothing."""
 
     def out(self) -> bool:
-        """Empty the storages, after a copy to host memory where there is none yet. False: they were empty."""
+        """Empty the storages, after a copy to host memory if there is none yet. Returns False if they were empty."""
         if self._emptied:
             return False
         storages = self._storages()
@@ -142,7 +156,7 @@ class _HostBuffer:
         self._emptied = []
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        """Storages by identity: tensors share them, and some of the float32 optimizer state belong to the weights."""
+        """Storages by identity, because tensors share storages, and some float32 optimizer state is the weights' own storage."""
         others = self._besides._storages() if self._besides else {}
         found = (tensor.untyped_storage() for tensor in self._tensors())
         return {one._cdata: one for one in found if one.nbytes() and one._cdata not in others}
@@ -153,23 +167,23 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait_for_device() -> None:
-    """Other streams than the one that copies use the memory, too: weights are gathered and sent on their own."""
+    """Wait for all streams: weights are gathered and sent on streams other than the one that copies."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _host_memory(num_bytes: int) -> Tensor:
-    """[num_bytes] uint8, pinned where there is a GPU. Raises UserError where the machine has not so much."""
+    """[num_bytes] uint8, pinned if there is a GPU. Raises UserError if the machine has too little memory."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     room = available_bytes_per_rank()
     if num_bytes > room:
         raise UserError(
-            f"no host memory for a model that waits for its turn: {num_ranks_here()} ranks of this machine need "
+            f"no host memory for an offloaded model: {num_ranks_here()} ranks of this machine need "
             f"{num_bytes / _GB:.1f} GB each, and {room / _GB:.1f} GB are available for each; set policy.offload=never and "
             "critic.offload=never, or use more ranks"
         )
-    # Not torch's own pinned memory, which takes the next power of two.
+    # Not torch's own pinned memory, whose sizes are rounded up to a power of two.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy all pages that are pinned
     host = torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,13 +1,12 @@
 """The optimizer of one model: Megatron's distributed Adam, its learning-rate schedule, and the guarded step.
 
-Invariants: update number k (counted from 1) runs at the schedule's value for k, so the first update of a warm-up is not
-wasted at rate 0; a step whose global gradient norm is not finite changes neither weights, nor Adam's state, nor the
-schedule. Every rank waits for every other in the reduction of the gradient norm.
+Invariants: update k (counted from 1) uses the schedule's value for k, so the first update of a warm-up does not run
+at rate 0; a step whose global gradient norm is not finite changes neither weights, nor Adam's state, nor the
+schedule. All ranks wait for each other in the reduction of the gradient norm.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -21,17 +20,10 @@ from megatron_rl.config.schema import DecayStyle, Moments, OptimizerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
+_BETA1 = 0.9
+"""Decay of Adam's mean of gradients, per update."""
 _FUSED_MAIN = "master_param"
-"""State key under which Transformer Engine's Adam stores main parameters if the moments have another dtype."""
-
-
-@dataclass(frozen=True)
-class OptimizerStepResult:
-    grad_norm: float
-    """Global 2-norm before clipping; not finite if the step was skipped."""
-    lr: float
-    """Learning rate of this step (of the last one, if skipped)."""
-    skipped: bool
+"""State key of the main parameters in Transformer Engine's Adam if the moments have another dtype."""
 
 
 def build_optimizer(
@@ -39,8 +31,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW over the chunks, its float32 state sharded over the data-parallel ranks (ZeRO-1).
 
-    Biases and vectors get no weight decay (Megatron's default). Build it after the weights are loaded: with bfloat16
-    models the float32 main weights are copied here.
+    Biases and vectors get no weight decay (Megatron's default). Build it after the weights are loaded: with
+    bfloat16 models the float32 main weights are copied here.
     """
     has_small_moments = config.moments is Moments.bfloat16
     if has_small_moments and not (has_transformer_engine() and dtype is torch.bfloat16):
@@ -55,7 +47,7 @@ def build_optimizer(
             lr=config.lr,
             min_lr=config.min_lr,
             weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
+            adam_beta1=_BETA1,
             adam_beta2=config.beta2,
             adam_eps=config.eps,
             clip_grad=config.max_grad_norm,
@@ -65,10 +57,11 @@ def build_optimizer(
             use_precision_aware_optimizer=has_small_moments,
             exp_avg_dtype=moments_dtype,
             exp_avg_sq_dtype=moments_dtype,
-            # Checkpoints hold whole float32 weights, whatever optimizer goes on from them.
+            # Checkpoints have whole float32 weights, so that any optimizer can continue from them.
             store_param_remainders=False,
         ),
         list(chunks),
+        # There are no gloo copies of the groups (``create_gloo_process_groups`` in ``topology.py``).
         use_gloo_process_groups=False,
     )
     _create_adam_state(optimizer)
@@ -78,7 +71,7 @@ def build_optimizer(
 def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Linear warm-up over warmup_steps, then constant, or linear / cosine decay to min_lr at step decay_steps.
 
-    Raises ValueError where the schedule cannot be: no decay_steps, or a warm-up that does not end before them.
+    Raises ValueError for decay without decay_steps, and for a warm-up that does not end before them.
     """
     decays = config.decay_style is not DecayStyle.constant
     if decays and config.decay_steps <= config.warmup_steps:
@@ -94,6 +87,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> Op
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
+        # Megatron requires a decay that ends after the warm-up, even for a constant rate.
         lr_decay_steps=config.decay_steps if decays else config.warmup_steps + 1,
         lr_decay_style=config.decay_style.value,
         start_wd=config.weight_decay,
@@ -103,16 +97,17 @@ def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> Op
     )
 
 
-def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> OptimizerStepResult:
-    """Clip and apply the finished gradients, unless their norm is not finite.
+def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> tuple[float, float]:
+    """Clip and apply the finished gradients, unless their norm is not finite: then the step is skipped.
 
-    Megatron's own ``step`` looks for non-finite gradients only under float16 loss scaling; here the norm, which every
-    rank has to know for clipping anyway, decides, and so decides alike on every rank.
+    Returns the global 2-norm before clipping, and the learning rate of this step (of the last one, if skipped).
+    Megatron's own ``step`` checks for non-finite gradients only under float16 loss scaling. Here the norm decides,
+    which every rank needs for clipping anyway, so all ranks decide alike.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    skipped = not math.isfinite(grad_norm)
-    if not skipped:
+    if math.isfinite(grad_norm):
+        # Before the update, so that update k uses the schedule's value for k.
         scheduler.step(1)
         max_norm = optimizer.config.clip_grad
         for part in optimizer_parts(optimizer):
@@ -121,7 +116,7 @@ def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedule
                 decoupled = part.config.use_precision_aware_optimizer
                 clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm, use_decoupled_grad=decoupled)
         optimizer.step_with_ready_grads()
-    return OptimizerStepResult(grad_norm, float(optimizer.param_groups[0]["lr"]), skipped)
+    return grad_norm, float(optimizer.param_groups[0]["lr"])
 
 
 def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:
@@ -158,11 +153,11 @@ def weight_states(part: MegatronOptimizer, weight: torch.nn.Parameter) -> dict[s
 
 
 def _create_adam_state(optimizer: MegatronOptimizer) -> None:
-    """No Adam has state before its first step, but a model may be saved, or wait in host memory, before that."""
+    """Create Adam's state, which Adam itself does at its first step: a model may be saved or offloaded before that."""
     for part in optimizer_parts(optimizer):
         if not part.config.use_precision_aware_optimizer:
             part.init_state_fn(part.optimizer, part.config)
             continue
-        for parameter in part.get_parameters():  # Megatron 0.16.1 forgets an argument
+        for parameter in part.get_parameters():  # not init_state_fn: Megatron 0.16.1 omits an argument there
             part.optimizer.initialize_state(parameter, part.config.store_param_remainders)
     set_num_steps(optimizer, 0)

@@ -1,9 +1,9 @@
-"""The optimizer's state as a checkpoint sees it: each rank's own share, under the names and shapes of the weights.
+"""The optimizer's state in checkpoints: each rank's own shard, under the names and shapes of the weights.
 
-A rank of the distributed optimizer holds a stretch of the elements of some weights. Such a stretch of a row-major tensor
-is a few boxes (the end of a row, whole rows, the start of a row), and boxes are what Megatron's format can store and split
-again. So nothing is gathered and nothing copied: what is written and read are views of the state itself, in any layout.
-The names are those of Megatron's "fully_reshardable" format, whose checkpoints can be read as well.
+A rank of the distributed optimizer has a range of the elements of some weights. Such a range of a row-major tensor
+consists of a few boxes (the end of a row, whole rows, the start of a row), which Megatron's format can store and
+split again. So nothing is gathered or copied: in any layout, views of the state itself are written and read. The
+names are those of Megatron's "fully_reshardable" format, whose checkpoints can be read as well.
 """
 
 import math
@@ -26,8 +26,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def sharded_state(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """This rank's share of the optimizer state; ``weights``: the sharded state dicts of the chunks."""
+    """This rank's shard of the optimizer state; ``weights``: the sharded state dicts of the chunks."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(weights))
+    # By identity, because the state dicts refer to the weights themselves.
     found = {id(entry.data): entry for entry in nested_values(sharded)}
     pieces: list[ShardedTensor] = []
     for part in optimizer_parts(optimizer):
@@ -73,13 +74,14 @@ def _pieces_of(
         torch.empty_like(weight.data, device="meta", dtype=values.dtype),
     )
     if isinstance(weight, ShardedTensorFactory):
-        # Such a weight is stored as several tensors; where its parts lie in it, the views that they are of it say.
+        # Such a weight is stored as several tensors, which are views of it: their offsets are those of the parts.
         parts = list(nested_values({"": weight.build_fn(key, local, weight.replica_id, None)}))
     else:
         parts = [replace(weight, key=key, data=local, dtype=values.dtype)]
     for part in parts:
         if not part.data.is_contiguous():
-            raise NotImplementedError(f"{key}: a part that is not a stretch of the weight's elements")
+            raise NotImplementedError(f"{key}: a part that is not a range of the weight's elements")
+        # The meta tensor has the weight's layout, so its offset is the part's place in the weight.
         begin = part.data.storage_offset()
         first, last = max(start, begin), min(start + len(values), begin + part.data.numel())
         position = first - start
@@ -96,8 +98,8 @@ def _piece(part: ShardedTensor, values: Tensor, offset: tuple[int, ...], size: t
         data=values.view(size),
         local_shape=size,
         global_offset=tuple(a + b for a, b in zip(part.global_offset, offset, strict=True)),
-        axis_fragmentations=None,  # the boxes are no regular grid
-        # Replicated over tensor-parallel ranks and stages as the weight is, and over no others.
+        axis_fragmentations=None,  # boxes form no regular grid
+        # Replicated like the weight over tensor-parallel ranks and stages, but not over data-parallel ranks.
         replica_id=(*part.replica_id[:2], 0),
         prepend_axis_num=0,
     )

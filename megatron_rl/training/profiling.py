@@ -3,8 +3,9 @@
     profile/step-3/rank-0/update_policy.json.gz        Chrome trace: ui.perfetto.dev opens it
     profile/step-3/rank-0/update_policy.memory.pickle  pytorch.org/memory_viz opens it; only with a GPU
 
-A stage is profiled from its first command to the next stage's, so a rank that waits is seen waiting. Writing a trace
-takes seconds and happens between two stages. What goes wrong is a warning: training goes on without the trace.
+A stage is profiled from its first call to the next stage's first call, so a trace shows a rank's waits. Writing a
+trace takes seconds and happens between two stages. A failure is logged as a warning, and training continues without
+the trace.
 """
 
 import logging
@@ -28,7 +29,7 @@ def stage_profiler(config: Config, rank: int) -> "StageProfiler | None":
     """Return the rank's profiler, or None if it profiles nothing."""
     if not config.profile.steps or rank not in config.profile.ranks:
         return None
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it says on standard error when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # otherwise it reports every start and stop on standard error
     return StageProfiler(config, rank)
 
 
@@ -37,8 +38,8 @@ def memory_note(config: Config) -> str:
     if not (config.profile.memory and config.profile.steps) or torch.cuda.is_available():
         return ""
     return (
-        "profile.memory: memory snapshots are of GPUs, and there is none here: traces only "
-        "(memory/<stage>_host_gib says what a stage uses)"
+        "profile.memory: memory snapshots need a GPU, and there is none here: traces only "
+        "(memory/<stage>_host_gib has the memory of each stage)"
     )
 
 
@@ -65,7 +66,8 @@ class StageProfiler:
 
     def _wants(self, stage: StageKey) -> bool:
         settings = self._settings
-        return stage.step + 1 in settings.steps and (not settings.stages or stage.name in settings.stages)
+        step, name = stage
+        return step + 1 in settings.steps and (not settings.stages or name in settings.stages)
 
     def _begin(self) -> None:
         gpu = [ProfilerActivity.CUDA] if self._with_gpu else []
@@ -76,13 +78,15 @@ class StageProfiler:
         self._profile = started
 
     def _end(self) -> None:
-        """Write what was profiled; nothing is on afterwards."""
+        """Stop the profiler, if it runs, and write its trace."""
         if self._profile is None or self._stage is None:
             return
         stage, finished, self._profile = self._stage, self._profile, None
         number = self._num_written[stage] = self._num_written.get(stage, 0) + 1
-        folder = self._folder / f"step-{stage.step + 1}" / f"rank-{self._rank}"
-        name = stage.name if number == 1 else f"{stage.name}-{number}"
+        step, name = stage
+        folder = self._folder / f"step-{step + 1}" / f"rank-{self._rank}"
+        # A stage that another stage interrupts gets one file for each of its parts.
+        name += f"-{number}" if number > 1 else ""
 
         def write() -> None:
             if self._with_gpu:

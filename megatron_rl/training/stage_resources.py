@@ -14,9 +14,8 @@ _MAX_RANKS = 64
 """Largest number of ranks whose seconds per stage are recorded, because they go into the timeline once per stage and step."""
 
 
-class StageKey(NamedTuple):
-    step: int
-    name: str
+StageKey = tuple[int, str]
+"""(step, name of the stage)."""
 
 
 class ResourceUse(NamedTuple):
@@ -25,11 +24,11 @@ class ResourceUse(NamedTuple):
     host_gib: float = 0.0
     """Largest resident memory."""
     device_gib: float = 0.0
-    """Most that PyTorch allocated; 0 on a CPU."""
+    """Peak of PyTorch's allocations; 0 on a CPU."""
     cpu_s: float = 0.0
     """CPU time of the process; the driver's includes its other threads."""
     busy_s: float = 0.0
-    """In commands of the driver, without the wait for the next one; of several ranks, that of the one that took longest."""
+    """Seconds in the driver's calls, without the waits between calls; for several ranks, the longest."""
 
 
 class StageMeter:
@@ -43,7 +42,7 @@ class StageMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the block as a call's own work."""
+        """Count the block as work of a call."""
         started_s = time.monotonic()
         try:
             yield
@@ -51,7 +50,7 @@ class StageMeter:
             self._busy_s += time.monotonic() - started_s
 
     def start_stage(self, stage: StageKey | None) -> None:
-        """Count resources to ``stage`` from now on; None: between two stages, which are not counted."""
+        """Attribute resources to ``stage`` from now on; None: to no stage."""
         if stage == self._stage:
             return
         used = self._take_use()
@@ -59,16 +58,16 @@ class StageMeter:
             before = self._uses.get(self._stage, ResourceUse())
             self._uses[self._stage] = _together(before, used)._replace(busy_s=before.busy_s + used.busy_s)
         self._stage = stage
-        process_probe.set_status("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
+        process_probe.set_status("stage", f"{stage[1]} of step {stage[0] + 1}" if stage else "")
 
     def take(self) -> dict[StageKey, ResourceUse]:
-        """All that was counted since the last call; the present stage ends."""
+        """Resources by stage since the last call; ends the present stage."""
         self.start_stage(None)
         uses, self._uses = self._uses, {}
         return uses
 
     def _take_use(self) -> ResourceUse:
-        """Since the last call."""
+        """Resources since the last call."""
         before_s, self._cpu_s = self._cpu_s, time.process_time()
         device_gib = 0.0
         if torch.cuda.is_available():
@@ -88,7 +87,7 @@ def of_all_ranks(accounts: Iterable[Mapping[StageKey, ResourceUse]]) -> dict[Sta
 
 
 def seconds_by_rank(accounts: Sequence[Mapping[StageKey, ResourceUse]]) -> dict[StageKey, str]:
-    """Words ``rank:seconds`` of the ranks' own work in each stage; of many ranks the slowest and the quickest ones."""
+    """Text ``rank:seconds ...`` of the ranks' own work in each stage; of many ranks only the slowest and the fastest."""
     found: dict[StageKey, list[tuple[float, int]]] = {}
     for rank, account in enumerate(accounts):
         for stage, use in account.items():

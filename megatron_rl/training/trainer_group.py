@@ -1,9 +1,9 @@
 """All trainer ranks as seen from the driver (rank 0): one call here, one collective action everywhere.
 
-The other ranks wait in ``TrainerRank.serve`` for the driver's next call; the driver sends it, sends each replica the rows that
-its caches lack for its micro-batches (``cache_directory.py``), runs its own part, and gathers the results of the output
-ranks. An idle driver sends heartbeats, so that a rank's deadline (parallel.collective_timeout_s) means a driver in trouble
-and not a long generation.
+The other ranks wait in ``TrainerRank.serve`` for the driver's next call. The driver sends the call, sends each
+replica the rows that its caches lack for its micro-batches (``sequence_cache.py``), runs its own part, and gathers
+the results of the output ranks. An idle driver sends heartbeats, so that a rank's deadline
+(parallel.collective_timeout_s) indicates a driver that hangs, not a long generation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,32 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.data.batch import ROUTES, PackedBatch
+from megatron_rl.data.batch import ROUTES, PackedBatch, restore
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.parallel import collectives, hang_report
+from megatron_rl.parallel.collectives import Payload
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.training import rank_methods
+from megatron_rl.training import trainer_rank
 from megatron_rl.training.array_transport import ArrayTransport
 from megatron_rl.training.batching import Plan
-from megatron_rl.training.cache_directory import BatchOnReplicas, CacheDirectory
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.export import exhausting
-from megatron_rl.training.microbatch_io import restore
 from megatron_rl.training.profiling import memory_note
 from megatron_rl.training.replica_assignment import PlacementPreferences, ReplicaPlanner
+from megatron_rl.training.sequence_cache import CacheDirectory
 from megatron_rl.training.stage_resources import ResourceUse, StageKey, of_all_ranks, seconds_by_rank
 from megatron_rl.training.trainer_rank import Call, TrainerRank
 
 
 class TrainerGroup:
-    """The driver's side; engines may have different layouts. Batches go in whole and come back in their own order."""
+    """Calls on all ranks; engines may have different layouts. Arguments and results are whole batches, in the batch's order."""
 
     def __init__(self, rank: TrainerRank) -> None:
         self.driver = rank
         """This process's own rank."""
         self._stage: StageKey | None = None
-        self._sharing = {
+        self._planners = {
             name: ReplicaPlanner(
                 engine.parallel,
                 len(rank.replicas[name].replica_roots),
@@ -49,7 +49,7 @@ class TrainerGroup:
             )
             for name, engine in rank.engines.items()
         }
-        self._directories: dict[tuple[int, int] | None, CacheDirectory] = {}
+        self._directories: dict[tuple[int, int | None], CacheDirectory] = {}
         """The directory of each layout and step."""
         self.transport = ArrayTransport(rank.topology.world_size, self._call)
 
@@ -67,17 +67,17 @@ class TrainerGroup:
         return list(dict.fromkeys(filter(None, [*notes, memory_note(self.driver.config)])))
 
     def share_out(self, batch: PackedBatch, updates: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Settle which replica works on which sequence of this step, in every layout. Inside ``stage``; not collective.
+        """Assign the sequences of this step to replicas, in every layout. Inside ``stage``; not collective.
 
-        ``updates``: by engine, the ids of the sequences of each optimizer step to come; each is to be even. Without it a
-        step's sequences are shared out by the first call that is about them.
+        ``updates``: by engine, the sequence ids of each planned update, which is balanced over the replicas.
+        Without this call the first call on a sequence assigns it.
         """
         if not batch.ids:
             return
         for layout in {engine.topology.layout for engine in self.driver.engines.values()}:
             names = [name for name, engine in self.driver.engines.items() if engine.topology.layout == layout]
             groups = [group for name in names for group in updates.get(name, ())]
-            self._settle_homes(self._about(names[0], batch), groups)
+            self._assign(names[0], batch, self._directory_of(names[0], batch), groups)
 
     def logprobs(
         self,
@@ -88,31 +88,35 @@ class TrainerGroup:
         engine: str = "policy",
         keeps_routes: bool = False,
     ) -> Tensor:
-        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0; of the sequences ``rows`` alone.
+        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0; only of the sequences ``rows``.
 
-        ``keeps_routes``: the step's updates of the engine follow the experts that this pass chose. They stay on the ranks.
+        ``keeps_routes``: the step's updates of the engine replay the experts that this pass chooses. The routes stay on the ranks.
         """
         if not batch.num_sequences or (rows is not None and not len(rows)):
             return torch.zeros(len(batch.tokens))
-        about = self._about(engine, batch.only("mask", "lm_mask", ROUTES))
-        answer, routes = about.directory.column(), about.directory.column() if keeps_routes else None
-        function = partial(rank_methods.logprobs, temperature=temperature, answer=answer, routes=routes)
-        plan = self._plan(about, rows)
-        results = self._call(Call("logprobs", function, engine, gathers=True), about, plan)
+        # Any other field would be sent to the ranks without being read there.
+        batch = batch.only("mask", "lm_mask", ROUTES)
+        directory = self._directory_of(engine, batch)
+        answer, routes = directory.column(), directory.column() if keeps_routes else None
+        step = directory.step
+        function = partial(trainer_rank.logprobs, temperature=temperature, step=step, answer=answer, routes=routes)
+        plan = self._plan(engine, batch, directory, rows)
+        results = self._call_on_batch(Call("logprobs", function, engine, gathers=True), batch, directory, plan)
         (logprobs,) = restore(batch, plan, results, per_sequence=False)
-        about.directory.answered(answer, about.keys, plan, logprobs)
+        directory.answered(answer, batch, plan, logprobs)
         if routes is not None:
-            about.directory.answered(routes, about.keys, plan)
-            about.directory.routes[engine] = routes
+            directory.answered(routes, batch, plan)
+            directory.routes[engine] = routes
         return logprobs
 
     def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
         if not batch.num_sequences:
             return torch.zeros(0), torch.zeros(0)
-        about = self._about(engine, batch.only())  # values are of tokens alone
-        plan = self._plan(about)
-        results = self._call(Call("values", rank_methods.values, engine, gathers=True), about, plan)
+        batch = batch.only()  # values are of tokens alone
+        directory = self._directory_of(engine, batch)
+        plan = self._plan(engine, batch, directory)
+        results = self._call_on_batch(Call("values", trainer_rank.values, engine, gathers=True), batch, directory, plan)
         values, final_values = restore(batch, plan, results, per_sequence=True)
         return values, final_values
 
@@ -127,37 +131,41 @@ class TrainerGroup:
         temperature: float = 1.0,
         keeps_logprobs: bool = False,
     ) -> UpdateResult:
-        """One optimizer step of ``engine`` on the sequences ``rows`` of ``batch`` (None: on all).
+        """One update of ``engine`` on the sequences ``rows`` of ``batch`` (None: on all).
 
-        Denominators are those of losses.build, over all of these. ``keeps_logprobs``: a policy's update takes the log-probs of
-        its forward pass for the old ones, and they come with the result.
+        ``denominators``: as in ``losses.build``, over these sequences. ``keeps_logprobs``: a policy's update uses
+        the log-probs of its own forward pass as the old log-probs, and returns them in the result.
         """
         function = partial(
-            rank_methods.update,
+            trainer_rank.update,
             objective=objective,
             denominators=denominators,
             temperature=temperature,
             keeps_logprobs=keeps_logprobs,
         )
         logprobs: Tensor | None = None
-        about = self._about(engine, batch)
-        routes = about.directory.routes.get(engine)
-        plan = self._plan(about, rows, may_move=routes is None)
+        directory = self._directory_of(engine, batch)
+        routes = directory.routes.get(engine)
+        # Recorded routes are on the rank that recorded them, so their sequences must stay.
+        plan = self._plan(engine, batch, directory, rows, may_move=routes is None)
         call = Call("update", function, engine, columns={} if routes is None else {ROUTES: routes})
-        result = self._call(call, about, plan)
+        result = self._call_on_batch(call, batch, directory, plan)
         if keeps_logprobs:
-            found = self._call(Call("take_logprobs", rank_methods.pop_logprobs, engine, gathers=True))
+            found = self._call(Call("take_logprobs", trainer_rank.pop_logprobs, engine, gathers=True))
+            # The update's own log-probs cover whole sequences.
             (logprobs,) = restore(replace(batch, spans=None), plan, found, per_sequence=False)
-        return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths), logprobs=logprobs)
+        return replace(result, plan=self._planners[engine].metrics(plan, directory.sequences(batch).lengths), logprobs=logprobs)
 
     def export_weights(self, engine: str, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.
+        """Yield (Hugging Face name, full tensor) for the tensors that ``to`` gives to this rank; the iterator must be exhausted.
 
-        The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
-        runs its gathers to their end, however it is left.
+        The call itself makes the other ranks gather and, depending on ``to``, send their tensors
+        (``WeightExport.run``). An iterator that was started completes its gathers even if the caller leaves it
+        early.
         """
-        call = Call("export", partial(rank_methods.export, to=to), engine)
+        call = Call("export", partial(trainer_rank.export, to=to), engine)
         self._announce(call)
+        # The other ranks do this in ``execute``; the driver's own part runs when the caller reads the stream.
         self.driver.offload_others(engine)
         return exhausting(self.driver.engines[engine].export_weights(to), hang_report.track_activity(str(call)))
 
@@ -166,52 +174,52 @@ class TrainerGroup:
         return self.driver.engines[engine].expected_weights()
 
     def set_progress_callback(self, note: Callable[[str], None]) -> None:
-        """``note`` is told how far a long save is."""
+        """``note`` receives the progress of a long save."""
         self.driver.note = note
 
     def save_hf(self, engine: str, folder: str) -> None:
         """Write the model as a Hugging Face folder, which all ranks must see."""
-        self._call(Call("save_hf", partial(rank_methods.save_hf, folder=folder), engine))
+        self._call(Call("save_hf", partial(trainer_rank.save_hf, folder=folder), engine))
 
     def save_state(self, engine: str, folder: str) -> None:
-        """Write weights, optimizer state and schedule. Raises CheckpointSaveError; the group goes on."""
-        self._call(Call("save_state", partial(rank_methods.save_state, folder=folder), engine))
+        """Write weights, optimizer state and schedule. Raises CheckpointSaveError; the group stays usable."""
+        self._call(Call("save_state", partial(trainer_rank.save_state, folder=folder), engine))
 
     def start_save(self, engine: str, folder: str) -> None:
-        """``save_state`` that goes on in the background: the engine may train on, and the folder appears with ``finish_saves``.
+        """``save_state`` in the background: the engine may train meanwhile, and the folder appears with ``finish_saves``.
 
         Raises CheckpointSaveError.
         """
-        self._call(Call("begin_save", partial(rank_methods.start_save, folder=folder), engine))
+        self._call(Call("begin_save", partial(trainer_rank.start_save, folder=folder), engine))
 
     def saves_are_written(self) -> bool:
         """True if ``finish_saves`` would not wait."""
-        return all(self._call(Call("report_saves", rank_methods.report_saves)))
+        return all(self._call(Call("report_saves", trainer_rank.report_saves)))
 
     def finish_saves(self) -> None:
-        """Wait for what ``start_save`` began and make it appear. Raises CheckpointSaveError; the group goes on."""
-        self._call(Call("finish_saves", rank_methods.finish_saves))
+        """Wait for the saves that ``start_save`` started. Raises CheckpointSaveError; the group stays usable."""
+        self._call(Call("finish_saves", trainer_rank.finish_saves))
 
     def load_state(self, engine: str, folder: str) -> None:
-        """Continue from what ``save_state`` wrote, in this or another layout. Raises CheckpointError; the group goes on."""
-        self._call(Call("load_state", partial(rank_methods.load_state, folder=folder), engine))
+        """Continue from a checkpoint of ``save_state``, in this or another layout. Raises CheckpointError; the group stays usable."""
+        self._call(Call("load_state", partial(trainer_rank.load_state, folder=folder), engine))
 
     def heartbeat(self) -> None:
-        """Tell the other ranks that the driver lives: their wait for a call starts again."""
-        self._call(Call("heartbeat", rank_methods.heartbeat))
+        """Tell the other ranks that the driver is alive: their deadline for the next call starts again."""
+        self._call(Call("heartbeat", trainer_rank.heartbeat))
 
     def topology_of(self, engine: str) -> Topology:
-        """This rank's place in the engine's layout."""
+        """This rank's topology in the engine's layout."""
         return self.driver.engines[engine].topology
 
     def free_memory(self) -> None:
-        """Every rank leaves its device to the server on it, as far as the models' offload goes."""
-        self._call(Call("free_memory", rank_methods.free_memory))
+        """Free each rank's device for the server on it, as far as the models' offload settings allow."""
+        self._call(Call("free_memory", trainer_rank.free_memory))
 
     @contextmanager
     def stage(self, step: int, name: str) -> Iterator[None]:
-        """Count what the ranks use inside as this stage's."""
-        self._stage = StageKey(step, name)
+        """Attribute the resources that the ranks use in the block to this stage."""
+        self._stage = step, name
         self.driver.start_stage(self._stage)
         try:
             yield
@@ -220,63 +228,78 @@ class TrainerGroup:
             self.driver.start_stage(None)
 
     def release(self, step: int | None = None) -> None:
-        """The ranks may forget the sequences of ``step``; None: of every step."""
-        ended = [key for key in self._directories if key is not None and step in (None, key[1])]
+        """Drop the cached sequences of ``step`` on all ranks; None: of every step."""
+        ended = [key for key in self._directories if step in (None, key[1])]
         if ended:
-            self._call(Call("the end of a step", partial(rank_methods.release, step=step)))
+            self._call(Call("the end of a step", partial(trainer_rank.release, step=step)))
         for key in ended:
             del self._directories[key]
 
     def use_by_stage(self) -> dict[StageKey, tuple[ResourceUse, str]]:
-        """Since the last call: memory and time of all ranks together, and ``rank:seconds`` of each one's work."""
-        accounts = self._call(Call("report_use", rank_methods.report_use))
+        """Resources since the last call: memory and time of all ranks together, and ``rank:seconds`` of each rank's work."""
+        accounts = self._call(Call("report_use", trainer_rank.report_use))
         by_rank = seconds_by_rank(accounts)
         return {stage: (use, by_rank[stage]) for stage, use in of_all_ranks(accounts).items()}
 
     def stop(self) -> None:
         """Let the other ranks leave ``TrainerRank.serve``."""
-        self._call(Call("stop", rank_methods.stop))
+        self._call(Call("stop", trainer_rank.stop))
 
-    def _about(self, engine: str, batch: PackedBatch) -> BatchOnReplicas:
-        key = None if self._stage is None or not batch.ids else (self.driver.engines[engine].topology.layout, self._stage.step)
-        directory = self._directories.get(key) or self._directory(len(self.driver.replicas[engine].replica_roots))
-        if key is not None:
-            self._directories[key] = directory
-        keys, lengths = directory.keys(batch)
-        return BatchOnReplicas(engine, batch, lengths, None if key is None else key[1], directory, keys)
+    def _directory_of(self, engine: str, batch: PackedBatch) -> CacheDirectory:
+        """The directory of the engine's layout and the present step; of one call alone, if the batch belongs to no step."""
+        step = None if self._stage is None or not batch.ids else self._stage[0]
+        key = self.driver.engines[engine].topology.layout, step
+        found = self._directories.get(key)
+        if found is None:
+            shared = self.transport.shared if self.driver.topology.world_size > 1 else None
+            found = CacheDirectory(len(self.driver.replicas[engine].replica_roots), shared, step=step)
+            if step is not None:
+                self._directories[key] = found
+        return found
 
-    def _directory(self, num_replicas: int) -> CacheDirectory:
-        return CacheDirectory(num_replicas, self.transport.shared if self.driver.topology.world_size > 1 else None)
-
-    def _settle_homes(self, about: BatchOnReplicas, groups: Sequence[Sequence[int]]) -> None:
+    def _assign(
+        self, engine: str, batch: PackedBatch, directory: CacheDirectory, groups: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Assign a replica to every sequence of the batch that has none yet, and balance each of ``groups`` (sequence ids of an update)."""
-        homes = about.directory.assigned
-        new = {key: length for key, length in zip(about.keys, about.lengths, strict=True) if key not in homes}
+        sequences, assigned = directory.sequences(batch), directory.assigned
+        new = {key: length for key, length in zip(sequences.keys, sequences.lengths, strict=True) if key not in assigned}
         if not new:
             return
-        key_of = {key[0]: key for key in new}
+        # As in ``CacheDirectory.sequences``: the key of a step's sequence is its id and its length.
+        key_of: dict[int, Any] = {key[0]: key for key in new}  # type: ignore[index]
         parts = [[key_of[id] for id in group if id in key_of] for group in groups]
-        pulls = PlacementPreferences.of(about.batch, about.keys, partial(self.transport.nodes, self.driver.replicas[about.engine]))
-        homes |= self._sharing[about.engine].homes(new, parts, pulls)
+        nodes = partial(self.transport.nodes, self.driver.replicas[engine])
+        preferences = PlacementPreferences.of(batch, sequences.keys, nodes)
+        # Sequences assigned earlier keep their replica, which already has their tokens.
+        assigned |= self._planners[engine].homes(new, parts, preferences)
 
-    def _plan(self, about: BatchOnReplicas, rows: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:
+    def _plan(
+        self,
+        engine: str,
+        batch: PackedBatch,
+        directory: CacheDirectory,
+        rows: Sequence[int] | None = None,
+        *,
+        may_move: bool = False,
+    ) -> Plan:
         """Micro-batches of the batch's sequences ``rows``; None: of all."""
-        rows = range(len(about.lengths)) if rows is None else rows
+        sequences = directory.sequences(batch)
+        rows = range(len(sequences.lengths)) if rows is None else rows
         homes = None
-        if about.step is not None:
-            self._settle_homes(about, ())
-            homes = [about.directory.assigned[about.keys[row]] for row in rows]
-        plan = self._sharing[about.engine].plan([about.lengths[row] for row in rows], homes, may_move=may_move)
+        if directory.step is not None:
+            self._assign(engine, batch, directory)
+            homes = [directory.assigned[sequences.keys[row]] for row in rows]
+        plan = self._planners[engine].plan([sequences.lengths[row] for row in rows], homes, may_move=may_move)
         return [[[rows[index] for index in indices] for indices in of] for of in plan]
 
-    def _call(self, call: Call, about: BatchOnReplicas | None = None, plan: Plan = ()) -> Any:  # type: ignore[assignment]
+    def _call_on_batch(self, call: Call, batch: PackedBatch, directory: CacheDirectory, plan: Plan) -> Any:
+        """``_call`` on the micro-batches of ``plan``; the ranks get the rows that they lack."""
+        columns = {name: directory.column(values) for name, values in batch.columns().items()}
+        payloads = directory.payloads(batch, plan, list(columns.values()))
+        return self._call(replace(call, columns=columns | dict(call.columns or {}), step=directory.step), payloads)
+
+    def _call(self, call: Call, payloads: Sequence[Payload] | None = None) -> Any:
         """The driver's own result, or the results that the call gathers."""
-        payloads = None
-        if about is not None:
-            directory = about.directory
-            columns = {name: directory.column(values) for name, values in about.batch.columns().items()}
-            call = replace(call, columns=columns | dict(call.columns or {}), step=about.step)
-            payloads = directory.payloads(about.batch, about.keys, plan, list(columns.values()))
         reaches = self.transport.reaches(self.driver.replicas[call.engine]) if call.engine else ()
         self._announce(call)
         return self.driver.execute(call, payloads, reaches)

@@ -1,7 +1,7 @@
 """Assigns tensors to buckets and server workers to ranks, and checks that all tensors of the model are sent. Pure.
 
-Weights are sent in flat byte buckets. Tensors are assigned while they are streamed (``place`` needs only the previous
-slice), so the trainer never stores the whole model. Invariants:
+Weights are sent in flat byte buckets. Tensors are assigned while they are streamed (``place`` needs only the
+previous tensor's place), so the trainer never stores the whole model. Invariants:
 
 - every tensor is placed exactly once, and the order of the stream is kept;
 - a bucket has at most ``bucket_bytes``; a larger tensor gets a separate bucket;
@@ -40,21 +40,6 @@ class CoverageError(ValueError):
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Location of one tensor's bytes in the buckets."""
-
-    spec: TensorSpec
-    bucket: int
-    """Index of the bucket, from 0."""
-    offset: int
-    """Offset from the start of the bucket, in bytes."""
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.spec.num_bytes
-
-
-@dataclass(frozen=True)
 class GroupSpec:
     """Description of a process group: the source is rank 0, followed by the workers of ``servers`` in order.
 
@@ -85,19 +70,22 @@ class GroupSpec:
         return tuple(itertools.accumulate(sizes, initial=1))
 
 
-def place(spec: TensorSpec, previous: Slice | None, bucket_bytes: int) -> Slice:
-    """Location of the tensor ``spec``, given the location of the previous tensor (None for the first)."""
+def place(spec: TensorSpec, previous: tuple[int, int] | None, bucket_bytes: int) -> tuple[int, int]:
+    """Place of the tensor ``spec``: (index of the bucket, end of the tensor's bytes in the bucket).
+
+    ``previous``: place of the previous tensor; None for the first.
+    """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if spec.num_bytes == 0:
         raise ValueError(f"{spec.name} has shape {list(spec.shape)}: a tensor without elements cannot be sent")
     if previous is None:
-        return Slice(spec, bucket=0, offset=0)
+        return 0, spec.num_bytes
     # A misaligned tensor starts a new bucket, because SGLang's format has no padding between tensors.
-    fits = previous.end + spec.num_bytes <= bucket_bytes and previous.end % spec.dtype.itemsize == 0
-    if fits:
-        return Slice(spec, previous.bucket, previous.end)
-    return Slice(spec, previous.bucket + 1, offset=0)
+    bucket, end = previous
+    if end + spec.num_bytes <= bucket_bytes and end % spec.dtype.itemsize == 0:
+        return bucket, end + spec.num_bytes
+    return bucket + 1, spec.num_bytes
 
 
 def unique_addresses(servers: Sequence[ServerAddress | tuple[str, int, int]]) -> tuple[ServerAddress, ...]:

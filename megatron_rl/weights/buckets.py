@@ -1,11 +1,12 @@
 """Fills flat buckets from a stream of tensors, which is always exhausted.
 
-Two buffers alternate, so that one bucket can be sent while the next is filled: a bucket is valid until the second bucket
-after it is requested. On a GPU a bucket is filled on a separate stream: its reader first waits for ``ready``.
+Two buffers alternate, so that one bucket can be sent while the next is filled: a bucket is valid until the second
+bucket after it is requested. On a GPU a bucket is filled on a separate stream: its reader first waits for
+``ready``.
 
-A publish has two CUDA streams per device beside the trainer's own stream: one gathers and fills the next bucket while the
-other sends the current one. On a single stream the next bucket's gathers would queue after the broadcast, which waits for
-the slowest server. On a CPU, where work is synchronous, the streams do nothing.
+A publish has two CUDA streams per device beside the trainer's own stream: one gathers and fills the next bucket
+while the other sends the current one. On a single stream the next bucket's gathers would queue after the broadcast,
+which waits for the slowest server. On a CPU, where work is synchronous, the streams do nothing.
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Literal
 import torch
 
 from megatron_rl.families.parameters import TensorSpec
-from megatron_rl.weights.bucket_plan import CoverageError, Slice, place
+from megatron_rl.weights.bucket_plan import CoverageError, place
 
 Done = torch.cuda.Event | None
 """Event that marks the work enqueued on a stream so far; None if the work is complete."""
@@ -100,8 +101,12 @@ class BucketStream:
     ) -> None:
         """``reuse_buffers=False`` gives each bucket separate memory on ``device``."""
         self.tensors = _guarded(named_tensors)
-        self._buffers = _Buffers(bucket_bytes, device, reuse=reuse_buffers)
-        self._buckets = _fill_buckets(self.tensors, bucket_bytes, self._buffers)
+        self.peak_buffer_bytes = 0
+        """Largest memory of the stream's buckets at one time so far."""
+        self._bucket_bytes, self._device, self._reuse = bucket_bytes, device, reuse_buffers
+        self._reused: dict[int, torch.Tensor] = {}
+        self._separate_bytes: deque[int] = deque(maxlen=2)  # two buckets are valid at a time
+        self._buckets = self._fill()
         self._side = side_stream(device, "fill")
         self._prepared: Bucket | None = None
         self._failure: Exception | None = None
@@ -120,8 +125,8 @@ class BucketStream:
     def look(self) -> Bucket:
         """The next bucket, which is filled now unless it was prepared.
 
-        Raises TensorStreamError, ValueError for a tensor that cannot be sent (CoverageError for an empty stream), and
-        LookupError after the last bucket.
+        Raises TensorStreamError, ValueError for a tensor that cannot be sent (CoverageError for an empty stream),
+        and LookupError after the last bucket.
         """
         self.prepare()
         if self._failure is not None:
@@ -146,10 +151,38 @@ class BucketStream:
             self._side.join()  # the next update changes the weights that the stream reads
         return ""
 
-    @property
-    def peak_buffer_bytes(self) -> int:
-        """Largest memory of the stream's buckets at one time so far."""
-        return self._buffers.peak_bytes
+    def _fill(self) -> Iterator[Bucket]:
+        specs: list[TensorSpec] = []
+        flat = NO_BYTES
+        placed: tuple[int, int] | None = None
+        for name, tensor in self.tensors:
+            spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+            previous, placed = placed, place(spec, placed, self._bucket_bytes)
+            bucket, end = placed
+            if previous is not None and bucket != previous[0]:
+                yield Bucket(tuple(specs), last=False, flat=flat[: previous[1]])
+                specs = []
+            if not specs:
+                flat = self._memory(bucket, spec.num_bytes)
+            specs.append(spec)
+            flat[end - spec.num_bytes : end].view(spec.dtype).view(spec.shape).copy_(tensor.detach())
+        if placed is None:
+            raise CoverageError("there are no tensors to send: the stream was empty")
+        yield Bucket(tuple(specs), last=True, flat=flat[: placed[1]])
+
+    def _memory(self, index: int, num_bytes: int) -> torch.Tensor:
+        """Memory for bucket ``index``: ``bucket_bytes``, or more if its first tensor is larger. Two buffers alternate if reused."""
+        parity = index % 2  # not the buffer of the previous bucket, which may still be read
+        is_reused = self._reuse and num_bytes <= self._bucket_bytes
+        flat = self._reused.get(parity) if is_reused else None
+        if flat is None:
+            flat = torch.empty(max(num_bytes, self._bucket_bytes), dtype=torch.uint8, device=self._device)
+        if is_reused:
+            self._reused[parity] = flat
+        self._separate_bytes.append(0 if is_reused else flat.numel())
+        reused_bytes = sum(buffer.numel() for buffer in self._reused.values())
+        self.peak_buffer_bytes = max(self.peak_buffer_bytes, reused_bytes + sum(self._separate_bytes))
+        return flat
 
 
 def exhaust(stream: Iterable) -> None:
@@ -168,50 +201,3 @@ def _guarded(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         raise TensorStreamError(
             f"the trainer's stream of tensors failed after {num_tensors} tensors with {type(error).__name__}: {error}"
         ) from error
-
-
-class _Buffers:
-    """Two alternating buffers for buckets."""
-
-    def __init__(self, bucket_bytes: int, device: torch.device, *, reuse: bool) -> None:
-        self._bucket_bytes, self._device, self._reuse = bucket_bytes, device, reuse
-        self._reused: dict[int, torch.Tensor] = {}
-        self._separate_bytes: deque[int] = deque(maxlen=2)  # two buckets are valid at a time
-        self.peak_bytes = 0
-
-    def take(self, index: int, num_bytes: int) -> torch.Tensor:
-        """Memory for bucket ``index``, whose first tensor has ``num_bytes``."""
-        parity = index % 2  # not the buffer of the previous bucket, which may still be read
-        if num_bytes <= self._bucket_bytes and self._reuse:
-            if parity not in self._reused:
-                self._reused[parity] = self._empty(self._bucket_bytes)
-            self._separate_bytes.append(0)
-            flat = self._reused[parity]
-        else:
-            flat = self._empty(max(num_bytes, self._bucket_bytes))
-            self._separate_bytes.append(flat.numel())
-        reused_bytes = sum(buffer.numel() for buffer in self._reused.values())
-        self.peak_bytes = max(self.peak_bytes, reused_bytes + sum(self._separate_bytes))
-        return flat
-
-    def _empty(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-
-def _fill_buckets(stream: NamedTensors, bucket_bytes: int, buffers: _Buffers) -> Iterator[Bucket]:
-    specs: list[TensorSpec] = []
-    flat = NO_BYTES
-    placed: Slice | None = None
-    for name, tensor in stream:
-        spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-        previous, placed = placed, place(spec, placed, bucket_bytes)
-        if previous is not None and placed.bucket != previous.bucket:
-            yield Bucket(tuple(specs), last=False, flat=flat[: previous.end])
-            specs = []
-        if not specs:
-            flat = buffers.take(placed.bucket, spec.num_bytes)
-        specs.append(spec)
-        flat[placed.offset : placed.end].view(spec.dtype).view(spec.shape).copy_(tensor.detach())
-    if placed is None:
-        raise CoverageError("there are no tensors to send: the stream was empty")
-    yield Bucket(tuple(specs), last=True, flat=flat[: placed.end])

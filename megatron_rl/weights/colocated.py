@@ -1,31 +1,33 @@
 """Transfers buckets to servers on the trainer's own devices: by CUDA IPC, or on a CPU by shared memory.
 
-Every trainer rank fills the same buckets from the same stream of full tensors on its own device. The server worker on the
-same device reads them there: worker t of server s reads the buckets of rank s * tp_size + t. HTTP carries only handles.
-The first rank of each server is its feeder: it gathers the handles of the server's other ranks and makes the server's
-calls. Servers are thus fed in parallel, and the driver communicates with all ranks twice per publish, for any number of
-buckets.
+Every trainer rank fills the same buckets from the same stream of full tensors on its own device. The server worker
+on the same device reads them there: worker t of server s reads the buckets of rank s * tp_size + t. HTTP carries
+only handles. The first rank of each server is its feeder: it gathers the handles of the server's other ranks and
+makes the server's calls. Servers are thus fed in parallel, and the driver communicates with all ranks twice per
+publish, for any number of buckets.
 
-All ranks wait for the driver, which first opens the servers' sessions. At each bucket a server's ranks send their handles
-to the feeder, fill the next bucket, and wait for the feeder's message that the server has read the current one. The
-stream's collectives keep the servers within two buckets of each other. At the end the driver waits for the result of
-every rank. Invariants: memory is refilled only after it has been read; a failure ends the exchange among a server's ranks
-at that bucket; every rank exhausts the stream.
+All ranks wait for the driver, which first opens the servers' sessions. At each bucket a server's ranks send their
+handles to the feeder, fill the next bucket, and wait for the feeder's message that the server has read the current
+one. The stream's collectives keep the servers within two buckets of each other. At the end the driver waits for the
+result of every rank. Invariants: memory is refilled only after it has been read; a failure ends the exchange among
+a server's ranks at that bucket; every rank exhausts the stream.
 
 A server unpickles its requests, so any process that reaches its port can run code in it: bind servers to 127.0.0.1.
 """
 
 import base64
+import inspect
 import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.multiprocessing import reductions
 
 from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors, TensorStreamError
@@ -56,30 +58,10 @@ class RankMessaging:
     """Function (rank) that returns the next message of one rank."""
 
 
-@dataclass(frozen=True)
-class TransferResult:
-    """Result of one rank's part in a publish."""
-
-    failure: str = ""
-    num_bytes: int = 0
-    num_buckets: int = 0
-    """Number of buckets that this rank sent to its server; 0 if the rank is not a feeder."""
-
-
-@dataclass(frozen=True)
-class _PublishOrder:
-    """The driver's message that starts a publish; the message None cancels it."""
-
-    servers: tuple[ServerAddress, ...]
-    version: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class _MissingBucket:
-    """Message that replaces a handle if the bucket could not be filled."""
-
-    failure: str
+_Transfer = tuple[str, int, int]
+"""One rank's part in a publish: (failure or "", bytes, buckets). Only feeders send to a server; other ranks have 0."""
+_PublishOrder = tuple[tuple[ServerAddress, ...], int, float]
+"""(servers, version, timeout in seconds): the driver's message that starts a publish; the message None cancels it."""
 
 
 class ColocatedSender:
@@ -97,14 +79,15 @@ class ColocatedSender:
         calls = transfer.calls
         transfer.begin()
         self._ordered = transfer.touched = True
-        order = self._ranks.tell(_PublishOrder(calls.servers, transfer.version, calls.timeout_s))
+        order = self._ranks.tell((calls.servers, transfer.version, calls.timeout_s))
         own = _run_order(self._stream, order, self._ranks, coverage)
         self._reported = True
-        outcomes: list[TransferResult] = self._ranks.report(own)
-        transfer.num_bytes = max(outcome.num_bytes for outcome in outcomes)
-        transfer.num_buckets = max(outcome.num_buckets for outcome in outcomes)
-        if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
-            raise ServerCallError("; ".join(failures))
+        outcomes: list[_Transfer] = self._ranks.report(own)
+        failures, num_bytes, num_buckets = zip(*outcomes, strict=True)
+        # Every server gets the same bytes, so one server's count is that of the publish.
+        transfer.num_bytes, transfer.num_buckets = max(num_bytes), max(num_buckets)
+        if any(failures):
+            raise ServerCallError("; ".join(filter(None, failures)))
         transfer.end()
 
     @property
@@ -119,7 +102,7 @@ class ColocatedSender:
         try:
             self._ranks.tell(None)
             note = self._stream.finish()
-            self._ranks.report(TransferResult())
+            self._ranks.report(("", 0, 0))
         except RuntimeError as error:
             return f"a rank is lost: {error}"
         return note
@@ -135,59 +118,61 @@ def follow(
     ranks.report(_run_order(stream, order, ranks, coverage))
 
 
-def _run_order(stream: BucketStream, order: _PublishOrder | None, ranks: RankMessaging, coverage: Coverage) -> TransferResult:
+def _run_order(stream: BucketStream, order: _PublishOrder | None, ranks: RankMessaging, coverage: Coverage) -> _Transfer:
     """Do this rank's part of the publish (if ``order`` is given) and exhaust the stream."""
-    outcome = TransferResult()
-    for server in order.servers if order else ():
-        if order and ranks.rank == server.first_rank:
-            with ServerCalls((server,), order.timeout_s) as calls:
-                outcome = _send_to_server(stream, calls, order.version, ranks, coverage)
+    failure, num_bytes, num_buckets = "", 0, 0
+    servers, version, timeout_s = order or ((), 0, 0.0)
+    for server in servers:
+        if ranks.rank == server.first_rank:
+            with ServerCalls((server,), timeout_s) as calls:
+                failure, num_bytes, num_buckets = _send_to_server(stream, calls, version, ranks, coverage)
         elif server.first_rank < ranks.rank < server.first_rank + server.tp_size:
             _send_to_feeder(stream, server.first_rank, ranks)
     note = stream.finish()
-    return replace(outcome, failure=outcome.failure or (note and f"rank {ranks.rank}: {note}"))
+    return failure or (note and f"rank {ranks.rank}: {note}"), num_bytes, num_buckets
 
 
 def _send_to_server(
     stream: BucketStream, calls: ServerCalls, version: int, ranks: RankMessaging, coverage: Coverage
-) -> TransferResult:
+) -> _Transfer:
     """Send all buckets to one server: the handles of this rank and of the server's other ranks."""
     (server,) = calls.servers
     others = range(server.first_rank + 1, server.first_rank + server.tp_size)
-    outcome, last = TransferResult(), False
+    num_bytes, num_buckets, last = 0, 0, False
     while not last:
-        bucket, own = _next(stream, coverage)
+        bucket, *own = _next(stream, coverage)
         # Receive first, because the other ranks block until their handles are received.
-        handles: list[Any] = [own, *(ranks.receive(other) for other in others)]
-        missing = [i for i, handle in enumerate(handles) if isinstance(handle, _MissingBucket)]
-        failure = "; ".join(f"rank {server.first_rank + i}: {handles[i].failure}" for i in missing)
+        received = [own, *(ranks.receive(other) for other in others)]
+        handles = [handle for handle, _ in received]
+        failure = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(received, server.first_rank) if reason)
         replies: list[Future] = []
         if bucket is not None:
             last = bucket.last
             if not failure:
                 replies = calls.submit("/update_weights_from_tensor", [_body(handles, version, last=last)])
-                num_bytes = outcome.num_bytes + bucket.num_bytes
-                outcome = TransferResult(num_bytes=num_bytes, num_buckets=outcome.num_buckets + 1)
+                num_bytes += bucket.num_bytes
+                num_buckets += 1
             # Even after a failure, because filling a bucket is collective and the other ranks do so now.
             stream.take()
             stream.prepare()
         try:
-            wait_for_all(replies, calls.timeout_s, f"{server.url} to load bucket {outcome.num_buckets}")
+            wait_for_all(replies, calls.timeout_s, f"{server.url} to load bucket {num_buckets}")
         except ServerCallError as error:
             failure = str(error)
         for other in others:
             ranks.send(not failure, other)
         if failure:
-            return replace(outcome, failure=failure)
-    return outcome
+            return failure, num_bytes, num_buckets
+    return "", num_bytes, num_buckets
 
 
 def _send_to_feeder(stream: BucketStream, first_rank: int, ranks: RankMessaging) -> None:
     """Send the handles of all buckets to ``first_rank``, the feeder of the server on this rank's device."""
     last = False
     while not last:
-        bucket, handle = _next(stream, Coverage())
-        ranks.send(handle, first_rank)
+        # Coverage is checked by the feeder, which has the same buckets.
+        bucket, *own = _next(stream, Coverage())
+        ranks.send(own, first_rank)
         if bucket is not None:
             last = bucket.last
             stream.take()
@@ -196,17 +181,17 @@ def _send_to_feeder(stream: BucketStream, first_rank: int, ranks: RankMessaging)
             return
 
 
-def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str | _MissingBucket]:
-    """The next bucket (None if it could not be filled) and its handle (or the reason why it must not be sent)."""
+def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str, str]:
+    """(next bucket, None if it could not be filled; its handle; the reason why it must not be sent, or empty)."""
     bucket = None
     try:
         bucket = stream.look()
         for spec in bucket.specs:
             coverage.add(spec)
         coverage.check(complete=bucket.last)
-        return bucket, handle_of(bucket)
+        return bucket, handle_of(bucket), ""
     except (TensorStreamError, ValueError) as error:
-        return bucket, _MissingBucket(str(error))
+        return bucket, "", str(error)
 
 
 def handle_of(bucket: Bucket) -> str:
@@ -226,8 +211,7 @@ def handle_of(bucket: Bucket) -> str:
             )
         )
         start = end
-    if bucket.flat.is_cuda:
-        _name_devices_by_uuid()
+    flat = _CudaHandle(bucket.flat) if bucket.flat.is_cuda else bucket.flat
     if bucket.ready is not None:
         bucket.ready.synchronize()
     # "file_system", because the default strategy sends file descriptors, which needs a key shared by both processes.
@@ -235,7 +219,7 @@ def handle_of(bucket: Bucket) -> str:
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         pickled = io.BytesIO()
-        ForkingPickler(pickled).dump({"flattened_tensor": bucket.flat, "metadata": metadata})
+        ForkingPickler(pickled).dump({"flattened_tensor": flat, "metadata": metadata})
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
     return base64.b64encode(pickled.getvalue()).decode()
@@ -255,11 +239,18 @@ def _body(handles: Sequence[Any], version: int, *, last: bool) -> dict[str, Any]
     }
 
 
-def _name_devices_by_uuid() -> None:
-    """Patch torch (with SGLang's own function) so that handles name devices by UUID.
+class _CudaHandle:
+    """A CUDA tensor whose pickle names its device by UUID, because trainer and server may number the devices differently.
 
-    Trainer and server may number the devices differently.
+    An SGLang server maps the UUID to its own number, as it does for handles that SGLang itself has made.
     """
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-    monkey_patch_torch_reductions()
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        names = list(inspect.signature(rebuild).parameters)
+        position = names.index("storage_device")
+        uuid = str(torch.cuda.get_device_properties(arguments[position]).uuid)
+        return rebuild, (*arguments[:position], uuid, *arguments[position + 1 :])

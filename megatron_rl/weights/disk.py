@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.families.parameters import TensorSpec
-from megatron_rl.weights.bucket_plan import Coverage, Slice, place
+from megatron_rl.weights.bucket_plan import Coverage, place
 from megatron_rl.weights.buckets import BucketStream, NamedTensors
 from megatron_rl.weights.server_calls import ServerCalls
 from megatron_rl.weights.transfer import PublishTransfer, UpdateRequest
@@ -115,7 +115,7 @@ def _write_shards(
 ) -> None:
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    placed: Slice | None = None
+    placed: tuple[int, int] | None = None
 
     def write_shard(index: int) -> None:
         file_name = f"model-{index:05d}.safetensors"
@@ -128,11 +128,11 @@ def _write_shards(
         coverage.add(spec)
         coverage.check(complete=False)
         previous, placed = placed, place(spec, placed, shard_bytes)
-        if previous is not None and placed.bucket != previous.bucket:
-            write_shard(previous.bucket)
+        if previous is not None and placed[0] != previous[0]:
+            write_shard(previous[0])
         # A copy, because safetensors refuses tensors that share memory, such as slices of one fused weight.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
     coverage.check(complete=True)
     if placed is not None:
-        write_shard(placed.bucket)
+        write_shard(placed[0])
     (folder / _INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

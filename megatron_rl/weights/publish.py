@@ -1,11 +1,11 @@
 """Publishes the trainer's weights to running SGLang servers.
 
-A publish copies the tensors of a stream into flat buckets. Each bucket is announced to every server by HTTP and sent
-once, in sequence. The method determines the transport: process groups whose sources are the first ranks of the pipeline
-stages (``GroupSender``, ``source_ranks.py``), memory of devices that trainer and servers share (``colocated.py``), or files
-(``disk.py``). While bucket k is sent, each source gathers and fills its next bucket, on a GPU on a separate stream
-(``buckets.py``), so a source stores two buckets and one tensor. Two buckets are in progress: a server that has
-loaded bucket k gets the request for k + 1 while slower servers still load k.
+A publish copies the tensors of a stream into flat buckets. Each bucket is announced to every server by HTTP and
+sent once, in sequence. The method determines the transport: process groups whose sources are the first ranks of the
+pipeline stages (``GroupSender``, ``source_ranks.py``), memory of devices that trainer and servers share
+(``colocated.py``), or files (``disk.py``). While bucket k is sent, each source gathers and fills its next bucket,
+on a GPU on a separate stream (``buckets.py``), so a source stores two buckets and one tensor. Two buckets are in
+progress: a server that has loaded bucket k gets the request for k + 1 while slower servers still load k.
 
 Invariants:
 
@@ -20,12 +20,12 @@ Invariants:
   new groups;
 - every rank's stream is exhausted, also after a failure, because other trainer ranks wait in its collectives.
 
-The driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check), and for the other
-sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the server's running
-requests have finished, unless they are paused. Trainer ranks that send nothing wait only inside the stream.
+The driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check), and for the
+other sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the server's
+running requests have finished, unless they are paused. Trainer ranks that send nothing wait only inside the stream.
 
-Process groups, one per source rank, are kept between publishes. All groups are recreated, in the order of the stages, if
-the set of servers or an incarnation has changed, or after a failed publish.
+Process groups, one per source rank, are kept between publishes. All groups are recreated, in the order of the
+stages, if the set of servers or an incarnation has changed, or after a failed publish.
 """
 
 import logging
@@ -64,7 +64,10 @@ class Connections:
         self._on_servers: dict[ServerAddress, tuple[str, ...]] = {}
 
     def connect(self, remote: Sequence[RemoteSource], calls: ServerCalls) -> tuple[SyncGroup, tuple[str, ...]]:
-        """This process's group and the names of all groups, one per source. Raises ServerCallError."""
+        """Return (this process's group, the names of all groups, one per source). Raises ServerCallError.
+
+        All groups are recreated if there are none or if the servers or the number of sources have changed.
+        """
         own = self._own
         if own is None or self._servers != calls.servers or len(self._names) != 1 + len(remote):
             own = self._make(remote, calls)
@@ -317,8 +320,8 @@ class WeightPublisher:
     ) -> GroupSender | ColocatedSender | DiskSender:
         """The sender of this publish.
 
-        A sender has ``send``; ``finish``, which exhausts every rank's stream and returns additional failures (a second
-        call does nothing); and ``peak_buffer_bytes`` (``PublishResult.buffer_bytes``).
+        A sender has ``send``; ``finish``, which exhausts every rank's stream and returns additional failures (a
+        second call does nothing); and ``peak_buffer_bytes`` (``PublishResult.buffer_bytes``).
         """
         if self._folder is not None:
             return DiskSender(named_tensors, self._folder, self._bucket_bytes)

@@ -1,7 +1,7 @@
 """Concurrent HTTP calls to several SGLang servers, each with a deadline and an error that names the waiting process.
 
-A server gets one call at a time: later calls wait for its reply, in order. After a failed bucket a server gets no other
-bucket, because it would wait for bytes that are never sent.
+A server gets one call at a time: later calls wait for its reply, in order. After a failed bucket a server gets no
+other bucket, because it would wait for bytes that are never sent.
 """
 
 import asyncio
@@ -55,10 +55,10 @@ class ServerCallError(UserError, RuntimeError):
 
 
 class ServerCalls:
-    """One persistent connection per server, and one thread for the trainer's own part.
+    """HTTP calls over one connection per server; ``run`` executes the trainer's part of a transfer in a thread meanwhile.
 
-    An instance lives for one publish, because servers close idle connections after a few seconds. Closing it also ends
-    calls that timed out.
+    An instance lives for one publish, because servers close idle connections after a few seconds. Closing it also
+    ends calls that timed out.
     """
 
     def __init__(self, servers: Sequence[ServerAddress], timeout_s: float, *, pauses: bool = False) -> None:
@@ -82,11 +82,11 @@ class ServerCalls:
         self._http.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Future:
-        """Run the trainer's own part of a transfer in a thread."""
+        """Run the trainer's part of a transfer, such as a broadcast, in a thread."""
         return self._threads.submit(function, *args)
 
     def submit(self, path: str, bodies: Sequence[dict[str, Any] | None]) -> list[Future]:
-        """POST ``bodies[i]`` to server i; each future returns the reply's body or raises ServerCallError."""
+        """POST ``bodies[i]`` (None: no body) to server i; each future returns the reply's body or raises ServerCallError."""
         return self._submit("POST", path, bodies)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -211,8 +211,8 @@ def _parse(reply: HttpReply) -> tuple[bool, dict[str, Any]]:
 def wait_for_all(futures: Sequence[Future], timeout_s: float, what: str) -> list[Any]:
     """Results of all ``futures``. The first failure ends the wait and is raised together with the other failures.
 
-    Every future has its own deadline; ``timeout_s`` (plus a grace period) is a second limit. ``what``: the awaited event,
-    for the error message.
+    Every future has its own deadline; ``timeout_s`` (plus a grace period) is a second limit. ``what``: the awaited
+    event, for the error message.
     """
     done, pending = wait(futures, timeout=timeout_s + _CONNECT_TIMEOUT_S, return_when=FIRST_EXCEPTION)
     if pending and any(future.exception() for future in done):

@@ -1,11 +1,12 @@
 """Source ranks: assemble tensors and broadcast them to the servers; one source per pipeline stage.
 
-Every source has its own process group with all servers' workers, so that stages gather and fill buckets in parallel and
-no tensor passes through rank 0. Buckets are sent one at a time, and the sources alternate.
+Every source has its own process group with all servers' workers, so that stages gather and fill buckets in parallel
+and no tensor passes through rank 0. Buckets are sent one at a time, and the sources alternate.
 
-A source other than rank 0 (``StageRank``) prepares a bucket and waits for the driver's message; the driver waits for a
-source's next bucket. The driver starts every action, so groups are created in the order of the stages and all servers
-receive all broadcasts in the same order: with different orders, two servers could wait for each other's broadcast.
+A source other than rank 0 (``StageRank``) prepares a bucket and waits for the driver's message; the driver waits
+for a source's next bucket. The driver starts every action, so groups are created in the order of the stages and all
+servers receive all broadcasts in the same order: with different orders, two servers could wait for each other's
+broadcast.
 
 Invariants: a source has at most one broadcast in progress and one prepared bucket; its stream is always exhausted,
 because other ranks wait in its collectives.
@@ -70,6 +71,7 @@ class RemoteSource:
             raise ServerCallError(f"{self.name}: {reply.failure}")
         futures = calls.submit("/init_weights_update_group", reply.bodies)
         joined = self._link.receive()
+        # As a future, so that this failure is reported together with those of the servers.
         futures.append(calls.run(_raise_if, f"{self.name}: {joined.failure}" if joined.failure else ""))
         wait_for_all(futures, group.timeout_s, f"all servers to join the group of {self.name}")
 
@@ -87,7 +89,7 @@ class RemoteSource:
         return []
 
     def finish(self, *, failed: bool) -> str:
-        """End the rank's publish; returns the failure there, if any. A lost rank is reported, not waited for."""
+        """End the rank's publish, or abort it if ``failed``; returns the rank's error message, or "". A lost rank is not waited for."""
         if self._ended:
             return ""
         self._ended = True

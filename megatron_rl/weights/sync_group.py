@@ -1,8 +1,8 @@
 """The process group between a source rank of the trainer and the workers of the SGLang servers.
 
 The group is independent of the trainer's own groups. A server waits up to 30 minutes inside a broadcast (SGLang's
-default), so after a failure only the source can free the server, by closing its sockets. ``SyncGroup`` is therefore the
-only owner of the torch objects; nothing else, also no exception's traceback, may keep them alive.
+default), so after a failure only the source can free the server, by closing its sockets. ``SyncGroup`` is therefore
+the only owner of the torch objects; nothing else, also no exception's traceback, may keep them alive.
 """
 
 import os
@@ -23,8 +23,8 @@ from megatron_rl.weights.buckets import Bucket, side_stream
 from megatron_rl.weights.server_calls import ServerCallError
 
 MAX_CONNECT_S = 60.0
-"""Longest wait for the workers to join. Joining takes well under a second, and a server that waits for a missing worker
-serves no requests."""
+"""Longest wait for the workers to join. Joining takes well under a second, and a server that waits for a missing
+worker serves no requests."""
 _NCCL_GRACE_S = 60.0
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Variables that torch reads when it creates a group: on an error, abort only the broadcast (ErrorHandlingMode,
@@ -53,7 +53,7 @@ class SyncGroup:
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of a broadcast. NCCL's is longer than the HTTP calls', whose error names the server that failed."""
+        """Timeout of a broadcast; with NCCL it ends after the HTTP calls, because their errors name the server that failed."""
         return self.spec.timeout_s + (_NCCL_GRACE_S if self.spec.backend == "nccl" else 0.0)
 
     def join_bodies(self) -> list[dict]:
@@ -139,8 +139,8 @@ def device_of(backend: str) -> torch.device:
 def _watchdog_aborts_broadcast_only() -> Iterator[None]:
     """Set torch's variables so that, in a group created inside, NCCL's watchdog aborts a failed broadcast only.
 
-    By default a killed server or a slow bucket would also kill the trainer process. The heartbeat stays enabled, so that a
-    hanging watchdog is still detected.
+    By default a killed server or a slow bucket would also kill the trainer process. The heartbeat stays enabled, so
+    that a hanging watchdog is still detected.
     """
     before = {name: os.environ.get(name) for name in _WATCHDOG}
     os.environ.update(_WATCHDOG)

@@ -115,6 +115,7 @@ class PublishTransfer:
                     logger.warning("after a failed publish: %s", error)
 
     def _start(self, request: UpdateRequest) -> None:
+        # Set before the request is sent, because a server may fail after it has begun to load.
         self.touched = True
         self.num_buckets += 1
         self.num_bytes += request.num_bytes

@@ -1,9 +1,9 @@
 """Verifies the servers' weights by comparing checksums, without transferring weights.
 
-SGLang's ``/weights_checker`` hashes each parameter of the server. On CPU the checksum is the first 8 bytes of the SHA-256
-of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and the experts as
-SGLang does, and pads the vocabulary. If the bytes cannot be reproduced (tensor-parallel shards; GPU servers, which hash
-differently), the servers are compared with each other instead, and the report gives the reason.
+SGLang's ``/weights_checker`` hashes each parameter of the server. On CPU the checksum is the first 8 bytes of the
+SHA-256 of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and
+the experts as SGLang does, and pads the vocabulary. If the bytes cannot be reproduced (tensor-parallel shards; GPU
+servers, which hash differently), the servers are compared with each other instead, and the report gives the reason.
 
 The trainer waits at most ``timeout_s`` for each server; a server replies after it has hashed all its weights.
 """
@@ -56,8 +56,8 @@ def compare_checksums(
 ) -> ChecksumReport:
     """Compare all servers with the trainer's ``named_tensors`` (Hugging Face names, full tensors) where possible.
 
-    Without tensors, or if the servers' bytes cannot be reproduced, the servers are compared with each other. The stream
-    is exhausted in any case, because other trainer ranks wait in its collectives. Raises ServerCallError.
+    Without tensors, or if the servers' bytes cannot be reproduced, the servers are compared with each other. The
+    stream is exhausted in any case, because other trainer ranks wait in its collectives. Raises ServerCallError.
     """
     stream = iter(named_tensors or ())
     with ServerCalls(unique_addresses(servers), timeout_s) as calls:
@@ -92,8 +92,9 @@ def _parse_ranks(url: str, ranks: list[Any]) -> list[dict[str, str]]:
 class _ParameterHash:
     """The checksum of one server parameter, computed from parts that may arrive out of order.
 
-    Hashes the bytes in the trainer's dtype and in the server's dtype: a server keeps some parameters of a bfloat16 model in
-    float32, and equal bytes in either dtype prove equal weights. Parts stay in memory until all earlier parts have arrived.
+    Hashes the bytes in the trainer's dtype and in the server's dtype: a server keeps some parameters of a bfloat16
+    model in float32, and equal bytes in either dtype prove equal weights. Parts stay in memory until all earlier
+    parts have arrived.
     """
 
     def __init__(self, name: str, server_dtype: torch.dtype | None):
@@ -106,6 +107,7 @@ class _ParameterHash:
         self._row_numel = 0
 
     def add(self, part: int, tensor: torch.Tensor) -> None:
+        # A part that must wait is copied, because the stream may reuse its memory.
         self._waiting[part] = tensor.detach().to("cpu", copy=part != self._next_part)
         while self._next_part in self._waiting:
             self._update(self._waiting.pop(self._next_part))

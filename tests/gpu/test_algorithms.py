@@ -1,4 +1,4 @@
-"""The same numbers on a GPU as on the CPU; skipped where there is none."""
+"""Algorithms give the same values on a GPU as on the CPU; skipped without a GPU."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gpu_gives_the_numbers_of_the_cpu(dtype: torch.dtype):
+def test_gpu_equals_the_cpu(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 300, (50,), generator=generator)
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -74,7 +74,7 @@ def newer_functions(
     cu_seqlens: torch.Tensor,
     done: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """What losses without a critic, KL, corrections, dialogues and diagnostics return."""
+    """Results of losses without a critic, KL, corrections, dialogues and diagnostics."""
     clip = {"clip_low": 0.2, "clip_high": 0.28}
     coefficients = token_coefficients(inside, cu_seqlens, "sequence_mean", dtype=one.dtype)
     groups, rewards = cu_seqlens[:-1] % 7, one[: len(done)]

@@ -1,4 +1,4 @@
-"""Models on a GPU against the same models on the CPU; skipped where there is no GPU.
+"""Models on a GPU compared with the same models on the CPU; skipped without a GPU.
 
 The comparisons are those of tools/gpu_validate.py: a GPU in bfloat16 may be a few times as far from the CPU's float32 as
 the CPU in bfloat16 is.
@@ -36,7 +36,7 @@ def arguments(**fields: object) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
-def test_logprobs_and_one_update_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+def test_logprobs_and_one_update_equal_the_cpus(family: str, tmp_path: Path) -> None:
     from gpu_validate import Section, parity
 
     section = Section("parity")
@@ -62,7 +62,7 @@ def test_a_server_receives_every_weight(tmp_path: Path) -> None:
     assert section.failures == [] and {row["cuda_graphs"] for row in section.rows} == {"on"}
 
 
-def test_tppo_runs_from_end_to_end(tmp_path: Path) -> None:
+def test_tppo_runs_end_to_end(tmp_path: Path) -> None:
     from gpu_validate import Section, tppo
 
     section = Section("tppo")
@@ -72,7 +72,7 @@ def test_tppo_runs_from_end_to_end(tmp_path: Path) -> None:
 
 @needs_transformer_engine
 @pytest.mark.parametrize("fp8", ["hybrid", "e4m3"])
-def test_8_bit_products_stay_near_those_of_bfloat16(fp8: str, tmp_path: Path) -> None:
+def test_8_bit_products_stay_near_bfloat16(fp8: str, tmp_path: Path) -> None:
     import gpu_sections
     from gpu_sections import PARITY_LENGTHS, SMALL, write_model
 

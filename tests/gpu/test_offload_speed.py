@@ -1,4 +1,4 @@
-"""Models that leave a GPU and come back; skipped where there is none."""
+"""Speed of offloading a model from a GPU and reloading it; skipped without a GPU."""
 
 import time
 
@@ -14,7 +14,7 @@ pytestmark = [
 NUM_BYTES = 2**30
 
 
-def test_a_gibibyte_leaves_pinned_and_comes_back_bit_for_bit():
+def test_a_gibibyte_is_offloaded_to_pinned_memory_and_reloaded_bit_for_bit():
     tensors = [torch.randint(256, (NUM_BYTES // 4,), dtype=torch.uint8, device="cuda") for _ in range(4)]
     expected = [tensor.cpu() for tensor in tensors]
     stash = _HostBuffer(lambda: tensors)

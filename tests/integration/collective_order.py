@@ -1,7 +1,7 @@
-"""Which collectives a rank enqueues, in which order, and whether all ranks agree about it.
+"""Records the collectives that each rank enqueues, and checks that all ranks enqueue them in one order.
 
 A collective waits for all ranks of its group. Ranks that enqueue those of two groups in different orders may each wait for
-the other for ever, on GPUs above all, where one collective keeps the next from starting.
+the other forever, on GPUs above all, where one collective keeps the next from starting.
 """
 
 import functools
@@ -24,7 +24,7 @@ OPERATIONS = (
 
 class Call(NamedTuple):
     group: str
-    """Its name, the same on all ranks."""
+    """Name of the group, the same on all ranks."""
     members: tuple[int, ...]
     operation: str
 
@@ -51,7 +51,7 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def disagreements(calls_of_ranks: Mapping[int, Sequence[Call]]) -> list[str]:
-    """What could make ranks wait for each other for ever; empty if nothing can."""
+    """Return the reasons why ranks could deadlock; empty if there is none."""
     by_group: dict[str, dict[int, list[str]]] = defaultdict(dict)
     before: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     members: dict[str, tuple[int, ...]] = {}
@@ -79,5 +79,5 @@ def disagreements(calls_of_ranks: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def of_files(paths: Sequence[Any]) -> dict[int, list[Call]]:
-    """What ``torch.save`` kept of each rank."""
+    """Load the records that each rank saved with ``torch.save``."""
     return {rank: [Call(*call) for call in torch.load(path)] for rank, path in enumerate(paths)}

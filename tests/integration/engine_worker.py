@@ -31,7 +31,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.training import checkpoint_writer, ddp, losses
+from megatron_rl.training import ddp, losses, model_checkpoint
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.model_checkpoint import CheckpointSaveError
@@ -196,7 +196,7 @@ class Trial:
         return (engine or self.engine).update(self.microbatches(), self.loss(), keeps_logprobs=keeps_logprobs)
 
     def first_update(self) -> tuple[UpdateResult, list[bool]]:
-        """Of a policy also whether its log-probs were those of the pass before it, bit for bit, by micro-batch of all ranks."""
+        """Update a model. For a policy, also compare its log-probs with the previous pass bit for bit, by micro-batch."""
         result, same = self.update(keeps_logprobs=self.role == "policy"), []
         if self.role == "policy":
             pairs = zip(self.answered, self.engine.pop_logprobs(), strict=True)
@@ -225,7 +225,7 @@ class Trial:
         return tokens, finals
 
     def weights(self, engine: Engine | None = None) -> dict[str, torch.Tensor]:
-        """By Hugging Face name, on rank 0."""
+        """Weights by Hugging Face name, on rank 0."""
         weights = (engine or self.engine).export_weights()
         return {name: value.detach().cpu().clone() for name, value in weights if value is not None}
 
@@ -252,7 +252,7 @@ def run_invariance(scenario: Scenario, objective: str, models: Path, place: topo
 
 
 def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.Topology) -> dict[str, Any]:
-    """The run that went on, and the one that stopped after a step and went on from the file."""
+    """The uninterrupted run, and the run that stopped after a step and resumed from the file."""
     results = {}
     for role in ("policy", "critic"):
         trial = Trial(scenario, role, models, place)
@@ -274,7 +274,7 @@ def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.T
 
 
 def save_to_full_disk(engine: Engine, folder: Path, place: topologies.Topology) -> list[str]:
-    """What each rank says when the last one cannot write its files, and whether the checkpoint before is still loaded."""
+    """Each rank's error when the last rank cannot write its files, and whether the previous checkpoint still loads."""
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -282,7 +282,7 @@ def save_to_full_disk(engine: Engine, folder: Path, place: topologies.Topology) 
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         if place.rank == place.world_size - 1:
-            patch.setattr(checkpoint_writer, "_write_file", full)
+            patch.setattr(model_checkpoint, "_write_file", full)
         try:
             engine.save_state(folder)
         except CheckpointSaveError as error:

@@ -23,7 +23,7 @@ from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.schedule.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.system.processes import process_probe
-from megatron_rl.training.stage_resources import StageKey, StageMeter
+from megatron_rl.training.stage_resources import StageMeter
 from megatron_rl.training.trainer_ranks import register_processes
 
 LONG_S = 600.0
@@ -37,7 +37,7 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler)
 print("ready", flush=True)
 server.serve_forever()
 """
-"""What looks like an SGLang server to whoever reads command lines."""
+"""A program whose command line looks like an SGLang server's."""
 
 
 def main(folder: Path) -> None:
@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
         process_probe.set_status("waits", "the driver's next command")
     collectives.broadcast_object(None, what="its next command")
     process_probe.set_status("waits")
-    StageMeter().start_stage(StageKey(3, "policy_update"))
+    StageMeter().start_stage((3, "policy_update"))
     with hang_report.track_activity("update of the engine policy"):
         if place.rank == 2:
             (folder / "late").touch()

@@ -1,4 +1,4 @@
-"""Rewards that misbehave in the way the response asks for; imported by the workers of test_rewards_runner."""
+"""Rewards that misbehave as the response requests; imported by the workers of test_rewards_runner."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from megatron_rl.data.trajectory import Score
 
 
 def score(response: str, answer: str) -> "float | Score":
-    """Do what the first word of the response says; otherwise 1.0 if it equals the answer."""
+    """Perform the fault named by the first word of the response; otherwise return 1.0 if it equals the answer."""
     kind = response.partition(" ")[0]
     if kind in MISDEEDS:
         return MISDEEDS[kind]()
@@ -34,7 +34,7 @@ def with_fields(response: str, answer: str, *, bonus: float, scale: float = 1.0)
 
 
 def process_facts(response: str, answer: str) -> Score:
-    """Where the worker runs, and whether it has torch."""
+    """Report the worker's process, and whether it has imported torch."""
     return Score(float("torch" in sys.modules), f"{os.getpid()} {os.getppid()} {os.getpgid(0)}")
 
 

@@ -36,10 +36,10 @@ from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.step.packing import window_batch
-from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.image_cache import ImagePatcher
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
+from megatron_rl.training.trainer_ranks import rl_engines
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=0)
 NUM_SAMPLES = 3
@@ -52,7 +52,7 @@ class Case:
     critic: str
     """Layouts."""
     fetched: bool = False
-    """As on another machine: no rank maps what the driver has."""
+    """True simulates another node: no rank can map the driver's files."""
 
 
 CASES = {
@@ -77,7 +77,7 @@ def responses(folder: Path, tokenizer: Tokenizer) -> list[Trajectory]:
 
 
 def one_step(group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, Any]:
-    """As a step does it: values, log-probs of policy and reference, an update of each model."""
+    """The passes of a step: values, log-probs of policy and reference, an update of each model."""
     counts = {"mask": float(batch.fields["mask"].sum())}
     with group.stage(step, "step"):
         group.share_out(batch, {"policy": [batch.ids], "critic": [batch.ids]})
@@ -95,7 +95,7 @@ def one_step(group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, An
 def drive(group: TrainerGroup, trajectories: list[Trajectory], vision: ImageProcessor) -> dict[str, Any]:
     seen: dict[str, Any] = {f"step {step}": one_step(group, window_batch(trajectories, step, vision), step) for step in (0, 1)}
     # Of no step: nothing is kept.
-    seen["after"] = group.logprobs(replace(window_batch(trajectories, None, vision), ids=()), temperature=1.0)
+    seen["after"] = group.logprobs(replace(window_batch(trajectories, 1, vision), ids=()), temperature=1.0)
     for engine in ("policy", "critic"):
         seen[f"weights of {engine}"] = {name: tensor.clone() for name, tensor in group.export_weights(engine)}
     return seen
@@ -129,7 +129,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def patches_everywhere(cutting: ImagePatcher, place: Any, parallel: Any) -> Any:
-    """As if each rank were sent all patches."""
+    """Replace the cutting of images, so that every rank has all patches."""
 
     def cut(number: int, file: Any) -> Any:
         future: Future = Future()

@@ -31,12 +31,12 @@ from megatron_rl.config.schema import (
     RunConfig,
 )
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.training import losses, rank_methods
-from megatron_rl.training.build_engines import rl_engines
+from megatron_rl.training import losses, trainer_rank
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
+from megatron_rl.training.trainer_ranks import rl_engines
 from tests.integration.engine_worker import OPTIMIZER, make_batch
 
 ALGORITHM = AlgorithmConfig(advantage="egae", kl=KlConfig(place=KlPlace.loss, coef=0.1))
@@ -69,7 +69,7 @@ def config_of(case: Case, models: Path, offload: Offload, seed: int) -> Config:
 
 
 class Watch:
-    """What the engines of this rank hold on the device: in every pass of a model, and when the servers get the device."""
+    """Device memory of this rank's engines: in every pass of a model, and when the servers get the device."""
 
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
@@ -78,7 +78,7 @@ class Watch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        schedule, free = Engine._schedule, rank_methods.free_cached_memory
+        schedule, free = Engine._schedule, trainer_rank.free_cached_memory
 
         def watched_schedule(engine: Engine, *arguments: Any, **options: Any) -> Any:
             name = next(name for name, other in self.engines.items() if other is engine)
@@ -91,7 +91,7 @@ class Watch:
 
         with (
             mock.patch.object(Engine, "_schedule", watched_schedule),
-            mock.patch.object(rank_methods, "free_cached_memory", watched_free),
+            mock.patch.object(trainer_rank, "free_cached_memory", watched_free),
         ):
             yield
 
@@ -100,7 +100,7 @@ class Watch:
 
 
 def device_bytes(engine: Engine) -> dict[str, int]:
-    """What the storages of an engine hold, by component."""
+    """Bytes in an engine's storages, by component."""
     replicas = engine._replicas
     buffers = [buffer for replica in replicas for buffer in (*replica.buffers, *replica.expert_parallel_buffers)]
     components = {
@@ -118,7 +118,7 @@ def device_bytes(engine: Engine) -> dict[str, int]:
 
 
 def step(group: TrainerGroup) -> dict[str, Any]:
-    """Everything that a step asks of the models."""
+    """All passes of a step."""
     batch = make_batch()
     seen: dict[str, Any] = {}
     seen["values"], seen["final values"] = group.values(batch)
@@ -143,7 +143,7 @@ def step(group: TrainerGroup) -> dict[str, Any]:
 
 
 def run_case(case: Case, models: Path, offload: Offload, folder: Path) -> dict[str, Any]:
-    """Two steps, and, of models that wait, the second once more by fresh ones from the files."""
+    """Two steps; with offload, also the second step repeated by new engines from the files."""
 
     def begin(group: TrainerGroup) -> dict[str, Any]:
         seen = {"first": step(group)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models import policy
-from megatron_rl.models.hf import shards
+from megatron_rl.models.hf import folder as hf_folder
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import load_weights, save_hf
 from megatron_rl.parallel import collectives, topology
@@ -31,12 +31,12 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "tp2_sp_ep2_etp2": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2),
 }
 LAYOUTS_OF = {"qwen2": ["dp4", "tp2_sp_pp2"], "qwen3_vl_moe": ["dp4", "tp2_sp_ep2_etp2"]}
-"""Of other families: all."""
+"""Layouts per family; other families: all."""
 FULL_RANK = 3
 
 
-class CountingWriter(shards.RankWriter):
-    """Sees how much each rank writes, and fails when told."""
+class CountingWriter(hf_folder.RankWriter):
+    """Counts the bytes that each rank writes, and fails on request."""
 
     num_written = 0
     at_tensor: ClassVar[dict[int, Any]] = {}
@@ -62,7 +62,7 @@ def full_disk() -> None:
 
 
 def main(folder: Path, *, kill: bool) -> None:
-    shards.RankWriter = CountingWriter  # type: ignore[misc]
+    hf_folder.RankWriter = CountingWriter  # type: ignore[misc]
     results: dict[Any, Any] = {}
     for name, parallel in LAYOUTS.items():
         ranks = topology.initialize(ParallelConfig(**{**vars(parallel), "collective_timeout_s": 60.0}), seed=1)

@@ -25,7 +25,6 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.weight_sources import TrainerWeights
 from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.sequence_cache import RankBatch
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import Call, TrainerRank
 from megatron_rl.weights.bucket_plan import ServerAddress
@@ -38,14 +37,14 @@ PROMPT = [3 + i % 60 for i in range(20)]
 NUM_TOKENS = 6
 
 
-def change(rank: TrainerRank, engine: Engine, batch: RankBatch) -> None:
+def change(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) -> None:
     with torch.no_grad():
         for chunk in engine.chunks:
             for parameter in chunk.parameters():
                 parameter.mul_(1.02)
 
 
-def fail(rank: TrainerRank, engine: Engine, batch: RankBatch) -> None:
+def fail(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) -> None:
     """One rank's next stream fails."""
     if rank.topology.rank == SECOND_STAGE:
         engine.export_weights = failing(engine, engine.export_weights)

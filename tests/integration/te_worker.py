@@ -141,7 +141,7 @@ def resumed(engine: Engine, job: Mapping[str, Any], batch: PackedBatch, mine: li
 
 
 class Kept:
-    """What a pass keeps for its backward pass: bytes at the end of the last forward pass, without the weights."""
+    """Bytes that a pass keeps for its backward pass: at the end of the last forward pass, without the weights."""
 
     def __init__(self, engine: Engine) -> None:
         self._weights = {weight.untyped_storage().data_ptr() for chunk in engine.chunks for weight in chunk.parameters()}

@@ -26,8 +26,7 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.parity import Parity
-from megatron_rl.step.parity_bounds import parity_bounds
+from megatron_rl.step.parity import Parity, parity_bounds
 from megatron_rl.training.engine import Engine
 from tests.tiny_models import make_tiny_model
 
@@ -90,7 +89,7 @@ def parity(engine: Engine, batch: PackedBatch, model: Path) -> Parity:
     return Parity(figures, parity_bounds(config, on_gpu=False), int(mask.sum()))
 
 
-def test_bfloat16_of_both_engines_is_within_the_bounds(engine: Engine, batch: PackedBatch, model: Path) -> None:
+def test_bfloat16_of_trainer_and_server_is_within_the_bounds(engine: Engine, batch: PackedBatch, model: Path) -> None:
     found = parity(engine, batch, model)
     assert found.num_tokens > 200 and found.too_large() == [], str(found)
     assert found.figures.max > 1e-3, "two engines in bfloat16 that agree to this are one engine"
@@ -109,7 +108,7 @@ def swapped(weight: Tensor) -> Tensor:
         ("layers.0.self_attention.linear_qkv.weight", lambda weight: weight.roll(32, 0)),  # off by one head
     ],
 )
-def test_one_wrong_weight_is_not(
+def test_one_wrong_weight_exceeds_the_bounds(
     parameter: str, change: Callable[[Tensor], Tensor], engine: Engine, batch: PackedBatch, model: Path
 ) -> None:
     named = {name: tensor for chunk in engine.chunks for name, tensor in chunk.named_parameters()}

@@ -11,9 +11,9 @@ import pytest
 import requests
 
 from megatron_rl.config.load import load_config
-from megatron_rl.desk.simulate.comparison import replay_measured
 from megatron_rl.desk.simulate.recorded_run import read_run
 from megatron_rl.desk.simulate.scenario import make_scenario
+from megatron_rl.desk.simulate.simulation_request import replay_measured
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.run.checkpoint_folder import read_driver
@@ -34,7 +34,7 @@ OPTIONS = (
 )
 
 MEASURED_COLUMNS = ["rollout_logprobs", "logprob", "mismatch"]
-"""Of stored responses: the server's log-probs, whose last bits depend on what lies in its prefix cache."""
+"""Columns of stored responses that follow the server's log-probs, whose last bits depend on the contents of its prefix cache."""
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +89,12 @@ def test_a_window_is_generated_between_the_two_publishes_before_its_step(whole):
     assert rows[2]["mismatch/max_abs_log_ratio"] < 1e-3 < rows[4]["mismatch/max_abs_log_ratio"]
 
 
-def test_the_schedule_of_the_run_is_that_of_the_simulator(whole):
+def test_the_runs_schedule_equals_the_simulators(whole):
     replayed = replay_measured(read_run(whole), make_scenario(load_config(whole / "config.yaml")))
     assert abs(replayed.error) < 0.1
 
 
-def test_a_killed_run_goes_on_as_the_same_run_bit_for_bit(folder, whole, options):
+def test_a_killed_run_resumes_as_the_same_run_bit_for_bit(folder, whole, options):
     output_dir = folder / "killed"
     command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", *options)
     process = start(folder, *command)
@@ -106,13 +106,13 @@ def test_a_killed_run_goes_on_as_the_same_run_bit_for_bit(folder, whole, options
     finally:
         stop_tree(process)
     status, output = run(folder, *command)
-    assert status == 0 and "goes on after step" in output, output
+    assert status == 0 and "resumes after step" in output, output
     assert differences(output_dir, whole) == []
     stored = [read_samples(sample_files(path).values()).drop_columns(MEASURED_COLUMNS) for path in (output_dir, whole)]
     assert stored[0].num_rows == 6 * 16 and repr(stored[0].to_pylist()) == repr(stored[1].to_pylist())  # NaN is NaN
 
 
-def test_weights_published_in_flight_reach_the_window_under_way(folder, server, options):
+def test_weights_published_in_flight_reach_the_window_in_progress(folder, server, options):
     output_dir, words = folder / "in_flight", ("schedule.weight_update=in_flight", "run.keep_last=9", "run.save_every_steps=1")
     with slowed_down(server, 0.15):
         status, output = run(folder, "train", f"run.output_dir={output_dir}", *options, *words)
@@ -137,8 +137,8 @@ def test_weights_published_in_flight_reach_the_window_under_way(folder, server, 
         assert all(versions == sorted(versions) for versions in window)
 
 
-def test_a_run_killed_with_weights_in_flight_goes_on_within_its_bounds(folder, server, options):
-    """Where a publish meets a window depends on the clock, so it is another run; each token still trains once."""
+def test_a_run_killed_with_weights_in_flight_resumes_within_its_bounds(folder, server, options):
+    """The position of a publish in a window depends on timing, so the resumed run differs; each token still trains once."""
     output_dir, words = folder / "killed_in_flight", ("schedule.weight_update=in_flight", "run.save_every_steps=1", "run.resume=auto")
     command = ("train", f"run.output_dir={output_dir}", *options, *words)
     with slowed_down(server, 0.05):
@@ -151,7 +151,7 @@ def test_a_run_killed_with_weights_in_flight_goes_on_within_its_bounds(folder, s
         finally:
             stop_tree(process)
         status, output = run(folder, *command)
-    assert status == 0 and "goes on after step" in output, output
+    assert status == 0 and "resumes after step" in output, output
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(rows) == [1, 2, 3, 4, 5, 6]
     assert all(row["rollout/num_slots"] == 16 and row["rollout/staleness_max"] <= 1 for row in rows.values())
@@ -169,7 +169,7 @@ def test_a_run_killed_with_weights_in_flight_goes_on_within_its_bounds(folder, s
     assert any(any(row["mask"]) for row in before.values())
 
 
-def test_rollout_workers_and_ranks_that_map_what_they_read_change_no_bit(folder, options):
+def test_rollout_workers_and_mapped_arrays_change_no_bit(folder, options):
     """Two replicas: one of them has its tokens from the worker's file, or from the driver's where there is no worker."""
     found = []
     for number in (0, 1):

@@ -17,7 +17,7 @@ from megatron_rl.desk.doctor.check_task import RECORD
         (["policy.optimizer.lr=2.0e-3"], "step 2, the policy's loss and gradient: policy lr 0.002 instead of 0.001; it must be equal"),
     ],
 )
-def test_a_change_departs_from_the_record_where_it_acts_first(overrides, departs, capsys):
+def test_check_reports_the_first_deviation_of_a_change(overrides, departs, capsys):
     status = main(["check", "--trainer-only", *overrides])
     said = capsys.readouterr().out
     if departs:
@@ -26,7 +26,7 @@ def test_a_change_departs_from_the_record_where_it_acts_first(overrides, departs
         assert status == 0 and "this installation computes what the release computed" in said
 
 
-def test_records_that_are_none_are_refused_in_words(tmp_path, capsys):
+def test_check_refuses_invalid_records_with_a_reason(tmp_path, capsys):
     for content in ("{", "[]", json.dumps(json.loads(RECORD.read_text()) | {"steps": []})):
         (tmp_path / "record.json").write_text(content)
         assert main(["check", "--against", str(tmp_path / "record.json")]) == 2

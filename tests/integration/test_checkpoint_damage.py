@@ -21,7 +21,7 @@ from megatron_rl.models.torch_dist import MegatronCheckpoint
 from megatron_rl.parallel import topology
 from megatron_rl.system.files.checksums import checksums
 from megatron_rl.system.processes import host_memory
-from megatron_rl.training import checkpoint_writer, losses
+from megatron_rl.training import losses, model_checkpoint
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 from tests.tiny_models import make_tiny_model
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(engine, saved, folder, na
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_broken_file_whose_checksum_fits_is_refused(engine, folder):
+def test_a_damaged_file_with_a_matching_checksum_is_refused(engine, folder):
     cut(folder / "__0_0.distcp", random.Random(0))
     write_checksums(folder)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
@@ -141,7 +141,7 @@ def test_a_pickle_that_would_run_code_is_refused_by_name(engine, folder, tmp_pat
     assert not witness.exists()
 
 
-def test_a_checkpoint_of_a_python_that_writes_members_of_enumerations_by_name_is_read(engine, folder, monkeypatch):
+def test_a_checkpoint_with_enum_members_pickled_by_name_loads(engine, folder, monkeypatch):
     metadata = FileSystemReader(folder).read_metadata()
     with monkeypatch.context() as patch:  # as Python 3.11.0 to 3.11.3 have it
         patch.setattr(enum.Enum, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name)))
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_a_python_that_writes_members_of_enumerations_by_name_is
     assert MegatronCheckpoint(folder)
 
 
-def test_objects_among_the_tensors_and_the_common_part_run_no_code_either(engine, folder, tmp_path):
+def test_pickled_objects_in_tensor_and_common_files_run_no_code(engine, folder, tmp_path):
     witness = tmp_path / "ran"
     stream = io.BytesIO()
     torch.save(RunsACommand(witness), stream)
@@ -190,17 +190,17 @@ def test_a_full_disk_leaves_nothing_behind_and_the_next_save_works(engine, saved
 @pytest.fixture
 def gate(monkeypatch):
     """Files of checkpoints are written once it is open."""
-    opened, write_file = threading.Event(), checkpoint_writer._write_file
+    opened, write_file = threading.Event(), model_checkpoint._write_file
 
     def when_open(*arguments):
         assert opened.wait(60)
         return write_file(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "_write_file", when_open)
+    monkeypatch.setattr(model_checkpoint, "_write_file", when_open)
     return opened
 
 
-def test_what_is_written_in_the_background_is_the_state_at_its_beginning(engine, folder, gate):
+def test_a_background_save_writes_the_state_at_its_start(engine, folder, gate):
     before = weights(engine)
     engine.start_save(folder, in_background=True)
     update(engine)
@@ -217,7 +217,7 @@ def test_what_is_written_in_the_background_is_the_state_at_its_beginning(engine,
     assert all(torch.equal(after[name], tensor) for name, tensor in weights(engine).items())
 
 
-def test_until_it_is_whole_the_checkpoint_before_stays(engine, folder, gate):
+def test_the_previous_checkpoint_stays_until_the_new_one_is_complete(engine, folder, gate):
     engine.load_state(folder)
     before = weights(engine)
     update(engine)
@@ -230,13 +230,13 @@ def test_until_it_is_whole_the_checkpoint_before_stays(engine, folder, gate):
     engine.finish_save()
 
 
-def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_checkpoint_before(
+def test_a_failed_background_save_is_reported_at_the_end_and_keeps_the_previous_checkpoint(
     engine, folder, monkeypatch
 ):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer, "_write_file", full)
+    monkeypatch.setattr(model_checkpoint, "_write_file", full)
     engine.start_save(folder, in_background=True)
     with pytest.raises(CheckpointSaveError, match="could not be written: .*No space left on device"):
         engine.finish_save()
@@ -244,9 +244,9 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
     engine.load_state(folder)
 
 
-def test_a_copy_that_has_no_room_is_not_made(engine, folder, monkeypatch, caplog):
+def test_a_copy_that_does_not_fit_into_memory_is_not_made(engine, folder, monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(checkpoint_writer, "Thread", None)  # none is started
+    monkeypatch.setattr(model_checkpoint, "Thread", None)  # none is started
     engine.start_save(folder, in_background=True)
     assert engine.save_is_complete and "has no room" in caplog.text
     engine.finish_save()

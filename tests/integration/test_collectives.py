@@ -1,4 +1,4 @@
-"""Control traffic between three real processes: what is sent arrives, and waiting ends with a name."""
+"""Control traffic between three real processes: payloads arrive, and a timeout names the missing rank."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.integration.torchrun import run_ranks
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """By rank: what it saw on each of three layouts, and its errors."""
+    """Observations of each rank on three layouts, and its errors."""
     folder = tmp_path_factory.mktemp("collectives")
     run_ranks(3, "tests.integration.collectives_worker", folder, log=folder / "log.txt", timeout_s=120)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
@@ -29,18 +29,18 @@ def test_every_rank_receives_the_payload_of_its_replica(layout: int, seen: list[
 
 
 @pytest.mark.parametrize("layout", range(3))
-def test_objects_reach_everyone_and_ragged_tensors_reach_rank_0(layout: int, seen: list[list[Any]]) -> None:
+def test_objects_reach_all_ranks_and_ragged_tensors_reach_rank_0(layout: int, seen: list[list[Any]]) -> None:
     assert [seen[rank][layout]["object"] for rank in range(3)] == [{"step": 7}] * 3
     first, second, third = seen[0][layout]["gathered"]
     assert first.tolist() == [] and second is None and third.tolist() == [2, 2]
     assert seen[1][layout]["gathered"] == seen[2][layout]["gathered"] == []
 
 
-def test_a_barrier_holds_everyone_until_the_last_one_comes(seen: list[list[Any]]) -> None:
+def test_a_barrier_blocks_all_ranks_until_the_last_arrives(seen: list[list[Any]]) -> None:
     assert all(layout["barrier_s"] >= 0.55 for rank in range(3) for layout in seen[rank][:3])
 
 
-def test_topologies_place_the_ranks(seen: list[list[Any]]) -> None:
+def test_topologies_give_ranks_their_coordinates(seen: list[list[Any]]) -> None:
     for rank in range(3):
         data, tensor, pipeline = (layout["topology"] for layout in seen[rank][:3])
         assert (data.dp_rank, data.dp_size, data.is_output_rank) == (rank, 3, True)
@@ -48,13 +48,13 @@ def test_topologies_place_the_ranks(seen: list[list[Any]]) -> None:
         assert (pipeline.pp_rank, pipeline.pp_size, pipeline.is_output_rank) == (rank, 3, rank == 2)
 
 
-def test_a_time_out_names_who_waited_for_whom_for_what_and_how_long(seen: list[list[Any]]) -> None:
+def test_a_timeout_names_waiting_rank_missing_rank_call_and_seconds(seen: list[list[Any]]) -> None:
     waited_s, message = seen[1][5]
     assert 0.4 < waited_s < 20
     assert message.startswith("rank 1 waited 0.5 s for rank 0 to send experience")
 
 
-def test_megatrons_globals_are_those_of_the_layout_that_was_entered_last_and_not_left(seen: list[list[Any]]) -> None:
+def test_megatrons_globals_belong_to_the_innermost_active_layout(seen: list[list[Any]]) -> None:
     data, tensor, pipeline = (1, 1, 3), (3, 1, 1), (1, 3, 1)
     for rank in range(3):
         sizes, is_shared = seen[rank][3]
@@ -62,12 +62,12 @@ def test_megatrons_globals_are_those_of_the_layout_that_was_entered_last_and_not
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_wait_inside_megatrons_collectives_names_the_work_and_the_rank_that_did_not_come(
+def test_a_timeout_inside_megatrons_collectives_names_the_call_and_the_missing_rank(
     rank: int, seen: list[list[Any]]
 ) -> None:
     assert seen[rank][4].startswith(f"CollectiveTimeout: rank {rank} gave up ")
     assert "s into the update of the engine critic: it waited for rank 1 (which began it" in seen[rank][4]
 
 
-def test_the_death_of_a_peer_is_named_at_once(seen: list[list[Any]]) -> None:
+def test_the_exit_of_a_rank_is_reported_at_once(seen: list[list[Any]]) -> None:
     assert "rank 0 lost rank 1, which should send losses" in seen[0][5]

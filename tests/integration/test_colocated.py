@@ -64,7 +64,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "run", done.stdout + done.stderr
 
 
-def test_a_server_that_dies_asleep_is_started_again_for_the_next_weights(finished_run):
+def test_a_server_killed_while_asleep_is_restarted_for_the_next_weights(finished_run):
     folder, output = finished_run
     rows = {row.step: row.metrics for row in read_metrics(folder / "metrics.jsonl")}
     assert sorted(rows) == list(range(NUM_STEPS + 1))
@@ -74,7 +74,7 @@ def test_a_server_that_dies_asleep_is_started_again_for_the_next_weights(finishe
         assert rows[step + 1]["rollout/num_carried"] == 16 - rows[step]["rollout/num_finished"]
 
 
-def test_what_the_server_generates_has_the_trainers_logprobs_in_every_step(finished_run):
+def test_sampled_tokens_have_the_trainers_logprobs_in_every_step(finished_run):
     for row in read_metrics(finished_run[0] / "metrics.jsonl"):
         if row.step:
             assert row.metrics["mismatch/max_abs_log_ratio"] < 1e-4

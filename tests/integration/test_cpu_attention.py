@@ -12,7 +12,7 @@ CONTEXT = 64
 
 
 class Pool:
-    """Of one layer; latent: the values are the first part of the keys, as in DeepSeek's pool."""
+    """KV pool of one layer; latent: the values are the first part of the keys, as in DeepSeek's pool."""
 
     def __init__(self, num_kv: int, size: int, value_size: int, dtype: torch.dtype) -> None:
         self.keys = torch.randn(256, num_kv, size).to(dtype)
@@ -44,7 +44,7 @@ def make_batch(prefixes: list[int], counts: list[int], *, decode: bool) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("heads", [(4, 2, 16, 16), (4, 4, 20, 20), (8, 1, 24, 18)], ids=str)
-def test_attention_is_that_of_torch_native(heads, window, dtype, decode):
+def test_attention_equals_torch_native(heads, window, dtype, decode):
     declare_torchvision_ops()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType

@@ -1,10 +1,11 @@
-"""The CPU layer against the installed Megatron Core: what it touches exists, and torch itself stays as it was.
+"""The CPU layer against the installed Megatron Core: the names that it replaces exist, and torch itself is unchanged.
 
 On a machine with a GPU the layer does nothing and these tests are skipped.
 """
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -27,7 +28,7 @@ NAMES = {
     "megatron.core.transformer.dot_product_attention": ["DotProductAttention"],
     "megatron.core.transformer.torch_norm": ["WrappedTorchNorm"],
 }
-"""What the CPU layer and the layers without Transformer Engine replace or stand in for, by module."""
+"""Names that the CPU layer and the layers without Transformer Engine replace, by module."""
 
 
 def test_megatron_core_is_the_version_that_the_layer_was_written_for() -> None:
@@ -63,7 +64,7 @@ def test_the_replacements_are_in_place() -> None:
     assert torch.equal(rng._get_cuda_rng_state(), torch.get_rng_state())
 
 
-def test_every_module_of_megatron_sees_the_private_torch() -> None:
+def test_every_module_of_megatron_imports_the_private_torch() -> None:
     import megatron.core.distributed
     import megatron.core.models.gpt
     import megatron.core.optimizer
@@ -86,7 +87,7 @@ def test_torch_itself_is_untouched() -> None:
         torch.zeros(1, device="cuda")
 
 
-def test_cuda_means_the_cpu_inside_megatron() -> None:
+def test_cuda_is_the_cpu_inside_megatron() -> None:
     from megatron.core import parallel_state
 
     private = parallel_state.torch
@@ -113,3 +114,16 @@ def test_importing_megatron_first_is_refused() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
     assert "import megatron_rl first" in result.stderr
+
+
+def test_megatron_does_not_import_wandb_but_others_can(tmp_path: Path) -> None:
+    """The import of wandb makes temporary folders, which a killed process leaves."""
+    (tmp_path / "wandb.py").write_text("import tempfile\nFOLDER = tempfile.TemporaryDirectory('wandb-media')\n")
+    (tmp_path / "tmp").mkdir()
+    code = (
+        "import os, sys, megatron_rl, megatron.core.timers\n"
+        "assert 'wandb' not in sys.modules and not [name for name in os.listdir(os.environ['TMPDIR']) if 'wandb' in name]\n"
+        "import wandb, importlib.util\nassert importlib.util.find_spec('wandb') and wandb.FOLDER\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.generation import GenerationPlan, HotTokenSampling, make_dialogue, single_token_stops
+from megatron_rl.rollout.generation import GenerationPlan, make_dialogue, single_token_stops
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
@@ -85,7 +86,7 @@ def new_trajectories(num, *, budget=48, dialogue=True):
 
 
 def dialogue_with_text_stops(environment, tokenizer):
-    """As the service makes it, but for stop strings of one token, which it would send as stop tokens."""
+    """Make a dialogue as the service does, except for single-token stop strings, which the service sends as stop tokens."""
     made = make_dialogue(environment, tokenizer, chat=False)
     assert made.server_stops == ()
     return replace(made, server_stops=environment.stop_strings)
@@ -132,7 +133,7 @@ def parts_of(trajectory):
     )
 
 
-def test_a_dialogue_in_windows_is_the_dialogue_in_one_piece_and_its_history_is_token_exact(
+def test_a_dialogue_in_windows_equals_the_dialogue_without_windows_token_for_token(
     server, tokenizer, reference
 ):
     whole = generate(server, tokenizer, new_trajectories(6), environment=Vowels())
@@ -150,7 +151,7 @@ def test_a_dialogue_in_windows_is_the_dialogue_in_one_piece_and_its_history_is_t
         assert tokenizer.decode([x for x, own in zip(t.response_ids.tolist(), t.generated_mask()) if not own]) == messages
 
 
-def test_stop_strings_of_one_token_need_no_text_on_the_server(tokenizer):
+def test_only_stop_strings_of_several_tokens_are_sent_to_the_server(tokenizer):
     assert single_token_stops(("a", "ab"), tokenizer) == {"a": tokenizer.encode("a")[0]}
     assert make_dialogue(Calculator(close_tag=")"), tokenizer, chat=False).server_stops == ()
     assert make_dialogue(Calculator(close_tag="end"), tokenizer, chat=False).server_stops == ("end",)
@@ -158,9 +159,9 @@ def test_stop_strings_of_one_token_need_no_text_on_the_server(tokenizer):
         make_dialogue(Calculator(close_tag="</calc>"), tokenizer, chat=False)
 
 
-def test_hot_tokens_come_from_the_hot_distribution_and_the_rest_from_the_usual_one(server, tokenizer, reference):
+def test_hot_tokens_are_sampled_hot_and_all_others_are_not(server, tokenizer, reference):
     banned = tuple(range(3, 13))
-    fire = HotTokenSampling(HOT_TEMPERATURE, HOT_TOP_K, after="", banned_token_ids=banned)
+    fire = FireConfig(HOT_TEMPERATURE, HOT_TOP_K, after="", banned_token_ids=banned)
     fired = generate(server, tokenizer, new_trajectories(24, budget=6, dialogue=False), fire=fire)
     for t in fired:
         assert t.hot_mask().tolist() == [True] + [False] * (t.num_response_tokens - 1)
@@ -177,7 +178,7 @@ def test_hot_tokens_come_from_the_hot_distribution_and_the_rest_from_the_usual_o
 
 
 def test_fire_at_the_runs_own_temperature_changes_nothing(server, tokenizer):
-    fire = HotTokenSampling(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
+    fire = FireConfig(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=[])
     plain = generate(server, tokenizer, new_trajectories(12, dialogue=False))
     fired = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire)
     assert [t.response_ids.tolist() for t in fired] == [t.response_ids.tolist() for t in plain]
@@ -191,7 +192,7 @@ def test_the_hot_token_comes_after_the_marker(server, tokenizer):
     place = next(i for i in range(5, len(ids)) if min(ids[i], ids[i + 1]) > 2)  # two characters, no special token
     marker = tokenizer.decode(ids[place : place + 2])
     end = end_of_text(ids, [marker], tokenizer.decode)
-    fire = HotTokenSampling(HOT_TEMPERATURE, HOT_TOP_K, after=marker, banned_token_ids=())
+    fire = FireConfig(HOT_TEMPERATURE, HOT_TOP_K, after=marker, banned_token_ids=[])
     whole = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire)
     pieces = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire, window=end - 1, steps=12)
     assert [t.response_ids.tolist() for t in pieces] == [t.response_ids.tolist() for t in whole]

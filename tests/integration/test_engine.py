@@ -108,7 +108,7 @@ def test_results_do_not_depend_on_layout_split_or_recompute(results, world_size,
 
 
 @pytest.mark.parametrize("world_size,scenario,objective", [case for case in COMPARED if case[2] != "critic"])
-def test_a_first_updates_own_logprobs_are_those_of_a_pass_before_it(results, world_size, scenario, objective):
+def test_a_first_updates_own_logprobs_equal_a_separate_pass(results, world_size, scenario, objective):
     """Bit for bit: whoever asks no pass of them loses nothing."""
     same = results(world_size)[f"{scenario}/{objective}"]["own log-probs"]
     assert same and all(same)
@@ -127,7 +127,7 @@ def test_an_update_moves_the_weights_far_more_than_the_tolerance(results, object
     assert moved > 20 * RELATIVE
 
 
-def test_answers_are_zero_where_no_token_is_wanted(results):
+def test_results_are_zero_outside_the_requested_tokens(results):
     batch = make_batch()
     wanted = batch.fields["mask"] | batch.fields["lm_mask"]
     answers = results(1)["reference/policy"]["answers"]
@@ -135,7 +135,7 @@ def test_answers_are_zero_where_no_token_is_wanted(results):
     assert (answers[wanted] < 0).all()
 
 
-def test_every_token_and_every_end_has_a_value(results):
+def test_every_token_and_every_sequence_end_has_a_value(results):
     answers = results(1)["reference/critic"]["answers"]
     starts = make_batch().cu_seqlens[:-1]
     assert answers.isfinite().all()
@@ -161,7 +161,7 @@ def test_warm_up_reaches_the_full_rate_and_then_decays(results):
 
 @pytest.mark.parametrize("world_size,scenario", cases(RESUMED))
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_a_resumed_run_is_bitwise_the_run_that_went_on(results, world_size, scenario, role):
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(results, world_size, scenario, role):
     found = results(world_size)[f"{scenario}/resumed"][role]
     assert found["resumed"] == found["kept"]
     assert found["resumed weights"].keys() == found["kept weights"].keys()
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_one_process_continues_in_another_layout(results, world_
 
 
 @pytest.mark.parametrize("world_size,scenario", cases(POISONED))
-def test_a_gradient_that_is_not_finite_leaves_no_trace(results, world_size, scenario):
+def test_a_non_finite_gradient_changes_no_state(results, world_size, scenario):
     found = results(world_size)[f"{scenario}/poisoned"]
     assert not found["first"]["skipped"]
     assert found["skipped"]["skipped"] and not math.isfinite(found["skipped"]["grad_norm"])
@@ -195,7 +195,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(results, world_size, scen
         assert torch.equal(found["disturbed weights"][name], value), name
 
 
-def test_bfloat16_experts_move_as_float32_ones_also_by_steps_below_their_resolution(results):
+def test_bfloat16_experts_train_like_float32_also_below_bfloat16_resolution(results):
     """A step that rounds away in bfloat16 has to add up in the float32 main weights."""
     exact, found = results(1)["experts/drift"], results(2)["experts-bfloat16/drift"]
     assert found["losses"] == pytest.approx(exact["losses"], rel=0.02)
@@ -213,7 +213,7 @@ def test_bfloat16_experts_move_as_float32_ones_also_by_steps_below_their_resolut
 
 @pytest.mark.parametrize("part", ["begun", "resumed"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_policy_and_a_critic_of_different_layouts_step_and_go_on_as_on_one_rank(results, case, part):
+def test_policy_and_critic_in_different_layouts_train_and_resume_as_on_one_rank(results, case, part):
     found, expected = results(4)["two layouts"][case][part], results(1)["two layouts"][case][part]
     for name in ("values", "final values", "logprobs"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=5e-6)
@@ -233,7 +233,7 @@ def test_all_ranks_enqueue_the_collectives_of_all_groups_in_one_order(results, c
 
 @pytest.mark.parametrize("part", ["begun", "resumed"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_gets_a_sequence_once_for_all_that_a_step_does_with_it(results, case, part):
+def test_a_rank_gets_each_sequence_once_per_step(results, case, part):
     """In each of the two layouts: values, log-probs and both updates."""
     files = [received_file(results(4)["out"], case, part, rank) for rank in range(4)]
     by_rank = [torch.load(path) for path in files]
@@ -243,7 +243,7 @@ def test_a_rank_gets_a_sequence_once_for_all_that_a_step_does_with_it(results, c
         assert set().union(*numbers) == set(range(len(LENGTHS)))
 
 
-def test_crossed_and_missing_collectives_are_seen():
+def test_crossed_and_missing_collectives_are_detected():
     a, b = Call("a", (0, 1), "allreduce"), Call("b", (0, 1), "allreduce")
     assert disagreements({0: [a, b, a], 1: [a, b, a]}) == []
     assert "different orders" in disagreements({0: [a, b], 1: [b, a]})[0]
@@ -254,14 +254,14 @@ def test_crossed_and_missing_collectives_are_seen():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_second_step_of_both_models_is_not_the_first_again(results, case):
+def test_the_second_update_of_both_models_differs_from_the_first(results, case):
     """Otherwise going on from the files could not be told from starting over."""
     begun, resumed = (results(1)["two layouts"][case][part] for part in ("begun", "resumed"))
     for name in ("logprobs", "values"):
         assert (begun[name] - resumed[name]).abs().max() > 1e-3
 
 
-def test_a_schedule_that_cannot_be_is_refused():
+def test_an_impossible_learning_rate_schedule_is_refused():
     with pytest.raises(ValueError, match="decay_steps"):
         build_scheduler(OptimizerConfig(decay_style=DecayStyle.cosine, warmup_steps=5, decay_steps=5), optimizer=None)
     with pytest.raises(ValueError, match="min_lr"):

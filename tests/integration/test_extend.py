@@ -44,7 +44,7 @@ def test_the_documented_family_computes_what_transformers_computes(mistral):
         load_weights([chunk], config, mistral)
         sequences, model = make_sequences(config.vocab_size), load_hf(mistral)
         with torch.no_grad():
-            logits = policy.forward(chunk, pack(sequences))[0] @ policy._head_weight(chunk)[: config.vocab_size].T
+            logits = policy.forward(chunk, pack(sequences))[0] @ policy.head_weight(chunk)[: config.vocab_size].T
             expected = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert_same_bits(dict(export_weights([chunk], config)), tensors_of(mistral))

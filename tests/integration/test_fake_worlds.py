@@ -1,4 +1,4 @@
-"""Who does what in layouts of up to 1,024 ranks: our arithmetic against the groups that Megatron makes.
+"""Roles of ranks in layouts of up to 1,024 ranks: our arithmetic compared with the groups that Megatron makes.
 
 Every layout that a page, a recipe or a published row of docs/estimates.md names is tried, as one rank after the other of a
 world that does not exist (``tests/fake_world.py``).
@@ -19,11 +19,11 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
-from megatron_rl.models.hf.gather import owner_of
+from megatron_rl.models.hf.gather import owners_of
 from megatron_rl.parallel.topology import ReplicaRanks, Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
-from megatron_rl.training.cache_directory import CacheDirectory
 from megatron_rl.training.export import source_ranks
+from megatron_rl.training.sequence_cache import CacheDirectory
 from tests.fake_world import fake_rank
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ LARGE = [
     ("tp4+sp+pp4+ep32+etp1", 128),
 ]
 MOST_RANKS = 8
-"""Of a small world all ranks are looked at."""
+"""Worlds up to this size are checked on all ranks."""
 
 
 def documented() -> list[tuple[str, int]]:
@@ -58,12 +58,12 @@ def recipes() -> list[str]:
 
 
 @pytest.mark.parametrize(("layout", "num_ranks"), documented())
-def test_ranks_of_a_documented_layout_know_their_place(layout: str, num_ranks: int) -> None:
+def test_ranks_of_a_documented_layout_have_the_right_coordinates(layout: str, num_ranks: int) -> None:
     assert_ranks_agree(parse_layout(layout)[0], num_ranks)
 
 
 @pytest.mark.parametrize("recipe", recipes())
-def test_ranks_of_a_recipe_know_their_place(recipe: str) -> None:
+def test_ranks_of_a_recipe_have_the_right_coordinates(recipe: str) -> None:
     config = load_config([ROOT / recipe], [])
     for parallel in (config.parallel, critic_layout(config)):
         assert_ranks_agree(parallel, config.parallel.num_ranks or ranks_needed(parallel))
@@ -128,21 +128,22 @@ def assert_groups(topology: Topology, places: list) -> None:
 
 
 def assert_owners(topology: Topology, parallel: ParallelConfig) -> None:
-    """Who puts a tensor together: of each expert's copies the first, and of the rest the first tensor-parallel ranks."""
+    """Ranks that assemble a tensor: for each expert its first copy, otherwise the first tensor-parallel ranks."""
     ep, number = parallel.expert_parallel_size, 2 * parallel.expert_parallel_size
     held = parallel_state.get_expert_model_parallel_rank()
     first_copy = parallel_state.get_expert_data_parallel_rank() == 0
     for stage in range(topology.pp_size):
         here = stage == topology.pp_rank
-        dense = owner_of(Entry("decoder.layers.0.mlp.router.weight", {}, Replicated()), stage, {"experts": number})
-        assert dense.is_here == (here and (topology.cp_rank, topology.dp_rank) == (0, 0))
+        router = Entry("decoder.layers.0.mlp.router.weight", {}, Replicated())
+        _, _, is_here = owners_of(router, stage, {"experts": number})
+        assert is_here == (here and (topology.cp_rank, topology.dp_rank) == (0, 0))
         for expert in range(number):
             entry = Entry(f"decoder.layers.0.mlp.experts.{expert}.linear_fc1.weight", {}, Replicated())
-            owner = owner_of(entry, stage, {"experts": number})
-            assert owner.is_here == (here and first_copy and expert // (number // ep) == held)
-            if owner.is_here:
-                members = dist.get_process_group_ranks(owner.group)
-                assert members == list(range(owner.first, owner.first + len(members)))
+            first, group, is_here = owners_of(entry, stage, {"experts": number})
+            assert is_here == (here and first_copy and expert // (number // ep) == held)
+            if is_here:
+                members = dist.get_process_group_ranks(group)
+                assert members == list(range(first, first + len(members)))
 
 
 def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
@@ -167,6 +168,6 @@ def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     plan = plan_microbatches(lengths, len(replicas.reporters), 16)
     assert len(plan) == topology.dp_size
     batch = PackedBatch(torch.arange(sum(lengths)), cu_seqlens_of(torch.tensor(lengths)))
-    payloads = CacheDirectory(topology.dp_size).payloads(batch, range(len(lengths)), plan, [])
+    payloads = CacheDirectory(topology.dp_size).payloads(batch, plan, [])
     sent = [token for payload in payloads for token in payload["tokens"].packed().tolist()]
     assert sorted(sent) == list(range(sum(lengths)))

@@ -78,7 +78,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 @by_shape
-def test_logits_are_those_of_transformers_and_no_tensor_is_lost(
+def test_logits_equal_transformers_and_no_tensor_is_lost(
     shape: str, models: dict[str, Path], single_rank: ParallelConfig
 ) -> None:
     config = load_hf_config(models[shape])
@@ -87,7 +87,7 @@ def test_logits_are_those_of_transformers_and_no_tensor_is_lost(
     sequences, model = make_sequences(config.vocab_size), load_hf(models[shape])
     with torch.no_grad():
         hidden = policy.forward(chunk, pack(sequences))[0]
-        logits = hidden @ policy._head_weight(chunk)[: config.vocab_size].T
+        logits = hidden @ policy.head_weight(chunk)[: config.vocab_size].T
         expected = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
     assert expected.std() > 0.5
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
@@ -100,15 +100,15 @@ def test_logits_are_those_of_transformers_and_no_tensor_is_lost(
 
 
 @pytest.mark.parametrize("shape", ["qwen2_gqa7_tied", "llama3_scaled"])
-def test_an_fp32_head_computes_as_from_float32_copies(
+def test_an_fp32_head_equals_a_head_of_float32_copies(
     shape: str, models: dict[str, Path], single_rank: ParallelConfig
 ) -> None:
     config, batch = load_hf_config(models[shape]), pack(make_sequences(101))
     (chunk,) = policy.build_policy(config, single_rank, dtype=torch.bfloat16, fp32_head=True, seed=None)
     load_weights([chunk], config, models[shape])
     hidden = policy.forward(chunk, batch).detach().requires_grad_()
-    assert hidden.dtype == policy._head_weight(chunk).dtype == torch.bfloat16
-    head = policy._head_weight(chunk)
+    assert hidden.dtype == policy.head_weight(chunk).dtype == torch.bfloat16
+    head = policy.head_weight(chunk)
     logprobs, entropy = policy.token_logprobs(chunk, hidden, batch, temperature=TEMPERATURE)
     found = torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), [hidden, head])
     copies = [hidden[0].detach().float().requires_grad_(), head.detach().float().requires_grad_()]
@@ -130,7 +130,7 @@ def test_an_fp32_head_computes_as_from_float32_copies(
 
 @pytest.fixture(scope="module")
 def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """What two ranks computed, what transformers does, and the folder with what they saved."""
+    """Results of two ranks, results of transformers, and the folder that the ranks saved."""
     folder = tmp_path_factory.mktemp("two_ranks")
     references, jobs = {}, {}
     for shape in PARALLEL_SHAPES:
@@ -163,7 +163,7 @@ def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS | COUNTED_LAYOUTS)
-def test_all_ranks_together_hold_every_parameter_once(layout: str, two_ranks: Any, models: dict[str, Path]) -> None:
+def test_parameter_counts_over_all_ranks_equal_transformers(layout: str, two_ranks: Any, models: dict[str, Path]) -> None:
     counts, counted = two_ranks[0]["counts", layout], set()
     for shape, count in counts.items():
         if count is not None:
@@ -178,7 +178,7 @@ def test_all_ranks_together_hold_every_parameter_once(layout: str, two_ranks: An
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", PARALLEL_SHAPES)
-def test_two_ranks_give_the_outputs_and_gradients_of_transformers(layout: str, shape: str, two_ranks: Any) -> None:
+def test_two_ranks_equal_transformers_in_outputs_and_gradients(layout: str, shape: str, two_ranks: Any) -> None:
     results, references, _ = two_ranks
     found, reference = results[layout, shape], references[shape]
     for microbatches, outputs in found["outputs"]:
@@ -194,7 +194,7 @@ def test_two_ranks_give_the_outputs_and_gradients_of_transformers(layout: str, s
 
 
 @pytest.mark.parametrize("shape", PARALLEL_SHAPES)
-def test_what_tensor_parallel_ranks_saved_is_converted_to_the_original_bits(
+def test_a_checkpoint_of_tensor_parallel_ranks_converts_to_the_original_bits(
     shape: str, two_ranks: Any, models: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = two_ranks[2] / "checkpoints" / shape
@@ -206,12 +206,12 @@ def test_what_tensor_parallel_ranks_saved_is_converted_to_the_original_bits(
 
 
 @by_shape
-def test_a_conversion_there_and_back_keeps_every_bit(shape: str, tmp_path: Path) -> None:
+def test_a_round_trip_conversion_keeps_every_bit(shape: str, tmp_path: Path) -> None:
     source = make_family_model(tmp_path / "hf", shape, dtype="bfloat16")
     make_tokenizer(source)
     there = convert(source, tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
     back = convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
-    assert there == back and there.left_out == []
+    assert there == back and there[2] == []
     index = json.loads((tmp_path / "back" / INDEX_FILE).read_text())["weight_map"]
     assert len(set(index.values())) > 1 and index.keys() == tensors_of(source).keys()
     assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(source))
@@ -272,8 +272,8 @@ def test_conversion_refuses_keeps_or_drops_multi_token_prediction_by_name(tmp_pa
     sizes = dict(max_shard_bytes=SHARD_BYTES)
     with pytest.raises(WeightsError, match="3 tensors .*model.layers.2.eh_proj.weight first.*--mtp keep.*--mtp drop"):
         convert(source, tmp_path / "dropped", to="megatron", **sizes)
-    done = convert(source, tmp_path / "dropped", to="megatron", mtp=Mtp.drop, **sizes)
-    assert set(done.left_out) == set(extra) and done.num_tensors == len(tensors)
+    num_tensors, _, left_out = convert(source, tmp_path / "dropped", to="megatron", mtp=Mtp.drop, **sizes)
+    assert set(left_out) == set(extra) and num_tensors == len(tensors)
     convert(tmp_path / "dropped", tmp_path / "without", to="hf", **sizes)
     assert_same_bits(tensors_of(tmp_path / "without"), tensors)
     assert num_mtp_layers(tmp_path / "without") == 0
@@ -285,7 +285,7 @@ def test_conversion_refuses_keeps_or_drops_multi_token_prediction_by_name(tmp_pa
         convert(tmp_path / "kept", tmp_path / "out", to="hf", **sizes)
     assert not (tmp_path / "out").exists()
     back = convert(tmp_path / "kept", tmp_path / "with", to="hf", mtp=Mtp.keep, **sizes)
-    assert there == back and there.left_out == [] and there.num_tensors == len(tensors) + len(extra)
+    assert there == back and there[2] == [] and there[0] == len(tensors) + len(extra)
     assert_same_bits(tensors_of(tmp_path / "with"), {**tensors, **extra})
     assert num_mtp_layers(tmp_path / "with") == 1
     # What a run saved holds trained layers alone; the others come from the folder that it started from.
@@ -293,7 +293,7 @@ def test_conversion_refuses_keeps_or_drops_multi_token_prediction_by_name(tmp_pa
     assert_same_bits(tensors_of(tmp_path / "again"), {**tensors, **extra})
 
 
-def test_a_policy_saves_multi_token_prediction_as_it_was_or_leaves_it_out(
+def test_a_policy_saves_multi_token_prediction_unchanged_or_drops_it(
     single_rank: ParallelConfig, tmp_path: Path
 ) -> None:
     source, tensors, extra = with_mtp(tmp_path / "hf", "glm4_moe_partial_rotary")
@@ -358,7 +358,7 @@ def recast(folder: Path) -> None:
     ],
     ids=["truncated", "garbage", "missing", "mixed dtypes", "output exists", "link exists", "megatron", "no mtp", "tp", "no config"],
 )
-def test_a_hugging_face_folder_that_cannot_be_converted_is_one_line(
+def test_an_unconvertible_hugging_face_folder_is_a_one_line_error(
     edit: Any, options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = make_family_model(tmp_path / "hf", "qwen3_wide_heads_yarn")
@@ -388,7 +388,7 @@ def interrupt(*_: Any) -> None:
         ("conversion.copy_files", interrupt, 130),
     ],
 )
-def test_a_conversion_that_breaks_off_leaves_nothing(
+def test_a_failed_conversion_leaves_no_output(
     place: str, failure: Any, code: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"megatron_rl.models.{place}", failure)
@@ -439,7 +439,7 @@ def reshape_model(folder: Path) -> None:
     ],
     ids=["truncated", "gone", "metadata", "no checkpoint", "no config", "missing tensor", "other shapes"],
 )
-def test_a_megatron_checkpoint_that_cannot_be_converted_is_one_line(
+def test_an_unconvertible_megatron_checkpoint_is_a_one_line_error(
     edit: Any, message: str, tmp_path: Path, models: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "megatron"

@@ -23,11 +23,12 @@ from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
 from tests.integration.engine_worker import ALGORITHM, make_batch
 from tests.tiny_models import make_tiny_model
+from tests.token_indices import token_indices
 from tests.unit.step.test_first_updates import STEP, configured, responses, run_a_step
 
 EXACT = 1e-12
 ROUNDED = 5e-6
-"""Of the largest number, in float32; steps of 1e-3 move weights by 2e-2 of the largest."""
+"""Tolerance relative to the largest value, in float32; steps of 1e-3 move weights by 2e-2 of the largest."""
 LR = 1e-3
 
 
@@ -45,7 +46,7 @@ def grpo(size):
 
 
 def decoupled(size):
-    """What schedule.mode=async trains by: the weights come from the old log-probs, too."""
+    """The objective of schedule.mode=async: the weights also come from the old log-probs."""
     return configured(size, weight="token")
 
 
@@ -64,7 +65,7 @@ def place():
 
 
 class Exact:
-    """What the loop asks of ``TrainerGroup``, in float64 and with plain gradient descent."""
+    """The interface of ``TrainerGroup`` that the loop uses, in float64 and with plain gradient descent."""
 
     def __init__(self, engine: Engine, rng: random.Random, algorithm) -> None:
         self.engine, self.rng, self.algorithm = engine, rng, algorithm
@@ -83,7 +84,7 @@ class Exact:
             return found.masked_fill(batch.fields["mask"], -4.5)
         for indices in self.packs(batch, rows) if rows is None or len(rows) else ():
             with torch.no_grad():
-                found[batch.rows(indices)] = self.outputs(batch.select(indices), temperature)["logprobs"]
+                found[token_indices(batch, indices)] = self.outputs(batch.select(indices), temperature)["logprobs"]
         return found
 
     def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0, keeps_logprobs=False):
@@ -97,7 +98,7 @@ class Exact:
             value, _ = loss(outputs, part)
             value.backward()
             self.losses[-1] += value.item()
-            kept[batch.rows(indices)] = outputs["logprobs"].detach()
+            kept[token_indices(batch, indices)] = outputs["logprobs"].detach()
         self.gradients.append(torch.cat([weight.grad.flatten() for weight in weights]))
         with torch.no_grad():
             for weight in weights:
@@ -135,7 +136,7 @@ def assert_close(found, expected, share):
 
 @pytest.mark.parametrize("size", [99, 3])
 @pytest.mark.parametrize("make", [ppo, grpo, decoupled])
-def test_in_float64_the_fewer_passes_give_the_same_update_to_twelve_digits(model, place, make, size):
+def test_float64_update_without_the_extra_pass_agrees_to_twelve_digits(model, place, make, size):
     found = []
     for own in (True, False):
         config = make(size)
@@ -156,7 +157,7 @@ def test_in_float64_the_fewer_passes_give_the_same_update_to_twelve_digits(model
 
 @pytest.mark.parametrize("size", [99, 3])
 @pytest.mark.parametrize("make", [ppo, decoupled])
-def test_the_trainers_own_updates_differ_by_rounding_alone(model, place, make, size):
+def test_updates_with_and_without_the_extra_pass_differ_by_rounding_only(model, place, make, size):
     found = []
     for own in (True, False):
         config = make(size)
@@ -182,7 +183,7 @@ def weights_of(group):
     return torch.cat([tensor.detach().clone().flatten() for _, tensor in sorted(group.export_weights("policy"))])
 
 
-def test_in_float64_loss_and_gradient_depend_on_no_packing(model, place):
+def test_float64_loss_and_gradient_do_not_depend_on_packing(model, place):
     """Nor on the order of sequences, nor on sequences that train nothing; so a layout changes them by rounding alone."""
     batch = make_batch()
     batch.fields["old_logprobs"] = -4.8 + batch.fields["noise"]

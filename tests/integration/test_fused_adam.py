@@ -16,7 +16,7 @@ from tests.tiny_models import make_tiny_model
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Where Transformer Engine's FusedAdam keeps what, and AdamW's arithmetic in float32."""
+    """Stands in for Transformer Engine's FusedAdam: its state layout, and AdamW's arithmetic in float32."""
 
     def __init__(self, params, lr, betas, eps, weight_decay, *, adam_w_mode, **precision):
         assert adam_w_mode and not precision.pop("store_param_remainders", False)
@@ -107,7 +107,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("moments", Moments)
-def test_a_model_that_never_stepped_waits_is_saved_and_goes_on_as_the_first(new_engine, tmp_path, moments):
+def test_an_offloaded_model_without_updates_resumes_and_trains_identically(new_engine, tmp_path, moments):
     engine, resumed = new_engine(moments=moments), new_engine(moments=moments, seed=2)
     engine.offload()
     engine.save_state(tmp_path / "saved")
@@ -123,7 +123,7 @@ ADAMS = {"torch": {"fused": False}, "fused": {}, "small moments": {"moments": Mo
 
 @pytest.mark.parametrize("first", ADAMS)
 @pytest.mark.parametrize("then", ADAMS)
-def test_a_checkpoint_goes_on_whichever_adam_wrote_it(new_engine, tmp_path, first, then):
+def test_a_checkpoint_resumes_regardless_of_the_adam_that_wrote_it(new_engine, tmp_path, first, then):
     engine, resumed = new_engine(**ADAMS[first]), new_engine(**ADAMS[then], seed=2)
     start = weights(engine)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_checkpoint_goes_on_whichever_adam_wrote_it(new_engine, tmp_path, firs
     assert sum((found[name] - expected[name]).float().abs().sum() for name in start) < 0.02 * way
 
 
-def test_small_moments_take_four_bytes_less_and_move_the_weights_almost_alike(new_engine):
+def test_bfloat16_moments_save_four_bytes_and_train_nearly_alike(new_engine):
     engines = {moments: new_engine(moments=moments) for moments in Moments}
     start = weights(engines[Moments.float32])
     taken = {
@@ -167,6 +167,6 @@ def test_small_moments_take_four_bytes_less_and_move_the_weights_almost_alike(ne
     assert 0 < apart < 0.02 * way
 
 
-def test_small_moments_without_transformer_engine_are_refused(new_engine):
+def test_bfloat16_moments_without_transformer_engine_are_refused(new_engine):
     with pytest.raises(UserError, match="moments=bfloat16 needs Transformer Engine"):
         new_engine(fused=False, moments=Moments.bfloat16)

@@ -71,11 +71,11 @@ def score(name: str, items: list[tuple], options: dict[str, Any], **settings: An
     with start_runner(
         name, RunnerSettings(timeout_s=60.0, **settings), options={**WORDS, **options}, row_fields=fields
     ) as runner:
-        return runner.score_many_blocking(items)
+        return runner.submit(items).result()
 
 
 @pytest.mark.parametrize("tokenizer", ["server", "local"])
-def test_the_score_is_the_softmax_of_the_judgement_s_logits(server, model_path, probability, tokenizer):
+def test_the_score_is_the_softmax_of_the_judgments_logits(server, model_path, probability, tokenizer):
     items = [(f"the answer is {n}", str(n * n), {"prompt": f"{n}+{n}="}) for n in range(12)]
     options = {"tokenizer_path": str(model_path)} if tokenizer == "local" else {"template": PLAIN_TEMPLATE}
     scores = score("genrm", items, {"url": server.url, **options})
@@ -86,7 +86,7 @@ def test_the_score_is_the_softmax_of_the_judgement_s_logits(server, model_path, 
     assert all(0 < s.metrics["judgement_mass"] < 1 for s in scores)
 
 
-def test_the_pairwise_laws_hold_on_a_real_judge(server, model_path, probability):
+def test_pairwise_laws_hold_on_a_real_judge(server, model_path, probability):
     texts = ["first answer", "2", "a rather long answer, of several words", "no"]
     items = [(a, b, {"prompt": "which one?"}) for a in texts for b in texts]
     scores = score("pairwise", items, {"url": server.url, "tokenizer_path": str(model_path)})
@@ -102,7 +102,7 @@ def test_the_pairwise_laws_hold_on_a_real_judge(server, model_path, probability)
             assert table[a, b].metrics["position_gap"] == pytest.approx(gap, abs=2 * PROBABILITY_TOLERANCE)
 
 
-def test_verifier_and_judge_grade_one_batch_by_type(server):
+def test_verifier_and_judge_score_one_batch_by_type(server):
     judge = RewardRouteConfig("pairwise", {"url": server.url, **WORDS}, timeout_s=60.0)
     config = RewardConfig(by_type={"math": RewardRouteConfig("math"), "general": judge}, require_think=True)
     items = [
@@ -113,7 +113,6 @@ def test_verifier_and_judge_grade_one_batch_by_type(server):
         ScoreItem("<think>?</think>hi", "", "say hello", "general", {"anchor": "hi"}),
     ]
     with build_rewards(config) as rewards:
-        rewards.check_types({item.type for item in items})
         scores = asyncio.run(rewards.score_many(items))
     assert [s.value for s in scores] == [1.0, pytest.approx(0.5, abs=0.5), 0.0, 0.0, 0.5]
     assert [s.detail.partition(":")[0] for s in scores] == ["math", "pairwise", "math", "pairwise", "pairwise"]
@@ -126,22 +125,22 @@ def test_a_text_that_does_not_fit_the_judge_is_unscored(server):
     assert short.value is not None
 
 
-def test_words_that_are_no_single_tokens_are_refused(server):
+def test_judgment_words_of_several_tokens_are_refused(server):
     with pytest.raises(TemplateError, match="'YES' is 3 tokens"):
         score("genrm", [], {"url": server.url, "yes_words": ["YES"]})
 
 
-def test_a_judge_that_dies_leaves_responses_unscored_and_serves_again_after_its_restart(server):
+def test_a_killed_judge_leaves_responses_unscored_until_its_restart(server):
     """Last: it kills the server."""
     item = ("hello", "ref", {"prompt": "p"})
     options = {"url": server.url, **WORDS}
     with start_runner("genrm", RunnerSettings(timeout_s=20.0), options=options, row_fields=("prompt",)) as runner:
-        (before,) = runner.score_many_blocking([item])
+        (before,) = runner.submit([item]).result()
         server.stop(grace_s=0.0)
-        (down,) = runner.score_many_blocking([item])
+        (down,) = runner.submit([item]).result()
         assert down.value is None and "no answer" in down.error
         with pytest.raises(RewardError, match="is its server up"):
             score("genrm", [], {"url": server.url})
         server.start()
-        (after,) = runner.score_many_blocking([item])
+        (after,) = runner.submit([item]).result()
     assert math.isclose(before.value, after.value, abs_tol=PROBABILITY_TOLERANCE)

@@ -51,7 +51,7 @@ def diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def test_what_a_run_waits_for_is_named(tmp_path, capsys, monkeypatch):
+def test_doctor_names_the_process_that_a_hung_run_waits_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_rl.desk.doctor.wait_graph._LONG_S", 0.5)
     monkeypatch.setattr("megatron_rl.desk.doctor.wait_graph._MOVES_S", 0.0)
     monkeypatch.setattr("megatron_rl.desk.doctor.hang._ANSWER_S", 1.0)
@@ -93,9 +93,9 @@ def test_what_a_run_waits_for_is_named(tmp_path, capsys, monkeypatch):
     assert "has ended" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_run_is_refused_in_words(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused_with_a_reason(tmp_path, capsys):
     assert main(["doctor", "--hang", str(tmp_path)]) == 2
-    assert "holds no processes.json" in capsys.readouterr().err
+    assert "has no processes.json" in capsys.readouterr().err
     assert main(["doctor", "--hang", str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     for words, said in (

@@ -58,7 +58,7 @@ def assert_same_bits(found: Any, expected: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_bit_depends_on_who_cuts_an_image(folder: Path, name: str) -> None:
+def test_results_do_not_depend_on_the_rank_that_cuts_an_image(folder: Path, name: str) -> None:
     seen, expected = (torch.load(folder / f"{name}-{mode}.pt", weights_only=False) for mode in ("files", "patches"))
     assert_same_bits(seen, expected, name)
     logprobs = [seen["step 0"][f"log-probs of {engine}"] for engine in ("policy", "reference")]

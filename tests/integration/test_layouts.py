@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.desk.doctor.layout_comparison import DoctorError, check_invariance
+from megatron_rl.desk.doctor.layout_comparison import check_invariance
+from megatron_rl.errors import UserError
 from tests.tiny_models import make_tiny_model
 
 DENSE = ["tp2", "cp2", "pp2+vpp2", "pp2+layers1/3"]
@@ -36,7 +37,7 @@ def test_one_update_is_the_same_in_every_layout(models, model, role, layouts):
     assert explained == [layout for layout in shown if model == "experts" and layout in ("ep3", "tp2+sp")]
 
 
-def test_layouts_that_cannot_be_are_refused_with_the_reason(models, capsys):
+def test_impossible_layouts_are_refused_with_the_reason(models, capsys):
     layouts = "ep2,pp3,tp8,vpp2,tp2+etp1"
     assert main(["doctor", "--invariance", "--model", str(models / "dense"), "--layouts", layouts]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -51,5 +52,5 @@ def test_layouts_that_cannot_be_are_refused_with_the_reason(models, capsys):
 
 
 def test_a_reference_that_cannot_run_is_an_error(models):
-    with pytest.raises(DoctorError, match="reference layout tp8 cannot run"):
+    with pytest.raises(UserError, match="reference layout tp8 cannot run"):
         check_invariance(str(models / "dense"), ["tp1"], reference="tp8")

@@ -1,4 +1,4 @@
-"""Real servers that join and leave a run while it trains, and one that evaluates beside it."""
+"""Real servers that join and leave a run while it trains, and a separate evaluation server."""
 
 import signal
 
@@ -32,7 +32,7 @@ def servers(folder):
         yield pool.urls
 
 
-def test_servers_join_and_leave_a_run_and_another_evaluates_beside_it(folder, servers):
+def test_servers_join_and_leave_a_run_while_another_evaluates(folder, servers):
     first, second, evaluates = servers
     (folder / "urls").mkdir()
     (folder / "urls" / "first.urls").write_text(first)
@@ -60,7 +60,7 @@ def test_servers_join_and_leave_a_run_and_another_evaluates_beside_it(folder, se
     rows = {row.step: row.metrics for row in read_metrics(metrics)}
     assert sorted(rows) == list(range(len(rows)))
     assert all(row["rollout/num_slots"] == 16 and row["rollout/staleness_max"] == 0 for step, row in rows.items() if step)
-    # What was sampled by any of them is what the trainer's own weights give.
+    # Tokens sampled by any server have the log-probs of the trainer's weights.
     assert all(row["mismatch/max_abs_log_ratio"] < 1e-3 for step, row in rows.items() if step)
     evaluated = [step for step, row in rows.items() if "eval/accuracy" in row]
     assert evaluated[:3] == [0, 2, 4]

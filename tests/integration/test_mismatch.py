@@ -35,9 +35,9 @@ from megatron_rl.models.layers.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.wire.routes import route_shape
-from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
+from megatron_rl.training.trainer_ranks import build_engine
 from tests.tiny_models import make_tiny_model
 
 RECIPE = """
@@ -91,7 +91,7 @@ def other_weights(config, tmp_path) -> Path:
 
 
 def load(sides: TrainerAndServers, folder: Path | str, *, flush: bool) -> None:
-    """As somebody does who sends the server weights."""
+    """Change the server's weights, as another client would."""
     body = {"model_path": str(folder), "load_format": "auto", "flush_cache": flush}
 
     async def post() -> None:
@@ -107,7 +107,7 @@ def named(sides: TrainerAndServers) -> list[str]:
     return culprits(found)
 
 
-def test_two_sides_that_agree_are_left_alone(sides):
+def test_no_cause_is_named_if_both_sides_agree(sides):
     (base,) = trials(sides, HELD_HERE)
     assert base.agrees and base.num_tokens > 50
     assert verdict([base]) == ["trainer and servers agree on the tokens that these servers sample now"]
@@ -120,18 +120,18 @@ def test_stale_weights_are_named_with_their_parameter(sides, other_weights):
     assert "1 parameters differed: model.layers.1.self_attn.qkv_proj.weight" in found[-1].evidence
 
 
-def test_a_prefix_cache_of_other_weights_is_named(sides, other_weights, config):
+def test_a_prefix_cache_of_older_weights_is_named(sides, other_weights, config):
     load(sides, other_weights, flush=True)
     sides.measure(frozenset())  # fills the cache
     load(sides, config.policy.path, flush=False)
     assert named(sides) == [PREFIX_CACHE]
 
 
-def test_a_temperature_of_one_side_alone_is_named(sides):
+def test_a_temperature_on_one_side_only_is_named(sides):
     assert named(replace(sides, sampling=replace(sides.sampling, temperature=0.7))) == [SAMPLING]
 
 
-def test_a_penalty_that_servers_add_is_named(sides, monkeypatch):
+def test_a_logit_penalty_of_the_servers_is_named(sides, monkeypatch):
     plain = mismatch_ranks.generate_body
 
     def with_default(requests, rids):  # as preferred_sampling_params of a server: what a request says comes first
@@ -143,7 +143,7 @@ def test_a_penalty_that_servers_add_is_named(sides, monkeypatch):
     assert named(sides) == [SAMPLING]
 
 
-def test_numbers_that_depend_on_what_else_is_served_are_named(sides, monkeypatch):
+def test_results_that_depend_on_the_batch_are_named(sides, monkeypatch):
     post, in_progress = mismatch_ranks.post_json, []
 
     async def disturbed(http, address, path, body, timeout_s):
@@ -163,7 +163,7 @@ def test_numbers_that_depend_on_what_else_is_served_are_named(sides, monkeypatch
     assert named(sides) == [BATCH_SHAPE]
 
 
-def test_another_choice_of_experts_is_named(sides, monkeypatch):
+def test_a_different_choice_of_experts_is_named(sides, monkeypatch):
     def other_choice(self, scores, topk, num_groups, group_topk, compute_topk):
         _, ids = compute_topk(scores.flip(1), topk, num_groups=num_groups, group_topk=group_topk)
         top_scores = scores.gather(1, ids)
@@ -181,7 +181,7 @@ def test_two_faults_are_both_named(sides, other_weights):
     assert named(replace(sides, sampling=replace(sides.sampling, temperature=0.7))) == [SAMPLING, WEIGHTS]
 
 
-def test_what_remains_is_left_to_other_launches(sides, monkeypatch):
+def test_remaining_factors_are_tested_in_other_launches(sides, monkeypatch):
     logprobs = sides.group.logprobs
 
     def rounded(batch, **options):
@@ -196,7 +196,7 @@ def test_what_remains_is_left_to_other_launches(sides, monkeypatch):
     ("overrides", "guilty"),
     [(["policy.dtype=bfloat16"], "dtype"), (["parallel.expert_parallel_size=2", "parallel.num_ranks=2"], "expert parallelism")],
 )
-def test_dtype_and_expert_parallelism_are_tried_in_launches_of_their_own(sides, config, monkeypatch, tmp_path, overrides, guilty):
+def test_dtype_and_expert_parallelism_are_tested_in_separate_launches(sides, config, monkeypatch, tmp_path, overrides, guilty):
     """The launch is a stand-in; what is launched is the run's recipe without the factor."""
     launched = []
 
@@ -218,7 +218,7 @@ def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tm
     from megatron_rl.cli import main
     from megatron_rl.data.prompts import load_prompts
     from megatron_rl.desk.doctor.mismatch_runs import template_trial
-    from megatron_rl.run.recorded_prompts import write_first_prompts
+    from megatron_rl.run.output import write_first_prompts
 
     prompts = load_prompts(config.data.train_files, config.data, Tokenizer(config.policy.path), max_prompt_tokens=99).prompts
     write_first_prompts(tmp_path, prompts)

@@ -11,7 +11,7 @@ def open_tracker(folder, warnings, **options):
     return Tracker(MLflowStore(folder, params={"batch.window_tokens": 28}, **options), warn=warnings.append)
 
 
-def test_params_metrics_and_artifacts_arrive_and_a_resumed_run_goes_on(tmp_path):
+def test_params_metrics_and_artifacts_are_stored_and_a_resumed_run_continues(tmp_path):
     warnings = []
     (tmp_path / "config.yaml").write_text("a: 1\n")
     tracker = open_tracker(tmp_path, warnings)
@@ -31,7 +31,7 @@ def test_params_metrics_and_artifacts_arrive_and_a_resumed_run_goes_on(tmp_path)
     assert [path.name for path in (tmp_path / "mlflow_artifacts").rglob("config.yaml")] == ["config.yaml"]
 
 
-def test_a_dead_store_is_a_warning_and_costs_the_caller_nothing(tmp_path):
+def test_an_unreachable_store_is_a_warning_and_blocks_no_caller(tmp_path):
     warnings = []
     tracker = open_tracker(tmp_path, warnings, uri="http://127.0.0.1:9")
     started_s = time.monotonic()

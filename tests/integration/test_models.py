@@ -99,7 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def references(models: dict[str, Path]) -> dict[str, Reference]:
-    """What transformers computes: outputs and gradients per token, of a policy and of a critic with a given head."""
+    """Results of transformers: outputs and gradients per token, of a policy and of a critic with a given head."""
     found: dict[str, Reference] = {}
     for name, path in models.items():
         model, config = load_hf(path), load_hf_config(path)
@@ -150,7 +150,7 @@ def build_loaded(path: Path, parallel: ParallelConfig, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
-def test_logprobs_and_entropy_equal_those_of_transformers(
+def test_logprobs_and_entropy_equal_transformers(
     shape: str, recompute: Recompute, models: Any, references: Any, single_rank: ParallelConfig
 ) -> None:
     reference = references[shape]
@@ -253,7 +253,7 @@ def test_a_saved_critic_is_loaded_with_its_head(models: Any, single_rank: Parall
         load_weights(actor, config, tmp_path / "critic")
 
 
-def test_saving_replaces_a_folder_and_leaves_nothing_beside_it(
+def test_saving_replaces_a_folder_and_leaves_no_other_files(
     models: Any, single_rank: ParallelConfig, tmp_path: Path
 ) -> None:
     path = models["llama3_rope"]
@@ -279,7 +279,7 @@ def break_folder(source: Path, target: Path, edit: Any) -> Path:
     return target
 
 
-def test_checkpoints_that_do_not_fit_are_refused_by_name(
+def test_mismatched_checkpoints_are_refused_by_tensor_name(
     models: Any, single_rank: ParallelConfig, tmp_path: Path
 ) -> None:
     path = models["qwen3_wide_heads"]
@@ -369,7 +369,7 @@ by_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @by_layout
 @by_shape
-def test_every_layout_gives_the_outputs_of_transformers(
+def test_every_layout_equals_transformers_in_outputs(
     layout: str, shape: str, four_ranks: Any, references: Any
 ) -> None:
     results, reference = four_ranks[0][layout, shape], references[shape]
@@ -391,7 +391,7 @@ def test_every_layout_gives_the_outputs_of_transformers(
 @by_layout
 @by_shape
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_every_layout_gives_the_gradients_of_transformers(
+def test_every_layout_equals_transformers_in_gradients(
     layout: str, shape: str, role: str, four_ranks: Any, references: Any
 ) -> None:
     found, expected = four_ranks[0][layout, shape][role]["gradients"], references[shape][f"{role}_gradients"]

@@ -13,12 +13,12 @@ SEEDS = range(30 if settings.get_current_profile_name() == FUZZ_PROFILE else 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_odd_models_are_computed_as_transformers_does_or_refused_by_name(family: str, tmp_path: Path) -> None:
+def test_odd_models_equal_transformers_or_are_refused_by_name(family: str, tmp_path: Path) -> None:
     verdicts = Counter(verdict(tmp_path / "model", family, seed)[0] for seed in SEEDS)
     assert verdicts.total() == len(SEEDS)
 
 
-def test_most_odd_models_are_computed(tmp_path: Path) -> None:
+def test_most_odd_models_are_accepted(tmp_path: Path) -> None:
     """The law above would hold for a program that refuses everything."""
     verdicts = Counter(verdict(tmp_path / "model", family, 77)[0] for family in ("llama", "qwen2", "qwen3", "mixtral"))
     assert verdicts["same"] >= 2, verdicts

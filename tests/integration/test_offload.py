@@ -37,14 +37,14 @@ def assert_equal(found, expected, name=""):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_the_same_bit_for_bit(results, case):
+def test_offload_changes_no_bit(results, case):
     moved, stayed = (results[case][offload] for offload in ("always", "never"))
     for part in ("first", "second"):
         assert_equal(moved[part], stayed[part], part)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_that_waits_goes_on_from_its_checkpoint_bit_for_bit(results, case):
+def test_an_offloaded_model_resumes_from_its_checkpoint_bit_for_bit(results, case):
     found = results[case]["always"]
     assert_equal(found["resumed"], found["second"])
     assert not torch.equal(found["second"]["logprobs"], found["first"]["logprobs"])
@@ -56,7 +56,7 @@ def held(results, case, offload):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_the_model_whose_turn_it_is_holds_memory(results, case):
+def test_only_the_active_model_occupies_device_memory(results, case):
     moments = held(results, case, "always")
     for what, engines in moments:
         working = what.split()[0]

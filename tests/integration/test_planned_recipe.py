@@ -8,7 +8,7 @@ from megatron_rl.tracking.metrics_file import read_metrics
 from tests.integration.test_train import RECIPE, TIMEOUT_S, make_task
 
 
-def test_a_written_recipe_is_trained(tmp_path, capsys):
+def test_a_planned_recipe_trains(tmp_path, capsys):
     make_task(tmp_path)
     recipe, written = tmp_path / "asked.yaml", tmp_path / "planned.yaml"
     recipe.write_text(RECIPE.format(folder=tmp_path))

@@ -111,7 +111,7 @@ def test_a_reward_model_starts_the_critic(task, scalar_model):
     assert status == 0, output
 
 
-def test_layouts_and_packing_give_the_same_training(task, scalar_model):
+def test_reward_training_does_not_depend_on_layout_or_packing(task, scalar_model):
     """One rank, a few sequences a micro-batch, against two ranks with large ones: the same losses."""
     settings = {"parallel.num_ranks": 1, "batch.max_tokens_per_microbatch": 64}
     other = task / "other"
@@ -124,7 +124,7 @@ def test_layouts_and_packing_give_the_same_training(task, scalar_model):
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-2)
 
 
-def test_a_judge_is_trained_and_says_how_it_was_asked(task):
+def test_a_judge_trains_and_stores_its_prompt_template(task):
     status, output = train(task, "pairwise", 12)
     assert status == 0, output
     found = record(task, "pairwise")
@@ -157,18 +157,18 @@ def test_a_process_reward_model_learns_labels_of_held_out_programs(task):
         ({"reward_train.kind": "process"}, "field 'response'"),
     ],
 )
-def test_mistakes_are_told_in_one_line_before_anything_starts(task, settings, reason):
+def test_mistakes_are_one_line_errors_before_anything_starts(task, settings, reason):
     recipe = ROOT / "examples" / "reward_models" / "bradley_terry.yaml"
     status, output = run("reward-train", "--config", recipe, *overrides(task, "bradley_terry", **settings))
     assert status == 2 and reason in output and "Traceback" not in output, output
 
 
-def test_judgement_words_of_several_tokens_are_told(task):
+def test_judgment_words_of_several_tokens_are_reported(task):
     status, output = train(task, "pairwise", 2, **{"parallel.num_ranks": 1, "reward_train.yes_word": "'YES YES'"})
     assert status == 2 and "expected one token" in output and "Traceback" not in output, output
 
 
-def test_lines_are_labelled_with_a_real_server_and_a_second_run_goes_on(tmp_path):
+def test_label_lines_uses_a_real_server_and_a_second_run_resumes(tmp_path):
     make_word_model(tmp_path / "model", extra="bad note")
     programs = ["a = 1\n# note\nbad = 2\nc = 3\n", "a = 1\nb = 2\n", "bad\n", "x\n" * 5 + "bad"]
     rows = [{"id": f"{i}", "prompt": f"{i}:", "response": text, "answer": ""} for i, text in enumerate(programs)]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.error_rate_alarm import RewardAlarm, check_error_rate
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.router import RewardAlarm, check_error_rate
 from megatron_rl.rewards.score_file import score_file
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
@@ -50,7 +50,7 @@ def wait_until_gone(mark: str, timeout_s: float = 10.0) -> set[int]:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every process that the test starts carries it; what is left of them is killed at the end."""
+    """Marks every process that the test starts; remaining processes are killed at the end."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK_NAME, value)
     yield value
@@ -87,7 +87,7 @@ def test_hostile_items_go_unscored_and_all_others_are_scored(mark: str) -> None:
         items.insert(index * 40, (f"{kind} now", "1"))
     started_at = time.monotonic()
     with hostile_runner(timeout_s=3.0, memory_limit_mb=64) as runner:
-        scores = runner.score_many_blocking(items)
+        scores = runner.submit(items).result()
     # Three items hang for 3 s each, on two workers; the rest is starting and replacing processes.
     assert time.monotonic() - started_at < 40
     for (response, answer), score in zip(items, scores, strict=True):
@@ -99,7 +99,7 @@ def test_hostile_items_go_unscored_and_all_others_are_scored(mark: str) -> None:
     assert wait_until_gone(mark) == set()
 
 
-def test_items_behind_a_hanging_one_go_to_other_workers() -> None:
+def test_items_queued_behind_a_hanging_item_go_to_other_workers() -> None:
     with hostile_runner(timeout_s=8.0) as runner:
         # Both workers are busy while the queue fills, so that the hanging item shares its chunk with good ones.
         busy = [runner.submit([("sleep 0.5", "")]) for _ in range(2)]
@@ -112,26 +112,26 @@ def test_items_behind_a_hanging_one_go_to_other_workers() -> None:
         assert all(future.done() for future in busy)
 
 
-def test_a_fork_that_returns_from_the_reward_does_not_answer_for_the_worker() -> None:
+def test_a_fork_inside_a_reward_cannot_reply_for_the_worker() -> None:
     with hostile_runner(num_workers=1) as runner:
-        scores = runner.score_many_blocking([("good", "good"), ("twin", ""), ("good", "good")])
+        scores = runner.submit([("good", "good"), ("twin", ""), ("good", "good")]).result()
     assert [score.value for score in scores] == [1.0, 1.0, 1.0]
 
 
-def test_a_crash_is_tried_again_and_a_lasting_one_given_up(tmp_path: Path) -> None:
+def test_a_crash_is_retried_until_the_retries_are_exhausted(tmp_path: Path) -> None:
     options = {"mark": str(tmp_path / "tried")}
     with RewardRunner(f"{HOSTILE}:crash_once", RunnerSettings(num_workers=1), options=options) as runner:
-        assert [score.value for score in runner.score_many_blocking([("ok", ""), ("crash", "")])] == [1.0, 1.0]
+        assert [score.value for score in runner.submit([("ok", ""), ("crash", "")]).result()] == [1.0, 1.0]
     with hostile_runner(max_retries=2, num_workers=1) as runner:
-        (score,) = runner.score_many_blocking([("exit", "")])
+        (score,) = runner.submit([("exit", "")]).result()
         assert score.error == "the worker exited with code 3 at this response, 3 times"
 
 
-def test_pathological_answers_leave_the_math_reward_working() -> None:
+def test_pathological_answers_do_not_break_the_math_reward() -> None:
     hostile = ["\\boxed{9**9**9**9}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 100_000, "\x00\ud800" * 1000]
     with RewardRunner("math", RunnerSettings(timeout_s=4.0)) as runner:
         items = [(text, "\\sqrt{2}") for text in hostile] + [("\\boxed{2^{1/2}}", "\\sqrt{2}"), ("so 4", "4")] * 20
-        scores = runner.score_many_blocking(items)
+        scores = runner.submit(items).result()
     assert all(score.value in (0.0, None) for score in scores[: len(hostile)])
     assert all(score.value == 1.0 for score in scores[len(hostile) :])
 
@@ -139,15 +139,15 @@ def test_pathological_answers_leave_the_math_reward_working() -> None:
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-def test_workers_are_light_and_lead_their_own_group() -> None:
+def test_workers_use_little_memory_and_lead_their_own_process_group() -> None:
     with RewardRunner(f"{HOSTILE}:process_facts", RunnerSettings(num_workers=1)) as runner:
-        (score,) = runner.score_many_blocking([("", "")])
+        (score,) = runner.submit([("", "")]).result()
     pid, parent, group = map(int, score.detail.split())
     assert score.value == 0.0, "a worker imported torch"
     assert group == pid and parent != os.getpid()
 
 
-def test_close_leaves_no_process_and_ends_the_calls_under_way(mark: str) -> None:
+def test_close_leaves_no_process_and_ends_running_calls(mark: str) -> None:
     runner = hostile_runner(timeout_s=60.0)
     future = runner.submit([("loop", ""), ("stop", "")])
     time.sleep(0.5)
@@ -158,10 +158,10 @@ def test_close_leaves_no_process_and_ends_the_calls_under_way(mark: str) -> None
     with pytest.raises(RewardError, match="closed"):
         future.result(timeout=1)
     with pytest.raises(RewardError, match="closed"):
-        runner.score_many_blocking([("good", "good")])
+        runner.submit([("good", "good")]).result()
 
 
-def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mark: str) -> None:
+def test_all_workers_end_with_a_killed_trainer_even_if_its_fork_survives(mark: str) -> None:
     script = (
         "import os, time\n"
         "from megatron_rl.rewards.workers.calls import RunnerSettings\n"
@@ -188,7 +188,7 @@ def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mar
     trainer.stdout.close()
 
 
-def test_a_killed_fork_server_is_replaced_and_said_and_no_item_lost(mark: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_fork_server_is_restarted_and_reported_and_no_item_is_lost(mark: str, caplog: pytest.LogCaptureFixture) -> None:
     with hostile_runner(timeout_s=10.0) as runner:
         future = runner.submit([("sleep 0.05", "")] * 40)
         time.sleep(0.3)
@@ -196,10 +196,10 @@ def test_a_killed_fork_server_is_replaced_and_said_and_no_item_lost(mark: str, c
         os.kill(fork_server, signal.SIGKILL)
         assert [score.value for score in future.result(timeout=60)] == [1.0] * 40
     (warning,) = caplog.messages
-    assert "fork server of the reward" in warning and "started again" in warning
+    assert "fork server of the reward" in warning and "is restarted" in warning
 
 
-def test_a_killed_worker_is_said_once_and_its_work_done_by_another(mark: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_worker_is_reported_once_and_its_item_is_retried(mark: str, caplog: pytest.LogCaptureFixture) -> None:
     with hostile_runner(timeout_s=10.0, num_workers=1) as runner:
         for _ in range(2):
             future = runner.submit([("sleep 0.5", "")] * 2)
@@ -218,7 +218,7 @@ def parent_of(pid: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- calls
 
 
-def test_scores_come_in_the_order_of_items_from_any_loop_and_thread() -> None:
+def test_scores_are_in_item_order_from_any_loop_and_thread() -> None:
     items = [(str(index), str(index // 3 * 3)) for index in range(1000)]
     expected = [float(response == answer) for response, answer in items]
 
@@ -230,8 +230,8 @@ def test_scores_come_in_the_order_of_items_from_any_loop_and_thread() -> None:
             first, second = asyncio.run(two_at_once(runner))
             assert [score.value for score in first] == expected
             assert [score.value for score in second] == expected[:10]
-        assert [score.value for score in runner.score_many_blocking(items)] == expected
-        assert runner.score_many_blocking([]) == []
+        assert [score.value for score in runner.submit(items).result()] == expected
+        assert runner.submit([]).result() == []
 
 
 def test_a_cancelled_call_frees_the_workers() -> None:
@@ -242,11 +242,11 @@ def test_a_cancelled_call_frees_the_workers() -> None:
     with hostile_runner(num_workers=1) as runner:
         asyncio.run(give_up(runner))
         started_at = time.monotonic()
-        assert runner.score_many_blocking([("good", "good")])[0].value == 1.0
+        assert runner.submit([("good", "good")]).result()[0].value == 1.0
         assert time.monotonic() - started_at < 10  # the cancelled items would take 50 s
 
 
-def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_sent_in_chunks_and_thousands_are_scored_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_sizes = []
 
     def count(payloads: list) -> bytes:
@@ -257,7 +257,7 @@ def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: p
     items = [("4,12,122,134", "134")] * 5000
     with RewardRunner("math", options={"separator": ","}) as runner:
         started_at = time.monotonic()
-        scores = runner.score_many_blocking(items)
+        scores = runner.submit(items).result()
         seconds = time.monotonic() - started_at
     assert all(score.value == 1.0 for score in scores)
     assert sum(chunk_sizes) >= len(items) and len(chunk_sizes) < len(items) / 20
@@ -268,7 +268,7 @@ def test_row_fields_reach_the_reward_and_options_are_checked() -> None:
     with RewardRunner(
         f"{HOSTILE}:with_fields", RunnerSettings(num_workers=1), options={"scale": 2.0}, row_fields=["bonus"]
     ) as runner:
-        scores = runner.score_many_blocking([("ab", "", {"bonus": 1.0}), ("ab", "", {"bonus": 2.0})])
+        scores = runner.submit([("ab", "", {"bonus": 1.0}), ("ab", "", {"bonus": 2.0})]).result()
     assert [score.value for score in scores] == [6.0, 8.0]
 
 
@@ -288,7 +288,7 @@ def test_row_fields_reach_the_reward_and_options_are_checked() -> None:
         ("format", {"then": "math", "then_options": {"extract": "first"}}, "got 'first'"),
     ],
 )
-def test_what_cannot_run_is_refused_before_a_process_starts(mark: str, name: str, options: dict, message: str) -> None:
+def test_invalid_rewards_are_refused_before_a_process_starts(mark: str, name: str, options: dict, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         RewardRunner(name, options=options)
     assert marked_processes(mark) == set()
@@ -302,7 +302,7 @@ def test_what_cannot_run_is_refused_before_a_process_starts(mark: str, name: str
         ("os._exit(1)", "did not start"),
     ],
 )
-def test_a_reward_that_loads_only_in_the_trainer_is_refused(
+def test_a_reward_that_imports_only_in_the_trainer_is_refused(
     mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, message: str
 ) -> None:
     module = f"reward_{uuid.uuid4().hex}"
@@ -316,12 +316,12 @@ def test_a_reward_that_loads_only_in_the_trainer_is_refused(
     assert wait_until_gone(mark) == set()
 
 
-def test_an_item_that_is_no_text_is_refused_with_its_index() -> None:
+def test_an_item_without_text_is_refused_with_its_index() -> None:
     with hostile_runner(num_workers=1) as runner, pytest.raises(RewardError, match="item 1: .*NoneType"):
         runner.submit([("a", "b"), (None, "b")])
 
 
-def test_the_alarm_names_the_three_most_frequent_errors() -> None:
+def test_too_many_errors_are_reported_with_the_three_most_frequent() -> None:
     errors = ["timed out after 5 s"] * 4 + ["row 17 is bad", "row 3 is bad", "crash", "crash", "rare"]
     scores = [Score(1.0)] * 91 + [Score(None, error=error) for error in errors]
     assert check_error_rate(scores, 0.09) == 0.09
@@ -360,7 +360,7 @@ def test_score_file_takes_required_options_from_the_rows_and_may_replace_its_inp
     assert json.loads(path.read_text())["score"] == 5.0
 
 
-def test_bad_rows_are_refused_with_their_place(tmp_path: Path) -> None:
+def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     good = json.dumps({"response": "4", "answer": "4"})
     bad = ['{"response": "4"}', "{broken", '{"response": 4, "answer": "4"}', "", "[]"]
@@ -372,7 +372,7 @@ def test_bad_rows_are_refused_with_their_place(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_scoring_keeps_the_previous_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"response": "4", "answer": "4"}])
     output = tmp_path / "out.jsonl"
     output.write_text("old")
@@ -387,7 +387,7 @@ def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypat
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
-def test_closing_while_the_first_workers_are_being_forked_ends() -> None:
+def test_close_returns_while_the_first_workers_are_being_forked() -> None:
     for pause_s in (0.0, 0.005, 0.02, 0.05):
         runner = RewardRunner("math")
         time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""A real SGLang server on this machine's CPU: what it generates, and what happens when it dies."""
+"""A real SGLang server on the CPU: its samples, and its recovery after a kill."""
 
 import asyncio
 import json
@@ -22,10 +22,9 @@ import torch
 from megatron_rl.rollout.requests import Generation, GenerationRequest, RequestRejected, ServerError, ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.process.attached_server import AttachedServer
+from megatron_rl.rollout.sglang.process.attached_server import AttachedServer, disagreements, nccl_of
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer, group_members, is_healthy
-from megatron_rl.rollout.sglang.process.server_compatibility import disagreements, nccl_of
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
@@ -64,12 +63,12 @@ def reference(model_path):
 
 @torch.no_grad()
 def reference_logits(model, prompt, response) -> torch.Tensor:
-    """[response tokens, vocabulary]: what each response token was drawn from."""
+    """[response tokens, vocabulary]: logits that each response token was sampled from."""
     logits = model(torch.tensor([[*prompt, *response]])).logits[0]
     return logits[len(prompt) - 1 : -1]
 
 
-def test_a_server_says_of_itself_what_a_run_that_attaches_compares(server):
+def test_a_server_reports_the_settings_that_an_attaching_run_compares(server):
     """SGLang's names of these fields, and that it takes the labels as a place for NCCL's variables."""
     info = AttachedServer(server.url).server_info()
     assert nccl_of(info) == NCCL
@@ -98,13 +97,13 @@ def generate(url: str, *requests: GenerationRequest) -> list[SimpleNamespace]:
 
 
 def in_numbers(generation: Generation) -> SimpleNamespace:
-    """With tuples in place of arrays, which can be compared and put together."""
+    """``generation`` with tuples instead of arrays, which can be compared and concatenated."""
     fields = {name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value for name, value in vars(generation).items()}
     return SimpleNamespace(**fields)
 
 
-def test_a_server_that_a_killed_run_left_paused_answers_once_a_run_has_attached(server):
-    """As after a SIGKILL in the middle of a publish into a window (schedule.weight_update=in_flight)."""
+def test_a_server_left_paused_by_a_killed_run_resumes_when_a_run_attaches(server):
+    """The state after a SIGKILL during a publish into a window (schedule.weight_update=in_flight)."""
     body = json.dumps({"mode": "retract"}).encode()
     call = urllib.request.Request(f"{server.url}/pause_generation", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(call, timeout=30).close()
@@ -137,7 +136,7 @@ async def until_running(url: str, num_requests: int) -> None:
 
 
 def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
-    """Those of ``pids`` that still live after ``timeout_s``."""
+    """Processes among ``pids`` that are still running after ``timeout_s``."""
 
     def lives(pid: int) -> bool:
         try:
@@ -236,7 +235,7 @@ def test_an_aborted_response_keeps_its_tokens_and_continues(server):
     assert [p.token_ids + r.token_ids for p, r in zip(partial, rest, strict=True)] == [w.token_ids for w in whole]
 
 
-def test_a_request_that_does_not_fit_is_refused_and_its_batch_is_not(server):
+def test_an_oversized_request_is_refused_and_the_rest_of_its_batch_is_served(server):
     async def scenario(client: SglangClient) -> list[Any]:
         too_long = request_of("too-long", [3] * (CONTEXT_TOKENS + 1))
         requests = [request_of("before"), too_long, request_of("after")]
@@ -248,7 +247,7 @@ def test_a_request_that_does_not_fit_is_refused_and_its_batch_is_not(server):
     assert before.token_ids == after.token_ids and len(before.token_ids) == 12
 
 
-def test_an_unknown_model_type_is_an_error_that_says_so(model_path, tmp_path):
+def test_an_unknown_model_type_is_named_in_the_error(model_path, tmp_path):
     config = json.loads((model_path / "config.json").read_text())
     folder = tmp_path / "strange"
     folder.mkdir()
@@ -259,7 +258,7 @@ def test_an_unknown_model_type_is_an_error_that_says_so(model_path, tmp_path):
     assert server.pid is None
 
 
-def test_a_full_engine_is_not_hung_and_a_stopped_one_is_found_behind_its_healthy_page(server):
+def test_a_busy_server_is_not_hung_and_a_stopped_scheduler_is_detected_despite_health(server):
     """The process that answers HTTP lives on; only the scheduler is stopped."""
 
     async def scenario(client: SglangClient) -> list[Generation]:
@@ -288,7 +287,7 @@ def test_a_full_engine_is_not_hung_and_a_stopped_one_is_found_behind_its_healthy
     assert answers[-1].token_ids.tolist() == answers[0].token_ids.tolist()
 
 
-def test_a_killed_server_is_reported_restarted_and_serves_on(server):
+def test_a_killed_server_is_reported_and_restarted(server):
     lost: list[str] = []
     attached = ServerPool.attach([server.url], timeout_s=5.0)
     assert attached.servers[0].model_info()["weight_version"] == "default"
@@ -338,7 +337,7 @@ time.sleep(600)
 """
 
 
-def test_nothing_survives_the_death_of_the_process_that_started_the_server(model_path, tmp_path):
+def test_the_server_ends_with_the_process_that_started_it(model_path, tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model_path), str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
     )

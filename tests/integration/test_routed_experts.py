@@ -182,7 +182,7 @@ def test_all_tokens_but_the_last_have_a_record(windows):
         assert (routes[ends(batch)] == 0).all()
 
 
-def test_the_record_of_a_window_covers_the_prefix_of_earlier_ones(windows):
+def test_the_record_of_a_window_covers_earlier_windows(windows):
     first, second = windows
     for row in range(NUM_TRAJECTORIES):
         earlier, later = first.select([row]), second.select([row])
@@ -193,7 +193,7 @@ def test_the_record_of_a_window_covers_the_prefix_of_earlier_ones(windows):
         assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
 
 
-def test_the_engine_chooses_as_the_trainer_does(windows, engine):
+def test_server_and_trainer_choose_the_same_experts(windows, engine):
     for batch in windows:
         own = batch.only("mask")
         engine.logprobs([own], record_routes=True)
@@ -202,7 +202,7 @@ def test_the_engine_chooses_as_the_trainer_does(windows, engine):
         assert torch.equal(routes.sort(-1).values[known], batch.fields[ROUTES].sort(-1).values[known])
 
 
-def test_replaying_the_engine_s_choice_gives_its_logprobs_and_a_shuffled_one_does_not(windows, engine):
+def test_replaying_the_servers_routes_gives_its_logprobs_and_shuffled_routes_do_not(windows, engine):
     for batch in windows:
         mask, rollout = batch.fields["mask"], batch.fields["rollout_logprobs"]
         (replayed,) = engine.logprobs([batch])
@@ -212,7 +212,7 @@ def test_replaying_the_engine_s_choice_gives_its_logprobs_and_a_shuffled_one_doe
         assert (shuffled - rollout)[mask].abs().mean() > 0.1
 
 
-def test_a_pack_of_one_token_sequences_needs_no_record(engine):
+def test_a_batch_of_one_token_sequences_needs_no_record(engine):
     tokens = torch.tensor([4, 9, 7])
     batch = PackedBatch(tokens, cu_seqlens_of(torch.tensor([1, 2])), {"mask": torch.tensor([False, False, True])})
     (native,) = engine.logprobs([batch])
@@ -275,6 +275,6 @@ def test_a_worker_on_another_node_changes_no_bit(windows, model_path, url, tmp_p
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{repository}"},
         )
         assert done.returncode == 0, done.stdout[-6000:]
-        assert ("rollout workers on further nodes: 1 each" in done.stdout) == (name == "two"), done.stdout[-6000:]
+        assert ("rollout workers on other nodes: 1 each" in done.stdout) == (name == "two"), done.stdout[-6000:]
         assert "made on the driver's machine" not in done.stdout
     assert differences(tmp_path / "one", tmp_path / "two") == []

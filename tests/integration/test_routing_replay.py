@@ -76,14 +76,14 @@ def sets(routes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size,scenario", ALL)
-def test_tokens_travel_as_the_settings_say(results, world_size, scenario):
+def test_the_configured_dispatcher_moves_the_tokens(results, world_size, scenario):
     gathers = scenario.endswith("allgather")
     expected = {"PackedAllGatherDispatcher" if gathers else "MoEAlltoAllTokenDispatcher"}
     assert results(world_size)[scenario]["dispatchers"] == expected
 
 
 @pytest.mark.parametrize("world_size,scenario", ALL)
-def test_replaying_a_pass_s_own_record_changes_no_bit(results, world_size, scenario):
+def test_replay_of_a_passs_own_record_changes_no_bit(results, world_size, scenario):
     found = results(world_size)[scenario]
     assert torch.equal(found["replayed"], found["logprobs"])
     assert torch.equal(found["followed"], found["routes"])
@@ -98,7 +98,7 @@ def test_replaying_a_pass_s_own_record_changes_no_bit(results, world_size, scena
 
 
 @pytest.mark.parametrize("world_size,scenario", ALL)
-def test_a_record_names_distinct_experts_of_every_token_and_layer(results, world_size, scenario):
+def test_a_record_has_distinct_experts_for_every_token_and_layer(results, world_size, scenario):
     routes = results(world_size)[scenario]["routes"]
     assert routes.shape == (sum(LENGTHS), NUM_LAYERS, TOP_K)
     assert routes.min() >= 1 and routes.max() <= NUM_EXPERTS
@@ -122,14 +122,14 @@ def test_the_router_learns_under_replay(results, world_size, scenario):
 
 
 @pytest.mark.parametrize("world_size,scenario", ALL)
-def test_replay_holds_the_choice_while_the_weights_move(results, world_size, scenario):
+def test_replay_keeps_the_routes_while_the_weights_change(results, world_size, scenario):
     found = results(world_size)[scenario]
     assert torch.equal(sets(found["later followed"]), sets(found["routes"]))
     assert not torch.equal(sets(found["later routes"]), sets(found["routes"]))
 
 
 @pytest.mark.parametrize("world_size,scenario", [case for case in ALL if case[1] != "reference"])
-def test_routes_balance_loss_loads_and_steps_do_not_depend_on_layout_split_or_recompute(results, world_size, scenario):
+def test_routes_and_load_balancing_do_not_depend_on_layout_split_or_recompute(results, world_size, scenario):
     found, expected = results(world_size)[scenario], results(1)["reference"]
     assert torch.equal(sets(found["routes"]), sets(expected["routes"]))
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-5, atol=5e-6)
@@ -145,7 +145,7 @@ def test_routes_balance_loss_loads_and_steps_do_not_depend_on_layout_split_or_re
 
 
 @pytest.mark.parametrize("world_size,scenario", [case for case in ALL if case[1] in BIASED])
-def test_an_expert_bias_moves_once_an_update_by_the_loads_of_real_tokens_or_not_at_all(results, world_size, scenario):
+def test_the_expert_bias_moves_once_per_update_by_the_loads_of_real_tokens(results, world_size, scenario):
     found = results(world_size)[f"{scenario}/bias"]
     assert list(found["before"]) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     (before,) = found["before"].values()

@@ -47,7 +47,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("model", "layout"), SAVED)
-def test_the_files_hold_every_bit_once_whichever_layout_wrote_them(
+def test_the_files_have_every_bit_once_in_any_layout(
     model: str, layout: str, models: Path, results: dict[Any, Any]
 ) -> None:
     problem, written = results[model, layout]
@@ -65,7 +65,7 @@ def test_the_files_hold_every_bit_once_whichever_layout_wrote_them(
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])
-def test_transformers_loads_what_ranks_wrote_together(model: str, models: Path, results: dict[Any, Any]) -> None:
+def test_transformers_loads_a_folder_written_by_several_ranks(model: str, models: Path, results: dict[Any, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = models / "saved" / f"{model}-tp2_sp_pp2"
@@ -76,7 +76,7 @@ def test_transformers_loads_what_ranks_wrote_together(model: str, models: Path, 
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])
-def test_a_disk_that_fills_up_under_one_rank_is_told_to_all_and_leaves_the_folder_before(
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_keeps_the_previous_folder(
     model: str, models: Path, results: dict[Any, Any]
 ) -> None:
     problems = results[model, "full"]
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_up_under_one_rank_is_told_to_all_and_leaves_the_folde
     assert not [path.name for path in saved.iterdir() if path.name.startswith(".")]
 
 
-def test_a_kill_in_the_middle_leaves_the_folder_before(tmp_path: Path) -> None:
+def test_a_kill_during_a_save_keeps_the_previous_folder(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "models" / DENSE)
     with pytest.raises(AssertionError):
         run_ranks(NUM_RANKS, "tests.integration.saving_worker", tmp_path, "kill", log=tmp_path / "log.txt", timeout_s=100)

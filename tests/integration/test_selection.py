@@ -69,7 +69,7 @@ def finish(process):
 
 
 def end(process):
-    """Whatever a failed test left running; a good one leaves nothing."""
+    """Kill processes that a failed test left running."""
     for child in children(process.pid):
         child.kill()
     if process.poll() is None:
@@ -97,7 +97,7 @@ def whole_run(folder):
     return output
 
 
-def test_prompts_that_are_solved_sometimes_are_kept(folder, whole_run):
+def test_selection_keeps_prompts_that_are_sometimes_solved(folder, whole_run):
     scores = scores_of(folder, "whole")
     assert len(scores) == (NUM_PROMPTS - 1) * NUM_SAMPLES
     by_prompt = {}
@@ -111,7 +111,7 @@ def test_prompts_that_are_solved_sometimes_are_kept(folder, whole_run):
     assert report["settings"]["reward.name"].endswith("has_digit")
 
 
-def test_a_killed_run_goes_on_and_a_lost_server_comes_back_with_the_same_responses(folder, whole_run):
+def test_a_killed_selection_resumes_and_a_restarted_server_gives_the_same_responses(folder, whole_run):
     process = start(folder, f"run.output_dir={folder}/killed", SLOWLY)
     deadline = time.monotonic() + TIMEOUT_S
     while not scores_of(folder, "killed"):
@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_and_a_lost_server_comes_back_with_the_same_respons
     assert [after[key]["response"] for key in after] == [whole[key]["response"] for key in after]
 
 
-def test_finished_scores_need_no_server(folder, whole_run):
+def test_selection_from_finished_scores_needs_no_server(folder, whole_run):
     status, output = finish(start(folder, f"run.output_dir={folder}/whole", "select_prompts.rule=spread"))
     assert status == 0, output
     assert "236 of 236 responses are already in" in output and "SGLang" not in output

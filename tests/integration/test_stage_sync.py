@@ -54,9 +54,9 @@ def test_a_stage_whose_stream_fails_is_named_by_its_rank(results):
     assert "OSError: a broken rank" in results["failing rank"]
 
 
-def test_a_server_that_dies_between_the_stages_buckets_is_named(results):
+def test_a_server_killed_between_the_stages_buckets_is_named(results):
     assert f"{results['killed']} is unreachable or exited" in results["killed server"]
 
 
-def test_a_colocated_publish_that_lacks_a_tensor_leaves_the_version_as_it_was(results):
+def test_a_colocated_publish_without_a_tensor_keeps_the_version(results):
     assert "missing: absent" in results["colocated, missing tensor"]

@@ -28,7 +28,7 @@ STEPS = {1: {"reward/mean": 0.5, "policy/kl": float("nan")}, 2: {"reward/mean": 
 
 
 def log_steps(folder, make_store, steps, *, resume_step=None, ends=True):
-    """What the recorder does with one part of a run; the warnings."""
+    """Record one part of a run as the recorder does; returns the warnings."""
     warnings = []
     with MetricsWriter(folder / "metrics.jsonl", resume_step=resume_step or 0) as writer:
         before = read_metrics(folder / "metrics.jsonl")
@@ -39,10 +39,8 @@ def log_steps(folder, make_store, steps, *, resume_step=None, ends=True):
         if ends:
             tracker.close(timeout_s=60.0)
         else:  # as a killed process leaves it, but for the library's own buffers
-            deadline_s = time.monotonic() + 60
-            while tracker._queue:
-                assert time.monotonic() < deadline_s, warnings
-                time.sleep(0.01)
+            tracker.wait_until_sent(lambda: None)
+            assert not warnings
     return warnings
 
 
@@ -88,7 +86,7 @@ def whole_wandb_rows(folder, number):
 
 
 def leveldb_records(data):
-    """Of a LevelDB log after W&B's header of 7 bytes: blocks of 32 KiB, parts of (checksum, size, kind, content)."""
+    """Records of a LevelDB log after W&B's header of 7 bytes: blocks of 32 KiB, parts of (checksum, size, kind, content)."""
     place, content = 7, b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768
@@ -103,7 +101,7 @@ def leveldb_records(data):
             content = b""
 
 
-def test_wandb_goes_on_with_the_same_run_and_repeats_no_step(tmp_path):
+def test_wandb_continues_the_same_run_and_repeats_no_step(tmp_path):
     pytest.importorskip("wandb")
 
     def store(*, resume):
@@ -117,7 +115,7 @@ def test_wandb_goes_on_with_the_same_run_and_repeats_no_step(tmp_path):
     assert logged == [(1, 0.5), (2, 0.75), (3, 0.875)]
 
 
-def test_after_a_return_to_a_checkpoint_the_stores_have_a_run_of_the_steps_that_count(tmp_path):
+def test_after_a_rollback_the_stores_have_a_run_of_the_steps_that_count(tmp_path):
     pytest.importorskip("wandb")
     config = load_config(None, [f"run.output_dir={tmp_path}", "tracking.wandb=offline"])
     taken_back, again = {1: 0.5, 2: 0.1, 3: 0.0}, {2: 0.75, 3: 0.875}
@@ -142,7 +140,7 @@ def test_after_a_return_to_a_checkpoint_the_stores_have_a_run_of_the_steps_that_
     assert sorted(rows.values()) == sorted([list(taken_back.items()), list({**taken_back, **again}.items())])
 
 
-def test_a_wandb_server_that_does_not_answer_is_a_warning(tmp_path, monkeypatch):
+def test_an_unreachable_wandb_server_is_a_warning(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -166,7 +164,7 @@ def test_a_missing_library_is_one_warning(tmp_path, monkeypatch):
     assert any("tracking.wandb=null" in text for text in warnings)
 
 
-def test_mlflow_nests_runs_registers_models_and_says_how_they_ended(tmp_path, monkeypatch):
+def test_mlflow_nests_runs_registers_models_and_stores_the_final_status(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # MLflow puts the artifacts of such a store below the working directory
     uri, warnings, beats = f"sqlite:///{tmp_path}/mlflow.db", [], []
     model = tmp_path / "policy"

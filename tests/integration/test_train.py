@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.run.checkpoint_folder import read_driver
-from megatron_rl.run.policy_exports import policy_exports
+from megatron_rl.run.checkpoints import policy_exports
 from megatron_rl.system.processes.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
@@ -76,6 +78,14 @@ def folder(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("train"))
 
 
+@pytest.fixture(scope="module")
+def attached(folder):
+    """Key of a run on the server that all runs here share which do not start, lose or stop one themselves."""
+    options = ServerOptions(str(folder / "model"), deterministic=True, load_weights=False)
+    with SglangServer(options, folder / "sglang.log", start_timeout_s=400.0) as server:
+        yield f"rollout.urls=[{server.url}]"
+
+
 def make_task(folder):
     """A tiny model, data and recipe.yaml in ``folder``."""
     # Short responses from random weights: the end-of-text token is one of few.
@@ -115,7 +125,7 @@ def run(folder, command, *overrides, python_path=()):
 
 
 def stop_tree(process):
-    """Whatever a failed test left running; a good one leaves nothing."""
+    """Kill processes that a failed test left running."""
     for child in descendants(process.pid):
         child.kill()
     if process.poll() is None:
@@ -173,7 +183,7 @@ def finished_run(folder):
     return output_dir, output
 
 
-def test_a_run_survives_the_death_of_its_server_and_loses_no_token(finished_run):
+def test_a_run_whose_server_is_killed_continues_and_loses_no_token(finished_run):
     output_dir, output = finished_run
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(rows) == [0, 1, 2, 3, 4, 5]
@@ -190,15 +200,15 @@ def test_a_run_survives_the_death_of_its_server_and_loses_no_token(finished_run)
         assert metrics["mismatch/max_abs_log_ratio"] < 1e-3
 
 
-def test_a_run_on_one_machine_takes_connections_from_that_machine_only(finished_run):
+def test_a_run_on_one_node_accepts_connections_from_that_node_only(finished_run):
     """SECURITY.md names no exception for such a run."""
     listeners = json.loads((finished_run[0] / "listeners.json").read_text())
     assert {"sglang::scheduler"} < {process for _, process in listeners}  # and the launcher, ranks, the HTTP process
     assert {address for address, _ in listeners} == {"127.0.0.1"}
 
 
-def test_the_key_of_the_servers_stands_nowhere(finished_run):
-    """A run that names no key gives its servers a random one."""
+def test_the_servers_key_appears_only_in_their_private_logs(finished_run):
+    """A run without a key in its recipe gives its servers a random key."""
     output_dir, output = finished_run
     log = (output_dir / "logs" / "sglang-0.log").read_text()
     (key,) = set(re.findall(r"'api_key': '([0-9a-f]{64})'", log))
@@ -212,7 +222,7 @@ def test_megatron_and_sglang_are_compared_before_training(finished_run):
     assert "Megatron and SGLang agree on" in finished_run[1]
 
 
-def test_the_engines_are_compared_again_during_the_run_and_memory_is_measured_by_stage(finished_run):
+def test_parity_is_checked_during_the_run_and_memory_is_measured_per_stage(finished_run):
     output_dir, _ = finished_run
     steps = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     compared = {step for step, metrics in steps.items() if "mismatch/parity_max" in metrics}
@@ -224,13 +234,13 @@ def test_the_engines_are_compared_again_during_the_run_and_memory_is_measured_by
     assert 0 < steps[4]["memory/host_used_share"] < 1
 
 
-def test_the_critic_learns_while_the_next_window_is_generated(finished_run):
+def test_the_critic_trains_while_the_next_window_is_generated(finished_run):
     spans = read_timeline(finished_run[0] / "timeline.json")
     assert overlap_seconds(spans, "generate", "update_critic") > 0
     assert {span.lane for span in spans} == {"rollout", "trainer", "host"}
 
 
-def test_a_run_says_what_its_stages_did_and_its_schedule_can_be_replayed(finished_run, capsys):
+def test_a_run_records_the_work_of_its_stages_and_its_schedule_can_be_replayed(finished_run, capsys):
     output_dir, _ = finished_run
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     spans = read_timeline(output_dir / "timeline.json")
@@ -247,13 +257,13 @@ def test_a_run_says_what_its_stages_did_and_its_schedule_can_be_replayed(finishe
     assert abs(measured["error"]) < 0.1 and abs(fitted["error"]) < 0.5
 
 
-def test_the_policy_rests_during_critic_warm_up_and_moves_after_it(finished_run):
+def test_the_policy_is_frozen_during_critic_warm_up_and_trains_after_it(finished_run):
     rows = {row.step: row.metrics for row in read_metrics(finished_run[0] / "metrics.jsonl")}
     assert "policy/grad_norm" not in rows[1] and "critic/grad_norm" in rows[1]
     assert rows[2]["policy/num_updates"] == 2 and rows[2]["policy/grad_norm"] > 0
 
 
-def test_sets_are_evaluated_side_by_side_each_sampled_in_its_own_way(finished_run):
+def test_evaluation_sets_run_concurrently_with_their_own_sampling(finished_run):
     output_dir, output = finished_run
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(step for step in rows if "eval/accuracy" in rows[step]) == [0, 2, 4, 5]
@@ -264,7 +274,7 @@ def test_sets_are_evaluated_side_by_side_each_sampled_in_its_own_way(finished_ru
     assert "prompts to evaluate on (drawn): 4" in output and "± " in output
 
 
-def test_kept_policies_answer_afterwards_as_they_did_in_the_run(finished_run, folder):
+def test_kept_policies_give_the_same_responses_after_the_run(finished_run, folder):
     output_dir, _ = finished_run
     kept = policy_exports(output_dir)
     assert [one.step for one in kept] == [1, 2, 3, 4, 5]
@@ -315,7 +325,7 @@ def test_stored_responses_add_up_to_the_steps_metrics(finished_run):
         assert sum((one - mean) ** 2 for one in advantages) / len(advantages) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_mlflow_holds_params_metrics_and_artifacts(finished_run):
+def test_mlflow_has_params_metrics_and_artifacts(finished_run):
     with sqlite3.connect(finished_run[0] / "mlflow.db") as store:
         params = dict(store.execute("select key, value from params"))
         steps = {row[0] for row in store.execute("select step from metrics where key = 'step/tokens_generated'")}
@@ -327,7 +337,7 @@ def test_mlflow_holds_params_metrics_and_artifacts(finished_run):
     assert {"config.yaml", "report.html"} <= names
 
 
-def test_a_chosen_step_and_rank_leave_traces_of_the_chosen_stages(finished_run):
+def test_the_profiler_writes_traces_of_the_chosen_steps_ranks_and_stages(finished_run):
     folder = finished_run[0] / "profile"
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == ["step-2/rank-1/update_policy.json.gz", "step-2/rank-1/values.json.gz"]
@@ -335,7 +345,7 @@ def test_a_chosen_step_and_rank_leave_traces_of_the_chosen_stages(finished_run):
     assert any("Backward" in event.get("name", "") for event in events)
 
 
-def test_the_run_is_watched_and_each_rank_says_how_long_it_worked(finished_run, capsys):
+def test_watch_shows_the_run_and_each_rank_reports_its_working_time(finished_run, capsys):
     assert main(["watch", str(finished_run[0]), "--once"]) == 0
     words = capsys.readouterr().out
     assert "finished" in words and "step 5/5" in words and "weights" in words and "is lost" in words
@@ -350,14 +360,14 @@ def test_the_final_policy_is_a_version_of_the_registered_model(finished_run):
     assert versions == [("tiny", 1, (finished_run[0] / "policy").resolve().as_uri())]
 
 
-def test_the_end_is_a_table_a_report_and_a_policy_that_loads(finished_run):
+def test_a_run_ends_with_a_table_a_report_and_a_policy_that_loads(finished_run):
     output_dir, output = finished_run
     assert "accuracy on held-out prompts" in output and "wall-clock time by stage" in output
     assert (output_dir / "report.html").stat().st_size > 10_000
     assert (output_dir / "policy" / "config.json").is_file() and list((output_dir / "policy").glob("*.safetensors"))
 
 
-def test_ctrl_c_saves_and_stops_every_child_and_the_resumed_run_is_the_whole_one_bit_for_bit(finished_run, folder):
+def test_ctrl_c_saves_and_ends_every_child_and_the_resumed_run_equals_the_whole_run(finished_run, folder):
     output_dir = folder / "stopped"
     # Checkpoints in the background leave the same run, too.
     command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", "run.async_save=true", *FINISHED_RUN)
@@ -384,18 +394,18 @@ def test_ctrl_c_saves_and_stops_every_child_and_the_resumed_run_is_the_whole_one
     assert sorted(steps) == [1, 2, 3, 4, 5]
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finished_run, folder):
+def test_a_second_run_into_the_same_folder_is_refused_unless_it_resumes(finished_run, folder, attached):
     output_dir, _ = finished_run
     status, output = run(folder, "train", f"run.output_dir={output_dir}")
     assert status == 2 and "already contains a run" in output and "run.resume=true" in output and "Traceback" not in output
-    status, output = run(folder, "train", f"run.output_dir={output_dir}", "run.resume=true", "run.num_steps=7")
+    status, output = run(folder, "train", f"run.output_dir={output_dir}", "run.resume=true", "run.num_steps=7", attached)
     assert status == 0, output
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(rows) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert rows[6]["rollout/num_carried"] == 16 - rows[5]["rollout/num_finished"]
     # Token for token what an uninterrupted run does, although this one lost its server and was stopped in between, and
     # that one spreads its models in other ways: data parallel here, context parallel and pipelined there.
-    layouts = ("parallel.context_parallel_size=2", "critic.parallel.pipeline_parallel_size=2")
+    layouts = ("parallel.context_parallel_size=2", "critic.parallel.pipeline_parallel_size=2", "tracking.mlflow=false", attached)
     status, output = run(folder, "train", f"run.output_dir={folder}/whole", "run.num_steps=7", *layouts)
     assert status == 0, output
     assert tokens_in_progress(folder / "whole") == tokens_in_progress(output_dir)
@@ -416,7 +426,7 @@ def tokens_in_progress(output_dir):
     return [(prompts[t["prompt"]], [s["token_ids"].tolist() for s in t["segments"]]) for t in pool["slots"]]
 
 
-def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
+def test_sft_and_critic_pretraining_write_models_that_train_takes(folder, attached):
     status, output = run(folder, "sft")
     assert status == 0 and "sft step 4/4" in output, output
     status, output = run(
@@ -424,11 +434,12 @@ def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
         "critic-pretrain",
         f"policy.path={folder}/sft",
         "policy.init=checkpoint",
-        f"run.output_dir={folder}/pretrain",
+        f"run.output_dir={folder}/first",
+        attached,
     )
     assert status == 0, output
     assert list((folder / "critic").glob("*.safetensors"))
-    rows = [row.metrics for row in read_metrics(folder / "pretrain" / "metrics.jsonl") if row.step > 0]
+    rows = [row.metrics for row in read_metrics(folder / "first" / "critic_pretrain_run" / "metrics.jsonl") if row.step > 0]
     assert all("critic/grad_norm" in row and "policy/grad_norm" not in row for row in rows) and len(rows) == 2
     status, output = run(
         folder,
@@ -436,16 +447,17 @@ def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
         f"policy.path={folder}/sft",
         "policy.init=checkpoint",
         f"critic.path={folder}/critic",
+        f"run.output_dir={folder}/first",
         "--dry-run",
     )
     assert status == 0 and "batch arithmetic" in output and "stages of a step" in output
 
 
-def test_training_imports_nothing_of_the_desk(folder, tmp_path):
-    """The desk is what looks at a run from outside: without it a run has no report.html, and nothing else is missing."""
+def test_training_imports_nothing_of_the_desk(folder, tmp_path, attached):
+    """Without the desk a run has no report.html, and nothing else is missing."""
     (tmp_path / "sitecustomize.py").write_text(blocking("desk"))
     output_dir = folder / "without_desk"
-    short = (f"run.output_dir={output_dir}", "run.num_steps=2", "parallel.num_ranks=1", "tracking.mlflow=false")
+    short = (f"run.output_dir={output_dir}", "run.num_steps=2", "parallel.num_ranks=1", "tracking.mlflow=false", attached)
     status, output = run(folder, "train", *short, "tracking.report_every_steps=1", python_path=[tmp_path])
     assert status == 0, output
     assert [row.step for row in read_metrics(output_dir / "metrics.jsonl")][-2:] == [1, 2]
@@ -454,7 +466,7 @@ def test_training_imports_nothing_of_the_desk(folder, tmp_path):
     assert not (output_dir / "report.html").exists()
 
 
-def test_a_run_that_has_died_returns_to_its_last_good_checkpoint_and_goes_on_with_other_prompts(folder):
+def test_a_collapsed_run_rolls_back_to_its_last_healthy_checkpoint_and_uses_other_prompts(folder, attached):
     output_dir = folder / "rolled_back"
     # The reward of the third step's prompts fails, each time that they are asked.
     rows = [{"prompt": f"{i:02d}+01=", "answer": "fail" if 8 <= i < 12 else "good"} for i in range(40)]
@@ -476,6 +488,7 @@ def test_a_run_that_has_died_returns_to_its_last_good_checkpoint_and_goes_on_wit
         "reward.name=tests.integration.failing_reward:failing",
         "health.reward_errors=roll_back",
         "tracking.mlflow=false",
+        attached,
     )
     assert status == 0, output
     assert "back to step 2, with the prompts that come next" in output
@@ -485,7 +498,7 @@ def test_a_run_that_has_died_returns_to_its_last_good_checkpoint_and_goes_on_wit
     assert (output_dir / "policy" / "config.json").is_file()
 
 
-def test_a_port_in_use_is_told_before_training(folder, tmp_path):
+def test_a_port_in_use_is_reported_before_training(folder, tmp_path):
     import socket
 
     with socket.socket() as taken:

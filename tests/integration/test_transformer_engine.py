@@ -129,7 +129,7 @@ CASES = [(VERSIONS[-1], layout) for layout in LAYOUTS] + [(version, "tp2_sp") fo
 
 
 @pytest.mark.parametrize("version,layout", CASES)
-def test_every_model_computes_what_the_own_layers_do(
+def test_every_model_with_transformer_engine_equals_the_plain_layers(
     version: str, layout: str, results_of: Callable[[str], Results], own_layers: dict[str, Any]
 ) -> None:
     compared, results = [], results_of(version)
@@ -154,7 +154,7 @@ def test_every_model_computes_what_the_own_layers_do(
     assert len(compared) >= max(3, 0.7 * len(results[layout]))
 
 
-def test_the_version_of_gpu_machines_is_among_them() -> None:
+def test_the_transformer_engine_version_of_the_gpu_lock_is_tested() -> None:
     assert pinned("gpu.txt") in ([], VERSIONS[-1:])
 
 
@@ -168,7 +168,7 @@ def test_overlap_of_communication_changes_no_bit(results: Results) -> None:
         assert difference < 1e-5, (name, float(difference))
 
 
-def test_the_kernels_for_experts_are_used_unless_routes_are_followed(
+def test_expert_kernels_are_used_unless_routes_are_recorded_or_replayed(
     results: Results, own_layers: dict[str, Any]
 ) -> None:
     for layout, name in (("dp2", "mixtral"), ("tp2_sp", "deepseek_v3_yarn"), ("ep2", "glm4_moe_partial_rotary")):
@@ -181,7 +181,7 @@ def test_the_kernels_for_experts_are_used_unless_routes_are_followed(
             assert torch.equal(found["routes"], own_layers[f"{name}_replay"]["routes"])
 
 
-def test_recomputation_keeps_less_and_changes_no_logprob(results: Results) -> None:
+def test_recomputation_keeps_fewer_activations_and_changes_no_logprob(results: Results) -> None:
     found = results["tp2_sp"]
     for name in RECOMPUTED:
         none, selective, full = found[name], found[f"{name}_selective"], found[f"{name}_full"]
@@ -189,7 +189,7 @@ def test_recomputation_keeps_less_and_changes_no_logprob(results: Results) -> No
         assert full["kept_bytes"] < 0.95 * selective["kept_bytes"] < 0.95 * 0.95 * none["kept_bytes"], name
 
 
-def test_the_rest_of_the_suite_does_not_see_it() -> None:
+def test_transformer_engine_is_absent_from_the_rest_of_the_suite() -> None:
     import megatron.core.extensions.transformer_engine as extensions
 
     assert not extensions.HAVE_TE and "transformer_engine" not in sys.modules

@@ -1,4 +1,4 @@
-"""docs/tutorial.md as a newcomer follows it: its files written, its commands run, with the fewer steps that it offers."""
+"""Follows docs/tutorial.md as a newcomer would: writes its files and runs its commands, with the shorter run that the page offers."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from tests.unit.docs.fences import ROOT, fences
 
 PAGE = ROOT / "docs" / "tutorial.md"
 HURRY = "run.num_steps=6"
-"""What the page says to add to the command that trains."""
+"""Override that the page offers for a shorter run."""
 RECIPE = "my_rl/recipe.yaml"
 TIMEOUT_S = 500
 
 
-def test_the_tutorial_ends_with_a_model_that_has_learned(tmp_path):
+def test_the_tutorial_ends_with_a_trained_model(tmp_path):
     blocks = fences(PAGE)
     assert f"`{HURRY}`" in PAGE.read_text()
     (tmp_path / "my_rl").mkdir()

@@ -11,7 +11,7 @@ from tests.integration.two_hosts_worker import OTHER, OWN
 pytestmark = pytest.mark.skipif(bool(two_hosts.obstacle()), reason=two_hosts.obstacle())
 
 
-def test_a_stage_on_another_host_sends_its_weights_to_servers_at_127_0_0_1_of_the_driver(tmp_path):
+def test_a_stage_on_another_node_sends_weights_to_servers_on_the_drivers_loopback(tmp_path):
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": two_hosts.FIRST, "MASTER_PORT": "29511"}
     command = [sys.executable, "-m", "tests.integration.two_hosts_worker", str(tmp_path)]
     status = two_hosts.run_on_both(command, environment, tmp_path / "log", timeout_s=200)

@@ -117,7 +117,7 @@ def publisher(setup: Setup, shared_publisher: WeightPublisher) -> WeightPublishe
     return shared_publisher
 
 
-def test_published_weights_give_the_logprobs_of_transformers_and_carry_their_version(setup, publisher):
+def test_published_weights_give_transformers_logprobs_and_carry_their_version(setup, publisher):
     for _ in range(2):  # the second one uses the same group again
         version = setup.train()
         before = setup.generate(setup.servers[0])
@@ -140,7 +140,7 @@ def test_prefixes_cached_under_old_weights_are_not_used(setup, publisher):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1_000, 1 << 26])
-def test_the_bucket_size_does_not_change_what_arrives(setup, bucket_bytes):
+def test_the_bucket_size_does_not_change_the_received_weights(setup, bucket_bytes):
     publisher = WeightPublisher(bucket_bytes, TIMEOUT_S, backend="gloo")
     version = setup.train()
     try:
@@ -175,7 +175,7 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(setup, publisher, cha
     setup.assert_in_sync()
 
 
-def test_a_stream_that_fails_between_buckets_says_so_and_the_next_publish_succeeds(setup, publisher):
+def test_a_stream_that_fails_between_buckets_is_reported_and_the_next_publish_succeeds(setup, publisher):
     def broken():
         for i, item in enumerate(setup.weights().items()):
             if i == 12:
@@ -190,7 +190,7 @@ def test_a_stream_that_fails_between_buckets_says_so_and_the_next_publish_succee
     setup.assert_in_sync()
 
 
-def test_a_corrupted_parameter_is_found_by_its_checksum(setup, publisher):
+def test_a_corrupted_parameter_is_detected_by_its_checksum(setup, publisher):
     corrupted = {name: weight.clone() for name, weight in setup.weights().items()}
     corrupted["model.layers.1.self_attn.k_proj.weight"][0, 0] += 1e-6
     first, second = setup.addresses
@@ -207,7 +207,7 @@ def test_a_corrupted_parameter_is_found_by_its_checksum(setup, publisher):
     assert compare_checksums([first]).reference == "nothing"
 
 
-def test_weights_go_through_a_shared_folder_where_no_group_can_be_made(setup, publisher, tmp_path):
+def test_weights_use_a_shared_folder_if_no_group_can_be_formed(setup, publisher, tmp_path):
     through_disk = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method=WeightMethod.disk, folder=tmp_path)
     for _ in range(2):
         version = setup.train()
@@ -220,7 +220,7 @@ def test_weights_go_through_a_shared_folder_where_no_group_can_be_made(setup, pu
     setup.assert_in_sync()
 
 
-def test_running_requests_are_waited_for(setup, publisher):
+def test_a_publish_waits_for_running_requests(setup, publisher):
     num_tokens = 120
     server = setup.servers[0]
     impatient = WeightPublisher(BUCKET_BYTES, 2.0, backend="gloo")
@@ -256,7 +256,7 @@ def test_running_requests_are_waited_for(setup, publisher):
     assert setup.logprob_error(answer) < MAX_LOGPROB_ERROR
 
 
-def test_requests_that_a_publish_pauses_go_on_with_the_new_weights_and_no_older_prefix(setup, publisher):
+def test_requests_paused_by_a_publish_resume_with_the_new_weights_and_no_older_prefix(setup, publisher):
     num_tokens, server = 100, setup.servers[0]
     pausing = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, backend="gloo", pauses=True)
     old = {name: weight.clone() for name, weight in setup.weights().items()}
@@ -286,7 +286,7 @@ def test_requests_that_a_publish_pauses_go_on_with_the_new_weights_and_no_older_
     assert setup.logprob_error(answer, end=boundary) < MAX_LOGPROB_ERROR
 
 
-def test_a_server_that_hangs_inside_a_broadcast_ends_in_an_error_at_the_deadline(setup):
+def test_a_server_that_hangs_in_a_broadcast_is_an_error_at_the_deadline(setup):
     hasty = WeightPublisher(BUCKET_BYTES, SHORT_TIMEOUT_S, backend="gloo")
     hanging = setup.servers[1]
     version = setup.train()
@@ -357,14 +357,14 @@ def test_an_unreachable_server_is_named_at_once(setup):
     assert time.monotonic() - started < 5
 
 
-def test_a_server_that_shows_another_version_afterwards_is_an_error(setup, tmp_path):
+def test_a_server_with_another_version_after_a_publish_is_an_error(setup, tmp_path):
     with answering_server({"success": True, "weight_version": "41"}) as url:
         publisher = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method=WeightMethod.disk, folder=tmp_path)
         with pytest.raises(WeightSyncError, match="shows weight version '41' instead of '42'"):
             publisher.publish(setup.weights().items(), [(url, 1, 0)], 42)
 
 
-def test_other_trainer_ranks_walk_the_whole_stream():
+def test_other_trainer_ranks_consume_the_whole_stream():
     stream = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
     exhaust(stream)
     assert next(stream, None) is None

@@ -1,4 +1,4 @@
-"""Two machines on this one: network namespaces with an address each, and nothing else between them or around them."""
+"""Two hosts on one machine: network namespaces with one address each and no other network."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ wait $!
 
 
 def obstacle() -> str:
-    """Why this machine cannot play two; empty where it can."""
+    """Reason why this machine cannot act as two hosts; empty if it can."""
     try:
         tried = subprocess.run(
             [*_NAMESPACE, "bash", "-c", "ip link add here type veth peer name there"], capture_output=True, text=True, timeout=20

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.models.hf.gather import GatherTarget
-from megatron_rl.run.launch import _choose_interface
+from megatron_rl.run.launch import choose_interface
 from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.export import WeightExport, control_channel
 from megatron_rl.weights.bucket_plan import ServerAddress
@@ -122,7 +122,7 @@ def main() -> None:
     if role == "server":
         serve(folder)
     os.environ["RANK"] = {"first": "0", "second": "1"}[role]
-    _choose_interface(config())
+    choose_interface(config())
     if role == "first":
         first(folder)
     else:

@@ -25,12 +25,13 @@ from megatron_rl.config.schema import (
     RoutingReplay,
     RunConfig,
 )
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
-from megatron_rl.training.build_engines import rl_engines
-from megatron_rl.training.sequence_cache import RankBatch, SequenceCache
+from megatron_rl.training.sequence_cache import SequenceCache
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
+from megatron_rl.training.trainer_ranks import rl_engines
 from tests.integration.collective_order import recorded
 from tests.integration.engine_worker import ALGORITHM, LENGTHS, OPTIMIZER, make_batch
 
@@ -41,7 +42,7 @@ class Case:
     first: tuple[str, str]
     """Layouts of policy and critic on 4 ranks."""
     then: tuple[str, str]
-    """Those that go on from the files."""
+    """Layouts of policy and critic that resume from the files."""
     replay: RoutingReplay = RoutingReplay.none
     """R2: the update follows experts that the ranks recorded, and has noise on the old log-probs; without it, it reads
     log-probs that the ranks have."""
@@ -140,7 +141,7 @@ def _recorded_run(out: Path, name: str, part: str, *args: Any, **options: Any) -
     received: dict[int, list[int]] = {}
     take = SequenceCache.take
 
-    def noting(held: SequenceCache, payload: dict[str, Any], fields: dict[str, int]) -> RankBatch:
+    def noting(held: SequenceCache, payload: dict[str, Any], fields: dict[str, int]) -> list[PackedBatch]:
         received.setdefault(id(held), []).extend(payload["new"].tolist() if "new" in payload else [])
         return take(held, payload, fields)
 

@@ -1,7 +1,7 @@
 """Checks a configuration before anything starts, and reports all problems together, with key and remedy.
 
-The bound of a single field is at the field in the schema. The modules of this package check relations between fields,
-files and models, one subject each; their functions yield one message per problem.
+The bound of a single field is at the field in the schema. The modules of this package check relations between
+fields, files and models, one subject each; their functions yield one message per problem.
 """
 
 from megatron_rl.config.checks import (
@@ -13,6 +13,7 @@ from megatron_rl.config.checks import (
     tracking_keys,
 )
 from megatron_rl.config.checks.servers import Node
+from megatron_rl.config.derived import uses_attached_servers
 from megatron_rl.config.schema import Config
 from megatron_rl.config.schema.bounds import bound_problems, type_problems
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
@@ -22,8 +23,8 @@ from megatron_rl.errors import ConfigError
 def check_config(config: Config, *, command: str, world_size: int | None = None, node: Node | None = None) -> None:
     """Raise a ConfigError that lists every problem of ``config`` for ``command``, such as ``train``.
 
-    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher). ``node``: the driver's node;
-    None: unknown.
+    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher). ``node``: the driver's
+    node; None: unknown.
     """
     unusable = list(type_problems(config))
     if unusable:
@@ -53,7 +54,8 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
         problems += [*data_settings.eval_problems(config), *tracking_keys.problems(config)]
         problems += tracking_keys.profile_problems(config, ranks)
     if not problems and config.policy.path:
-        problems += model_folder.problems(config, command)
+        on_cpu = node is not None and node.num_ranks > 0 and not node.num_gpus and not uses_attached_servers(config.rollout)
+        problems += model_folder.problems(config, command, on_cpu=on_cpu)
     if problems:
         # The check of a layout repeats the messages on its bounds.
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -13,6 +13,7 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.schedule_facts import (
     Overlap,
     facts_of,
+    max_trained_windows,
     overlap_of,
     placement_problem,
     why_not_ahead,
@@ -28,7 +29,6 @@ from megatron_rl.config.schema import (
     Overlong,
     RolloutConfig,
     RoutingReplay,
-    TrainsOn,
     WeightUpdate,
 )
 from megatron_rl.system.plugins import PluginError, parameters
@@ -38,7 +38,10 @@ _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-a
 
 
 def unknown_plugins(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield a problem for each unknown name, path that does not import, and option that a function does not accept."""
+    """Check the functions that ``algorithm`` names (``register.SEAMS``), such as the advantage and the policy loss.
+
+    Yields a problem for an unknown name, for an import path that fails, and for options that the function does not accept.
+    """
     for key, seam in register.SEAMS.items():
         name, options = attrgetter(key, f"{key}_options")(algorithm)
         try:
@@ -76,6 +79,12 @@ def _windows(config: Config) -> Iterator[str]:
         yield (
             f"batch.window_tokens: schedule.mode=sync generates full responses, but the window is {window} of "
             f"{batch.max_response_tokens} tokens; set batch.window_tokens=0 or schedule.mode=tppo"
+        )
+    training_window = config.schedule.training_window_tokens
+    if overlap_of(config.schedule) > Overlap.nothing and 0 < (training_window or 0) < window:
+        yield (
+            f"schedule.training_window_tokens: a window of training has all tokens of a window ({window}), so it cannot be of "
+            f"{training_window}; set null to train on every window, 0 for whole responses, or more than {window}"
         )
     if window <= algorithm.ignore_boundary_tokens:
         yield (
@@ -138,27 +147,21 @@ def _full_responses(config: Config) -> Iterator[str]:
 
 
 def _old_tokens(config: Config) -> Iterator[str]:
-    """Tokens that train steps after they were sampled are not the policy's own."""
-    correction, window, facts = config.algorithm.correction, effective_window_tokens(config), facts_of(config)
-    uncorrected = correction.old_policy is OldPolicy.recomputed and correction.weight == "none"
-    if facts.ahead and uncorrected:
+    """Refuse uncorrected updates on tokens that an older policy sampled."""
+    correction, num_windows = config.algorithm.correction, max_trained_windows(config)
+    if correction.old_policy is OldPolicy.rollout or correction.weight != "none":
+        return
+    if facts_of(config).ahead:
         yield (
             "algorithm.correction.weight: with schedule.mode=async the policy before the newest update sampled the tokens, and "
             "weight=none trains them as if the newest had; set token (decoupled loss, the default there), or "
             "algorithm.correction.old_policy=rollout"
         )
-    if not facts.whole_responses or window >= config.batch.max_response_tokens:
-        return
-    if facts.critic and config.schedule.critic_trains_on is TrainsOn.windows:
+    elif num_windows > 1:
         yield (
-            "schedule.critic_trains_on: values are read of what the policy trains on, and with policy_trains_on=responses that is no "
-            "window; set responses"
-        )
-    if uncorrected and not facts.ahead:
-        yield (
-            "schedule.policy_trains_on: responses are trained on when they end, but older policies sampled their first windows; set "
-            "algorithm.correction.old_policy=rollout (ratios to the policy that sampled each token), or "
-            "algorithm.correction.weight=token (recomputed ratios, weighted)"
+            f"schedule.training_window_tokens: up to {num_windows} windows of a response train together, and older policies "
+            "sampled all but the last; set algorithm.correction.old_policy=rollout (ratios to the policy that sampled each token), "
+            "or algorithm.correction.weight=token (recomputed ratios, weighted)"
         )
 
 
@@ -291,6 +294,8 @@ def _without_critic(config: Config) -> Iterator[str]:
     without = f"algorithm.advantage={config.algorithm.advantage} has no critic"
     if config.critic.warmup_steps:
         yield f"critic.warmup_steps: {without}; set 0"
+    if config.schedule.training_window_tokens:
+        yield f"schedule.training_window_tokens: {without}, so whole groups train; set null or 0"
     if config.critic.path:
         yield f"critic.path: {without}; leave it empty"
     if config.critic.parallel and not config.reward.process.path:
@@ -313,9 +318,9 @@ def _dialogue(config: Config) -> Iterator[str]:
 
 
 def _whole_distribution(rollout: RolloutConfig) -> Iterator[str]:
-    """Refuse truncated sampling of training responses: the trainer computes log-probs over all tokens.
+    """Refuse settings that change the distribution of training responses, such as top_p below 1.
 
-    A truncated sampler has another distribution, and the log-probs of neither trainer nor server show the difference.
+    Trainer and servers compute log-probs over all tokens, so truncation makes every ratio wrong while their log-probs still agree.
     """
     why = "The trainer's log-probs are over all tokens, so a truncated sampler would make every ratio wrong, without any sign of it"
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):

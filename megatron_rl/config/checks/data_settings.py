@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_rl.config.derived import eval_sets, needs_reference
 from megatron_rl.config.schema import Config, DataConfig, Init
 from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.system.files.hub_cache import download_hint
 
 TAKEN_ARGUMENTS = (
     "add_generation_prompt", "continue_final_message", "conversation", "max_length", "messages", "padding",
@@ -24,16 +25,20 @@ def path_problems(config: Config, command: str) -> Iterator[str]:
     if first and not read[first]:
         yield f"{first}: expected at least one file, got none"
     for key, names in read.items():
-        yield from (f"{key}: {name} does not exist" for name in names if not Path(name).exists())
+        missing = [name for name in names if not Path(name).exists()]
+        yield from (f"{key}: {name} does not exist{download_hint(name, 'dataset')}" for name in missing)
     if command == "train" and config.eval.every_steps and not eval_sets(config):
         yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give files, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
         yield "eval.every_steps: eval.stop_at_accuracy needs evaluations; set eval.every_steps"
-    output = _output(config, command)
+    output = output_of(config, command)
     if output and not output[1]:
         yield f"{output[0]}: expected a path for the result, got nothing"
     yield from _not_a_folder("run.output_dir", config.run.output_dir)
+    written = {"run.output_dir": config.run.output_dir, **({output[0]: output[1]} if output else {})}
     for key, path in folders_read(config, command).items():
+        same = [one for one, target in written.items() if path and target and Path(target).resolve() == Path(path).resolve()]
+        yield from (f"{one}: it is {key}, which would be overwritten; give another folder" for one in same)
         yield from _model_folder(key, path, weights=key != "policy.path" or config.policy.init is Init.checkpoint)
 
 
@@ -68,7 +73,7 @@ def _eval_files(config: Config) -> dict[str, list[str]]:
     return {**named, "data.eval_files": config.data.eval_files}
 
 
-def _output(config: Config, command: str) -> tuple[str, str] | None:
+def output_of(config: Config, command: str) -> tuple[str, str] | None:
     """Key and value of the output path; None for a command that writes its results under run.output_dir."""
     return {
         "sft": ("sft.output_path", config.sft.output_path),
@@ -98,7 +103,7 @@ def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:
     if not path:
         yield f"{key}: expected a Hugging Face model folder, got nothing"
     elif not (Path(path) / "config.json").is_file():
-        yield f"{key}: {path} has no config.json; expected a Hugging Face model folder"
+        yield f"{key}: {path} has no config.json; expected a Hugging Face model folder{download_hint(path, 'model')}"
     elif weights and not any(Path(path).glob("*.safetensors")):
         yield f"{key}: {path} has no *.safetensors; give a folder with weights, or set policy.init=random for random weights"
 

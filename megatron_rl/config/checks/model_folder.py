@@ -10,7 +10,7 @@ from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
-from megatron_rl.families.family import families
+from megatron_rl.families.family import ModelConfig, families, family_of
 from megatron_rl.families.model_facts import (
     as_config,
     expert_ffn_size,
@@ -19,10 +19,11 @@ from megatron_rl.families.model_facts import (
     read_json_object,
     uses_only_experts,
 )
-from megatron_rl.families.sglang_limits import engine_problems, split_problems
+from megatron_rl.families.sglang_limits import cpu_problems, engine_problems, split_problems
 
 
-def problems(config: Config, command: str) -> Iterator[str]:
+def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[str]:
+    """Yield the reasons why trainer or servers do not support the model. ``on_cpu``: the run starts its servers on a CPU."""
     path = Path(config.policy.path) / "config.json"
     model = policy_model(config)
     model_type = model.get("model_type")
@@ -33,10 +34,11 @@ def problems(config: Config, command: str) -> Iterator[str]:
     yield from _lengths(config, command, model, path)
     if command in SERVED_COMMANDS:
         yield from engine_problems(model, path)
+        yield from cpu_problems(model, path) if on_cpu else ()
         yield from split_problems(model, config.rollout.tensor_parallel_size, path)
     if command in RL_COMMANDS:
         yield from quantization_problems(config.rollout.server_args, model_type)
-    yield from _moe(config.policy.moe, model, path)
+    yield from moe_problems(config.policy.moe, as_config(model), path)
     for name, settings in (("policy", config.policy.vision), ("critic", config.critic.vision)):
         if family.vision is None and settings != VisionConfig():
             yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
@@ -46,7 +48,7 @@ def problems(config: Config, command: str) -> Iterator[str]:
 
 
 def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) -> Iterator[str]:
-    """Check the vocabulary size and the context length."""
+    """Yield a problem for a token id outside the vocabulary, and for prompt plus response longer than the model's context."""
     largest = _largest_token_id(path.parent / "tokenizer.json")
     if largest >= model.get("vocab_size", largest + 1):
         yield (
@@ -84,15 +86,16 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
         yield f"parallel: the {problem} ({path})"
 
 
-def _moe(moe: MoeConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
-    experts = families()[model["model_type"]].experts
-    if experts is None or not num_experts(as_config(model)):
+def moe_problems(moe: MoeConfig, config: ModelConfig, where: object) -> Iterator[str]:
+    """Yield a message for each setting that the model ``config`` does not support; ``where``: its name in messages."""
+    experts = family_of(config).experts
+    if experts is None or not num_experts(config):
         for name, value in (("load_balancing", moe.load_balancing), ("routing_replay", moe.routing_replay)):
             if value.value != "none":
-                yield f"policy.moe.{name}={value.value}: needs an MoE model, and {path} is dense; set it to none"
+                yield f"policy.moe.{name}={value.value}: needs a mixture-of-experts model, and {where} is dense; set it to none"
     elif moe.load_balancing is LoadBalancing.bias and not experts.has_bias:
         yield (
-            f"policy.moe.load_balancing=bias: the routers of {model['model_type']} have no expert bias ({path}); use "
+            f"policy.moe.load_balancing=bias: the routers of {config.model_type} have no expert bias ({where}); use "
             "aux_loss or none"
         )
 

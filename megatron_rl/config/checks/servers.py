@@ -1,5 +1,7 @@
 """Checks of the servers: addresses, API key, devices shared with ranks, SGLang options."""
 
+import contextlib
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,13 +10,16 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.derived import WeightMethod, server_placement, uses_attached_servers
+from megatron_rl.config.derived import WeightMethod, shares_devices, uses_attached_servers, weight_method
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
+from megatron_rl.config.schema.bounds import shown
 from megatron_rl.config.schema.commands import RL_COMMANDS
-from megatron_rl.families.sglang_limits import quantization_problem
+from megatron_rl.errors import UserError
+from megatron_rl.families.sglang_limits import quantization_problem, server_flags
+from megatron_rl.system.files.probes import read_regular
 from megatron_rl.system.gpu.gpu_environment import expandable_segments, nccl_values
-from megatron_rl.system.http.addresses import LOOPBACK, address_problem
+from megatron_rl.system.http.addresses import LOOPBACK, address_problem, server_problem
 
 _KEY_FLAGS = ("api-key", "admin-api-key")
 _WORKER_FLAGS = {
@@ -24,6 +29,19 @@ _WORKER_FLAGS = {
     "nnodes": "remove it: a run starts servers on its own node, megatron-rl serve --num-nodes starts one over several",
 }
 """SGLang options that change the number of server workers -> the alternative."""
+_OWN_FLAGS = {
+    "host": "set rollout.host (serve: --host)",
+    "port": "set rollout.port (serve: --port)",
+    "model-path": "set policy.path (serve: --model-path)",
+    "device": "remove it: servers run where the trainer runs",
+    "dtype": "set policy.dtype (serve: --dtype)",
+}
+"""SGLang options that a run sets itself -> the alternative."""
+_KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
+    "int": ("a whole number", int),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false, because the option takes no value", bool),
+}
 _SHORT_FLAGS = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size"}
 _FEWEST_LETTERS = len("tensor-p")
 """Length of the shortest unambiguous abbreviation of an option."""
@@ -71,19 +89,19 @@ def address_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _list_problems(key: str, urls: Sequence[str]) -> Iterator[str]:
-    yield from (f"{key}: {problem}" for problem in map(address_problem, urls) if problem)
+    yield from (f"{key}: {problem}" for problem in map(server_problem, urls) if problem)
     plain = [url.rstrip("/") for url in urls]
     if twice := [url for url in dict.fromkeys(plain) if plain.count(url) > 1]:
         yield f"{key}: {twice[0]} is listed {plain.count(twice[0])} times; list each server once"
 
 
 def fleet_problems(config: Config) -> Iterator[str]:
-    """Yield the reasons why eval.urls cannot evaluate during training."""
+    """Yield the problems of eval.urls: invalid, repeated or training addresses, and any with colocated servers. Contacts no server."""
     urls = config.eval.urls
     yield from _list_problems("eval.urls", urls)
     if both := {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in config.rollout.urls}:
         yield f"eval.urls: {min(both)} is also in rollout.urls; a server has one model at a time, so list other servers or none"
-    if urls and server_placement(config.rollout).shares_devices:
+    if urls and shares_devices(config.rollout):
         yield "eval.urls: rollout.placement=colocated sends weights only within the trainer's devices; leave eval.urls empty"
 
 
@@ -105,7 +123,7 @@ def key_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
     """Yield the reasons why colocated servers cannot share the devices of ``num_ranks`` trainer ranks (0: unknown)."""
-    if not server_placement(rollout).shares_devices:
+    if not shares_devices(rollout):
         return
     if rollout.urls_file:
         yield "rollout.urls_file: colocated servers share the trainer's devices, so servers cannot join or leave; list them in rollout.urls"
@@ -144,21 +162,20 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
     """
     rollout, ranks, gpus = config.rollout, node.num_ranks, node.num_gpus
     has_servers = command in RL_COMMANDS and not uses_attached_servers(rollout)
-    placement = server_placement(rollout)
     if ranks > gpus > 0:
         yield f"{ranks} trainer ranks on a node of {gpus} GPUs: each needs its own GPU; start {gpus} (RANKS_PER_NODE={gpus})"
         return
-    if placement.shares_devices and has_servers and num_ranks > ranks > 0:
+    if shares_devices(rollout) and has_servers and num_ranks > ranks > 0:
         yield (
             f"rollout.placement=colocated: the run starts its servers only on the driver's node, which has {ranks} of the "
             f"{num_ranks} trainer ranks; start the servers of each node there (bash launch/serve_sglang.sh --config RECIPE) and list "
             "them in the order of the ranks in rollout.urls"
         )
-    if not gpus or not has_servers or placement.shares_devices:
+    if not gpus or not has_servers or shares_devices(rollout):
         return
     workers = rollout.num_servers * rollout.tensor_parallel_size
     servers = f"rollout.num_servers={rollout.num_servers} x rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
-    if ranks and ranks + workers > gpus and placement.weight_method is WeightMethod.broadcast:
+    if ranks and ranks + workers > gpus and weight_method(rollout) is WeightMethod.broadcast:
         helps = "; or ".join(_room_for_servers(config, node))
         yield (
             f"{servers}: {workers} server workers and the {ranks} trainer ranks of this node need {ranks + workers} GPUs, and it "
@@ -196,6 +213,7 @@ def flag_problems(
     ``loads_weights``: the servers load the weights of their folder and do not wait for a publish.
     """
     given = _given_flags(server_args)
+    yield from _unknown_flags(given, key)
     for flag, (name, value) in given.items():
         if flag in _WORKER_FLAGS and str(value) != "1":
             yield f"{key}{name}={value}: weight sync would wait for more or fewer workers than the server has; {_WORKER_FLAGS[flag]}"
@@ -212,6 +230,34 @@ def flag_problems(
     name, value = given.get("attention-backend", ("", ""))
     if dtype == Dtype.float32.value and value in _HALF_PRECISION_ATTENTION:
         yield f"{key}{name}={value}: it has no float32 kernels; use triton, or policy.dtype=bfloat16"
+
+
+def _unknown_flags(given: Mapping[str, tuple[str, Any]], key: str) -> Iterator[str]:
+    """Yield a problem for each option that SGLang does not have, that a run sets itself, or whose value has another type."""
+    known = server_flags()
+    for flag, (name, value) in given.items():
+        # SGLang accepts the start of an option's name, too.
+        meant = flag if flag in known else next((one for one in known if one.startswith(flag)), flag)
+        if meant in _OWN_FLAGS:
+            yield f"{key}{name}={value}: a run sets this option itself; {_OWN_FLAGS[meant]}"
+        elif known and meant not in known:
+            close = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "`python -m sglang.launch_server --help` lists them"
+            yield f"{key}{name}: SGLang has no option --{flag}; {hint}"
+        elif value is not None and value is not False and (problem := _flag_value_problem(known.get(meant, ""), value)):
+            yield f"{key}{name}: {problem}"
+
+
+def _flag_value_problem(kind: str, value: Any) -> str:
+    """Return the reason why SGLang cannot read ``value`` of an option of type ``kind``; empty if it can, or if unknown."""
+    expected, types = _KINDS.get(kind, ("text or a number", (str, int, float, bool, list)))
+    if isinstance(value, str) and kind in ("int", "float"):
+        with contextlib.suppress(ValueError):
+            value = float(value) if kind == "float" else int(value)
+    is_one = isinstance(value, types) and isinstance(value, bool) <= (kind not in ("int", "float"))
+    if isinstance(value, list):
+        is_one = is_one and all(isinstance(part, str | int | float) for part in value)
+    return "" if is_one else f"expected {expected}, got {shown(value)}"
 
 
 def quantization_problems(server_args: Mapping[str, Any], model_type: object) -> Iterator[str]:
@@ -248,7 +294,7 @@ def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = yaml.safe_load(read_regular(path).decode())
+    except (OSError, UserError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return {_flag(str(name)): value for name, value in content.items()} if isinstance(content, dict) else {}

@@ -4,6 +4,8 @@ A recipe is a YAML file with these sections; ``key=value`` on the command line o
 that span several fields are in ``checks``. No value is ever rewritten silently.
 """
 
+from dataclasses import dataclass, field
+
 from megatron_rl.config.schema.algorithm import (
     AlgorithmConfig,
     Bootstrap,
@@ -26,9 +28,9 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
-from megatron_rl.config.schema.health_actions import HealthAction, HealthConfig
 from megatron_rl.config.schema.models import (
     CriticConfig,
+    DecayStyle,
     Dispatcher,
     Dtype,
     Fp8,
@@ -36,8 +38,11 @@ from megatron_rl.config.schema.models import (
     Init,
     LoadBalancing,
     MoeConfig,
+    Moments,
     Mtp,
     Offload,
+    OptimizerConfig,
+    ParallelConfig,
     PolicyConfig,
     Recompute,
     ReferenceConfig,
@@ -45,8 +50,6 @@ from megatron_rl.config.schema.models import (
     RoutingReplay,
     VisionConfig,
 )
-from megatron_rl.config.schema.optimizers import DecayStyle, Moments, OptimizerConfig
-from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.config.schema.rollout import (
     FireConfig,
@@ -56,11 +59,12 @@ from megatron_rl.config.schema.rollout import (
     RolloutConfig,
     WeightSync,
 )
-from megatron_rl.config.schema.root import Config
 from megatron_rl.config.schema.run import (
     BatchConfig,
     EvalConfig,
     EvalSetConfig,
+    HealthAction,
+    HealthConfig,
     Mode,
     ProfileConfig,
     RunConfig,
@@ -71,69 +75,31 @@ from megatron_rl.config.schema.run import (
     WeightUpdate,
 )
 
-__all__ = [
-    "AlgorithmConfig",
-    "BatchConfig",
-    "Bootstrap",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "CriticPretrainConfig",
-    "CurriculumPhase",
-    "DataConfig",
-    "DecayStyle",
-    "Dispatcher",
-    "Dtype",
-    "DuplicateIds",
-    "DynamicSamplingConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "EvalSetConfig",
-    "FireConfig",
-    "FireLoss",
-    "Fp8",
-    "GroupedGemm",
-    "HealthAction",
-    "HealthConfig",
-    "Init",
-    "KlConfig",
-    "KlPlace",
-    "LabelLinesConfig",
-    "LambdaKind",
-    "LoadBalancing",
-    "Mode",
-    "MoeConfig",
-    "Moments",
-    "Mtp",
-    "Normalization",
-    "Offload",
-    "OldPolicy",
-    "OptimizerConfig",
-    "Overlong",
-    "ParallelConfig",
-    "ParityBoundsConfig",
-    "Placement",
-    "PolicyConfig",
-    "ProcessRewardConfig",
-    "ProfileConfig",
-    "Recompute",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RewardModelKind",
-    "RewardRouteConfig",
-    "RewardTrainConfig",
-    "RolloutConfig",
-    "RouterDtype",
-    "RoutingReplay",
-    "RunConfig",
-    "ScheduleConfig",
-    "SelectPromptsConfig",
-    "SelectionRule",
-    "SftConfig",
-    "TrackingConfig",
-    "TrainsOn",
-    "VisionConfig",
-    "WandbMode",
-    "WeightSync",
-    "WeightUpdate",
-]
+
+@dataclass
+class Config:
+    """The whole configuration, one section per subject."""
+
+    preset: str = ""
+    """Name of a preset; the recipe overrides its values."""
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    critic_pretrain: CriticPretrainConfig = field(default_factory=CriticPretrainConfig)
+    reward_train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
+    label_lines: LabelLinesConfig = field(default_factory=LabelLinesConfig)
+    select_prompts: SelectPromptsConfig = field(default_factory=SelectPromptsConfig)

@@ -102,9 +102,9 @@ class CorrectionConfig:
     """Parameters of the weight in addition to max_weight, icepop_low and icepop_high."""
     max_weight: float = above(0, default=2.0)
     """Largest weight, with weight=token or sequence."""
-    icepop_low: float = at_least(0, default=0.5)
+    icepop_low: float = share(default=0.5)
     """Smallest rho that still trains, with weight=icepop; at most 1."""
-    icepop_high: float = at_least(0, default=5.0)
+    icepop_high: float = at_least(1, default=5.0)
     """Largest rho that still trains, with weight=icepop; at least 1."""
     normalize: bool = False
     """Divide the weights by their mean over the batch."""
@@ -112,7 +112,7 @@ class CorrectionConfig:
     """Rule that excludes tokens or responses from the loss: a registered rejection or package.module:function."""
     rejection_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the rejection in addition to rejection_low and rejection_high."""
-    rejection_low: float = at_least(0, default=0.5)
+    rejection_low: float = share(default=0.5)
     """Lower limit of rejection=token, sequence and geometric; at most 1."""
     rejection_high: float = at_least(0, default=2.0)
     """Upper limit of the rejection; at least 1 for token, sequence and geometric."""

@@ -1,33 +1,25 @@
 """Checks each value against its field's annotation and bound: ``num_steps: int = at_least(1, default=100)``.
 
-Invariant: rules for all keys of a type are checked from the annotation, so that a new key needs no code. Numbers are
-finite, seconds (keys that end in ``_s``) are at most a few months, texts can be written as UTF-8 and have no NUL, and lists
-and mappings have items of their type.
+Invariant: rules for all keys of a type are checked from the annotation and the key's name (``value_kinds``), so that a new
+key needs no code. Numbers are finite, and lists and mappings have items of their type.
 """
 
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar, get_args, get_origin
 
+from megatron_rl.config.schema.value_kinds import is_one_line, is_writable, number_expected, text_expected
+
 _T = TypeVar("_T")
-_MAX_FLOAT = 1e30
-"""Small enough that a product with 1e8 does not overflow float32."""
-_MAX_INT = 2**53
-"""Largest bound below which all JSON readers represent every integer exactly."""
-_MAX_SECONDS = 10**7
-"""Well below the limit of clocks and condition variables (9e9 s)."""
 _MAX_SHOWN = 60
 """Characters of a wrong value that a message shows."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    expected: str
-    """Text after the word "expected" in a message: "at least 1"."""
-    holds: Callable[[Any], bool]
+Bound = tuple[str, Callable[[Any], bool]]
+"""(text after the word "expected" in a message: "at least 1", function that returns True for a value within the bound)."""
 
 
 def at_least(least: float, *, default: _T) -> _T:
@@ -36,7 +28,7 @@ def at_least(least: float, *, default: _T) -> _T:
 
 def items_at_least(least: float) -> Mapping[str, Bound]:
     """Metadata that bounds the items of a list or the values of a mapping."""
-    return {"bound": Bound(f"at least {least}", lambda value: value >= least)}
+    return {"bound": (f"at least {least}", lambda value: value >= least)}
 
 
 def above(limit: float, *, default: _T) -> _T:
@@ -55,26 +47,35 @@ def below_one(*, default: _T) -> _T:
     return bounded("a number from 0 up to but not including 1", lambda value: 0 <= value < 1, default=default)
 
 
+def between(least: float, most: float, *, default: _T, zero: str = "") -> _T:
+    """Field with a value from ``least`` to ``most``. ``zero``: meaning of 0, if 0 is valid too."""
+    expected = f"{f'0 ({zero}) or ' if zero else ''}a number from {least:g} to {most:g}"
+    return bounded(expected, lambda value: least <= value <= most or (bool(zero) and value == 0), default=default)
+
+
 def num_likeliest(*, default: _T) -> _T:
     return bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=default)
 
 
 def bounded(expected: str, holds: Callable[[Any], bool], *, default: _T) -> _T:
-    return field(default=default, metadata={"bound": Bound(expected, holds)})
+    return field(default=default, metadata={"bound": (expected, holds)})
 
 
 def type_problems(config: object) -> Iterator[str]:
     """Yield a message for every value in ``config`` of a wrong type, with which no other check can compute."""
-    yield from _problems("", config, Any, None, with_bounds=False)
+    yield from _problems("", config, Any, None, "", with_bounds=False)
 
 
 def bound_problems(key: str, value: object) -> Iterator[str]:
     """Yield a message for every value under ``key``, a section, of a wrong type or out of its bound."""
-    yield from _problems(key, value, Any, None, with_bounds=True)
+    yield from _problems(key, value, Any, None, "", with_bounds=True)
 
 
-def _problems(key: str, value: object, annotation: Any, bound: Bound | None, *, with_bounds: bool) -> Iterator[str]:
-    """Check ``value`` against its ``annotation`` and ``bound``; the bound of a mapping or list applies to its items."""
+def _problems(key: str, value: object, annotation: Any, bound: Bound | None, name: str, *, with_bounds: bool) -> Iterator[str]:
+    """Check ``value`` against its ``annotation``, ``bound`` and the kind of its field ``name``.
+
+    Bound and kind of a mapping or list apply to its items.
+    """
     annotation = Any if value is None and not_null(annotation) is not annotation else not_null(annotation)
     wrong = container_problem(key, value, annotation)
     if wrong:
@@ -83,12 +84,14 @@ def _problems(key: str, value: object, annotation: Any, bound: Bound | None, *, 
         for item in fields(value):
             full = f"{key}.{item.name}" if key else item.name
             limit = item.metadata.get("bound") if with_bounds else None
-            yield from _problems(full, getattr(value, item.name), item.type, limit, with_bounds=with_bounds)
+            yield from _problems(full, getattr(value, item.name), item.type, limit, item.name, with_bounds=with_bounds)
     elif isinstance(value, dict | list):
-        for name, part in named_items(value):
-            yield from _problems(f"{key}.{name}", part, item_type(annotation), bound, with_bounds=with_bounds)
+        for part_name, part in named_items(value):
+            kind = item_type(annotation)
+            part_kind = str(part_name) if kind is Any and isinstance(value, dict) else name
+            yield from _problems(f"{key}.{part_name}", part, kind, bound, part_kind, with_bounds=with_bounds)
     else:
-        expected = _expected(key, value, annotation, bound)
+        expected = _expected(name, value, annotation, bound)
         if expected:
             yield f"{key}: expected {expected}, got {'nothing' if value == '' else shown(value)}"
 
@@ -104,6 +107,8 @@ def container_problem(key: str, value: Any, annotation: Any) -> str:
         good, name = isinstance(value, dict), "a mapping (name: value)"
         if good and not all(isinstance(part, str) for part in value):
             return f"{key}: expected names that are text, got {shown(list(value))}"
+        if good and (wrong := [part for part in value if not (part and is_one_line(part))]):
+            return f"{key}: expected names of printable text, without blanks at their ends, got {shown(wrong[0])}"
     elif wanted is Any:
         return ""
     else:
@@ -135,8 +140,8 @@ def not_null(annotation: Any) -> Any:
     return kinds[0] if len(kinds) == 1 else annotation
 
 
-def _expected(key: str, value: object, annotation: Any, bound: Bound | None) -> str:
-    """Expectation that a plain ``value`` does not meet, or an empty string if the value is valid."""
+def _expected(name: str, value: object, annotation: Any, bound: Bound | None) -> str:
+    """Expectation that a plain ``value`` of the field ``name`` does not meet, or an empty string if the value is valid."""
     kinds: dict[Any, tuple[type | types.UnionType, str]] = {
         int: (int, "a whole number"),
         float: (int | float, "a number"),
@@ -147,30 +152,22 @@ def _expected(key: str, value: object, annotation: Any, bound: Bound | None) -> 
     # True is an int to Python, but a mistake in a configuration.
     if kind and (not isinstance(value, kind[0]) or (isinstance(value, bool) and annotation is not bool)):
         return kind[1]
-    if annotation is Any and not (value is None or isinstance(value, int | float | str | Enum)):
-        return "text, a number, true, false, null, or a list or mapping of these"
-    if bound and value is not None and not bound.holds(value):
-        return bound.expected
+    if annotation is Any:
+        if not (value is None or isinstance(value, int | float | str | Enum)):
+            return "text, a number, true, false, null, or a list or mapping of these"
+        if isinstance(value, str):
+            return "" if is_writable(value) else "text that can be written as UTF-8, without NUL"
+    if bound and value is not None and not bound[1](value):
+        return bound[0]
     if isinstance(value, str):
-        return "" if _is_writable(value) else "text that can be written as UTF-8, without NUL"
-    return _number_expected(key, value) if isinstance(value, int | float) else ""
-
-
-def _number_expected(key: str, value: float) -> str:
+        return text_expected(name, value)
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
-    if key.endswith("_s") and value > _MAX_SECONDS:
-        return f"at most {_MAX_SECONDS} seconds"
-    largest = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
-    return "" if abs(value) <= largest else f"a number of at most {largest:g} in size"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    return number_expected(name, value, is_option=annotation is Any)
 
 
 def _is_enum(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Enum)
 
-
-def _is_writable(text: str) -> bool:
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: bytes of the command line that are no UTF-8
-        return False

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_rl.config.schema.bounds import at_least, bounded, positive_share
-from megatron_rl.config.schema.optimizers import OptimizerConfig
+from megatron_rl.config.schema.models import OptimizerConfig
 
 RL_COMMANDS = ("train", "critic-pretrain")
 """Commands that sample responses and score them."""

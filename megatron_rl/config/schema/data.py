@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import at_least, items_at_least
+from megatron_rl.config.schema.bounds import at_least, bounded, items_at_least
 
 
 class DuplicateIds(Enum):
@@ -31,18 +31,19 @@ class DataConfig:
     """The prompts of a run: files, names of columns, mixture."""
 
     train_files: list[str] = field(default_factory=list)
-    """Training prompts: JSONL or Parquet files, or folders of local Hugging Face datasets."""
+    """Training prompts: JSONL or Parquet files, folders of local Hugging Face datasets, or names of downloaded ones
+    (owner/name, or a folder in it)."""
     eval_files: list[str] = field(default_factory=list)
     """Evaluation prompts, in the same formats."""
     id_field: str = "id"
     """Column of a row's id. Optional in the file; the location file:line replaces it."""
-    prompt_field: str = "prompt"
+    prompt_field: str = bounded("the name of a column", bool, default="prompt")
     """Column of the prompt: text, or a list of chat messages."""
-    answer_field: str = "answer"
+    answer_field: str = bounded("the name of a column", bool, default="answer")
     """Column of the ground truth that the reward compares with."""
     answer_required: bool = True
     """Refuse rows without the ground truth; false: a judge scores such rows."""
-    response_field: str = "response"
+    response_field: str = bounded("the name of a column", bool, default="response")
     """Column of the reference response that sft trains on."""
     type_field: str = "type"
     """Column of the prompt's type or domain, which selects mixture weight, KL coefficient and reward. Optional in the file."""
@@ -74,5 +75,5 @@ class DataConfig:
     """Folder that image paths are relative to. Empty: the folder of the data file."""
     max_video_tokens: int = at_least(1, default=81_920)
     """Largest number of visual tokens per video: frames get coarser first, then fewer (arXiv 2505.07062)."""
-    video_frame_tokens: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])
+    video_frame_tokens: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128], metadata=items_at_least(1))
     """Possible numbers of tokens per frame; a video uses the largest one at which all frames fit."""

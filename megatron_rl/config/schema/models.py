@@ -1,12 +1,10 @@
-"""The models of a run: policy, critic and reference."""
+"""The models of a run, policy, critic and reference, with their optimizers and their layouts over the ranks."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import at_least
-from megatron_rl.config.schema.optimizers import OptimizerConfig
-from megatron_rl.config.schema.parallel import ParallelConfig
+from megatron_rl.config.schema.bounds import above, at_least, below_one, between, items_at_least, positive_share
 
 
 class Dtype(Enum):
@@ -145,6 +143,79 @@ class MoeConfig:
     """Computation of all experts of a rank in one kernel."""
 
 
+class DecayStyle(Enum):
+    """Decay of the learning rate from lr to min_lr."""
+
+    constant = "constant"
+    """No decay: lr after the warm-up."""
+    linear = "linear"
+    """A straight line over decay_steps."""
+    cosine = "cosine"
+    """Half a cosine over decay_steps."""
+
+
+class Moments(Enum):
+    """Precision of Adam's two moments, in memory and in checkpoints."""
+
+    float32 = "float32"
+    """12 bytes per parameter, main weights included."""
+    bfloat16 = "bfloat16"
+    """8 bytes per parameter, for bfloat16 models on GPUs with Transformer Engine. Updates differ by the rounding, a 256th
+    of a moment."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (Megatron's distributed optimizer) and its learning rate."""
+
+    lr: float = positive_share(default=1.0e-6)
+    """Learning rate after the warm-up, the largest of the run."""
+    min_lr: float = at_least(0, default=0.0)
+    """Learning rate at the end of the decay; at most lr."""
+    warmup_steps: int = at_least(0, default=0)
+    """Updates of linear warm-up."""
+    decay_style: DecayStyle = DecayStyle.constant
+    """Decay of the learning rate from lr to min_lr."""
+    decay_steps: int = at_least(0, default=0)
+    """Updates until min_lr is reached; required by linear and cosine."""
+    weight_decay: float = between(0, 100, default=0.1)
+    """Decoupled weight decay, multiplied by the learning rate."""
+    beta2: float = below_one(default=0.95)
+    """Decay of the mean of squared gradients, per update."""
+    eps: float = positive_share(default=1.0e-8)
+    """Term added to the root of the mean squared gradient."""
+    max_grad_norm: float = above(0, default=1.0)
+    """Gradients with a larger norm over the whole model are scaled down to this norm."""
+    moments: Moments = Moments.float32
+    """Precision of Adam's two moments."""
+
+
+@dataclass
+class ParallelConfig:
+    """The layout of a model over the trainer ranks; the remaining factor replicates the model (data parallelism)."""
+
+    num_ranks: int = at_least(0, default=0)
+    """Trainer ranks (processes). 0: all that the launcher started; without a launcher, more than 1 starts torchrun."""
+    tensor_parallel_size: int = at_least(1, default=1)
+    """Ranks that share each matrix of a layer. They exchange the most data, so keep them on one node."""
+    pipeline_parallel_size: int = at_least(1, default=1)
+    """Consecutive stages that the layers are split into, for models that do not fit one node."""
+    sequence_parallel: bool = False
+    """Shard activations outside attention and MLP over the tensor-parallel group."""
+    context_parallel_size: int = at_least(1, default=1)
+    """Ranks that share the tokens of each sequence (zigzag: every rank has an early and a late span)."""
+    expert_parallel_size: int = at_least(1, default=1)
+    """Ranks that share the experts of a layer, taken from the data-, context- and tensor-parallel ranks."""
+    expert_tensor_parallel_size: int = at_least(0, default=0)
+    """Ranks that share one expert. 0: tensor_parallel_size."""
+    virtual_pipeline_size: int = at_least(1, default=1)
+    """Model chunks per pipeline rank; more than 1 interleaves them (smaller bubbles, more messages)."""
+    pipeline_layers: list[int] = field(default_factory=list, metadata=items_at_least(1))
+    """Layers of each stage in the model's order, pipeline x virtual values. Empty: the same number everywhere."""
+    collective_timeout_s: float = above(0, default=600.0)
+    """Time limit of a collective in seconds; after it the collective fails and names the rank that did not join."""
+
+
 @dataclass
 class VisionConfig:
     """Trainable parts of a vision-language model's encoder; frozen parts need no memory for gradients."""
@@ -160,7 +231,8 @@ class PolicyConfig:
     """The model that is trained."""
 
     path: str = ""
-    """A Hugging Face model folder: config.json, tokenizer and, for init=checkpoint, safetensors."""
+    """A Hugging Face model folder (config.json, tokenizer and, for init=checkpoint, safetensors), or the name of a model on
+    the Hub that was downloaded with `hf download`."""
     init: Init = Init.checkpoint
     """Source of the initial weights."""
     dtype: Dtype = Dtype.float32

@@ -11,7 +11,7 @@ class RewardRouteConfig:
     """The reward of one prompt type."""
 
     name: str = ""
-    """An entry of the reward registry, or package.module:function."""
+    """An entry of the reward registry, package.module:function or path/file.py:function."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward, checked against its signature."""
     timeout_s: float = at_least(0, default=0.0)
@@ -37,7 +37,7 @@ class RewardConfig:
     """The reward functions that score responses, with their time limits."""
 
     name: str = "math"
-    """An entry of the reward registry, or package.module:function."""
+    """An entry of the reward registry, package.module:function or path/file.py:function."""
     by_type: dict[str, RewardRouteConfig] = field(default_factory=dict)
     """Rewards by prompt type; they replace ``name``, and every type needs an entry."""
     require_think: bool = False

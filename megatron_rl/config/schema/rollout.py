@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import above, at_least, bounded, items_at_least, num_likeliest, positive_share
+from megatron_rl.config.schema.bounds import (
+    above,
+    at_least,
+    between,
+    bounded,
+    items_at_least,
+    num_likeliest,
+    positive_share,
+)
 
 _MAX_HOT_TOP_K = 4096
 """SGLang's limit for exact log-probs after top-k."""
@@ -41,7 +49,7 @@ class FireLoss(Enum):
 class FireConfig:
     """FIRE: sample the first token of a response at a high temperature, the others as usual."""
 
-    temperature: float = at_least(0, default=0.0)
+    temperature: float = between(0.01, 100, default=0.0, zero="off")
     """Temperature of the hot token. 0: no hot token."""
     top_k: int = bounded(
         f"-1 (off) or 1 to {_MAX_HOT_TOP_K}", lambda value: value == -1 or 1 <= value <= _MAX_HOT_TOP_K, default=16
@@ -86,11 +94,11 @@ class RolloutConfig:
     """Number of servers that the run starts."""
     tensor_parallel_size: int = at_least(1, default=1)
     """Devices (on a CPU: processes) that share one server's model."""
-    host: str = "127.0.0.1"
+    host: str = bounded("a host name or an IP address", bool, default="127.0.0.1")
     """Address that managed servers listen on."""
     port: int = at_least(0, default=0)
     """Port of the first server; each further server uses the next port. 0: any free port."""
-    temperature: float = above(0, default=1.0)
+    temperature: float = between(0.01, 100, default=1.0)
     """Sampling temperature of training responses; the trainer computes its log-probs at the same temperature."""
     top_p: float = positive_share(default=1.0)
     """Sample from the smallest set of most likely tokens with this probability. 1: from all tokens, as training requires."""
@@ -104,7 +112,7 @@ class RolloutConfig:
     the setting that they were started with."""
     stop_token_ids: list[int] = field(default_factory=list, metadata=items_at_least(0))
     """Tokens that end a response, in addition to the tokenizer's end-of-text token."""
-    over_sampling: float = at_least(1, default=1.0)
+    over_sampling: float = between(1, 100, default=1.0)
     """Start this many times the responses of a step; stop when enough are complete."""
     fire: FireConfig = field(default_factory=FireConfig)
     num_workers: int | None = at_least(0, default=None)

@@ -1,9 +1,17 @@
-"""The run: its folder and length, the size of a step, the schedule, evaluation and tracking."""
+"""The run: its folder and length, the size of a step, the schedule, evaluation, tracking, and actions on collapsed training."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_rl.config.schema.bounds import at_least, bounded, items_at_least, num_likeliest, positive_share, share
+from megatron_rl.config.schema.bounds import (
+    at_least,
+    between,
+    bounded,
+    items_at_least,
+    num_likeliest,
+    positive_share,
+    share,
+)
 
 
 @dataclass
@@ -11,7 +19,7 @@ class RunConfig:
     """The run: its folder, its length, its checkpoints."""
 
     output_dir: str = bounded("a folder", bool, default="outputs/run")
-    """Folder for all files that the run writes."""
+    """Folder for all files that the run writes; `critic-pretrain` writes its run to the folder critic_pretrain_run in it."""
     num_steps: int = at_least(1, default=100)
     """Total number of steps; a resumed run continues up to this number."""
     stop_after_s: float = at_least(0, default=0.0)
@@ -19,7 +27,7 @@ class RunConfig:
     Startup is not counted; time before a resume is. 0: no limit."""
     seed: int = at_least(0, default=1)
     """Seed of random weights, of the order of prompts and mini-batches, and of sampling."""
-    resume: bool | str = bounded("true, false or auto", lambda value: value in (True, False, "auto"), default=False)
+    resume: bool | str = bounded("true, false or auto", lambda value: isinstance(value, bool) or value == "auto", default=False)
     """Continue from the newest checkpoint under output_dir; auto: from the newest complete one, or start if there is none."""
     overwrite: bool = False
     """Allow a run to start over in a folder that already contains a run."""
@@ -84,10 +92,10 @@ class Mode(Enum):
 
 
 class TrainsOn(Enum):
-    """Tokens that a model trains on in a step; every token trains the model once."""
+    """Tokens that the critic trains on in a step; every token trains it once."""
 
     windows = "windows"
-    """All tokens that the step generated; for unfinished responses values replace the future rewards (EGAE)."""
+    """The tokens that train the policy; for unfinished responses values replace the future rewards (EGAE)."""
     responses = "responses"
     """The responses that finished in the step, over all their windows, with their outcome."""
 
@@ -107,15 +115,17 @@ class ScheduleConfig:
 
     mode: Mode = Mode.tppo
     """Length of the responses of a step, and overlap of its stages."""
-    policy_trains_on: TrainsOn = TrainsOn.windows
-    """Tokens that the policy trains on in a step; T-PPO: windows. With responses no prefix is computed twice, but tokens
-    are as old as their windows, so algorithm.correction.old_policy=rollout or a correction weight is required."""
+    training_window_tokens: int | None = at_least(0, default=None)
+    """The window of training: an unfinished response trains the policy in the step in which it has this many tokens that
+    have not trained; a finished one trains on its remainder. null: every step trains on the tokens that it generated
+    (T-PPO). 0: only finished responses train, whole. A longer window computes prefixes less often, but its first tokens
+    are older, which needs algorithm.correction.old_policy=rollout or a correction weight."""
     critic_trains_on: TrainsOn = TrainsOn.responses
     """Tokens that the critic trains on in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
     max_staleness: int = at_least(0, default=1)
     """For mode async: largest number of policy updates between the weights that sample a window's tokens and the update
     that they train. 0 equals tppo, 1 keeps servers and trainer busy; more is refused, because tokens would only be older.
-    If whole responses or groups train, their earlier windows are older by one update per later window."""
+    In a longer window of training, earlier windows are older by one update per later window."""
     weight_update: WeightUpdate = WeightUpdate.between
     """Time of a publish in mode async. With in_flight tokens are less stale, prefixes are computed once more, and the
     version of a token depends on durations."""
@@ -131,7 +141,7 @@ class EvalSetConfig:
     """Number of prompts, taken from the start of the files. 0: all."""
     num_samples: int | None = at_least(1, default=None)
     """Responses per prompt."""
-    temperature: float | None = at_least(0, default=None)
+    temperature: float | None = between(0.01, 100, default=None, zero="greedy")
     """Sampling temperature. 0: the most likely token."""
     top_p: float | None = positive_share(default=None)
     """Sample from the smallest set of most likely tokens with this probability."""
@@ -149,7 +159,7 @@ class EvalConfig:
     """Number of prompts per set, taken from the start of its files. 0: all."""
     num_samples: int = at_least(1, default=1)
     """Responses per prompt (the papers: 32). The accuracy is their mean; more than 1 adds pass@k."""
-    temperature: float = at_least(0, default=0.0)
+    temperature: float = between(0.01, 100, default=0.0, zero="greedy")
     """Sampling temperature of an evaluation. 0: the most likely token."""
     top_p: float = positive_share(default=1.0)
     """Sample from the smallest set of most likely tokens with this probability. 1: from all tokens."""
@@ -165,7 +175,7 @@ class EvalConfig:
 
 
 class WandbMode(Enum):
-    """Upload of a run to Weights & Biases."""
+    """Time at which a run is uploaded to Weights & Biases."""
 
     online = "online"
     """During training."""
@@ -181,7 +191,7 @@ class TrackingConfig:
     """Log metrics and parameters to MLflow; an unavailable server never stops a run."""
     mlflow_uri: str = ""
     """Address of the tracking server. Empty: a SQLite store in the output folder."""
-    experiment: str = "megatron_rl"
+    experiment: str = bounded("a name", bool, default="megatron_rl")
     """Name of the MLflow experiment, and of the Weights & Biases project, that lists the run."""
     mlflow_parent: str = ""
     """Name of the MLflow run that lists this run as a child (a sweep, SFT and RL of one model); created if missing. Empty:
@@ -214,3 +224,37 @@ class ProfileConfig:
     """Trainer stages to profile (update_policy, ...); a stage with many micro-batches makes a large trace. Empty: all."""
     memory: bool = False
     """Also write a snapshot of GPU memory with its allocation history (for pytorch.org/memory_viz)."""
+
+
+class HealthAction(Enum):
+    """Action once a warning sign has been present for ``patience_steps`` consecutive steps."""
+
+    ignore = "ignore"
+    """No action; the steps are still counted."""
+    warn = "warn"
+    """A warning on the terminal, repeated after every further ``patience_steps`` steps."""
+    stop = "stop"
+    """The run ends with an error that names the last healthy checkpoint."""
+    roll_back = "roll_back"
+    """Weights and optimizers return to the last healthy checkpoint; the prompts continue at their current position."""
+
+
+@dataclass
+class HealthConfig:
+    """Warning signs of collapsed training, with an action for each. A checkpoint is healthy if no sign was present at its step."""
+
+    patience_steps: int = at_least(1, default=5)
+    """Consecutive steps with a sign before its action is taken. Signs of reward errors and parity act immediately."""
+    entropy: HealthAction = HealthAction.warn
+    """The policy's entropy is below 0.001 nats per token."""
+    reward_drop: HealthAction = HealthAction.warn
+    """The mean reward of the last patience_steps steps has fallen by half of its best, beyond the noise of the steps."""
+    gradient: HealthAction = HealthAction.warn
+    """The gradient of the policy or the critic is zero, the policy had no token to train on, or an update was skipped
+    because its gradient was not finite."""
+    mismatch: HealthAction = HealthAction.warn
+    """Trainer and servers disagree about the sampled tokens by more than 0.1 nats per token (mismatch/k3)."""
+    reward_errors: HealthAction = HealthAction.stop
+    """More than reward.max_error_rate of a step's responses could not be scored. Acts immediately."""
+    parity: HealthAction = HealthAction.stop
+    """The parity check of rollout.parity_every_steps exceeded a bound (rollout.parity_bounds). Acts immediately."""

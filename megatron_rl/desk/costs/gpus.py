@@ -43,6 +43,12 @@ def gpu(name: str, file: Path = _OWN) -> Gpu:
     return Gpu(**described[name])
 
 
+def larger_gpus(than: Gpu) -> list[tuple[str, Gpu]]:
+    """Return the (name, description) of each described GPU with more memory, the smallest first."""
+    described = [(name, gpu(name)) for name in _read(_OWN)]
+    return sorted((one for one in described if one[1].hbm_bytes > than.hbm_bytes), key=lambda one: one[1].hbm_bytes)
+
+
 @functools.cache
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     try:

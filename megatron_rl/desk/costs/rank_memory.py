@@ -12,6 +12,7 @@ input, flash attention its queries, keys, values and output. Short-lived buffers
 counted. The load of the experts is assumed to be even.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -283,7 +284,7 @@ def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_criti
 
 
 def _frozen(config: ModelConfig, states: ParameterBytes) -> int:
-    """Parameters of a vision encoder that do not train."""
+    """Number of parameters of the vision tower and its adapter that are not trained."""
     tower, adapter = encoder_parameters(config)
     return tower * (not states.train_encoder) + adapter * (not states.train_adapter)
 
@@ -305,11 +306,11 @@ def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> list[list[ran
 
 def _kinds(has: list[bool], chunks: list[range]) -> Counter[bool]:
     """Number of layers with experts (True) and without (False)."""
-    return Counter(has[layer] for chunk in chunks for layer in chunk)
+    return Counter(itertools.chain.from_iterable(has[chunk.start : chunk.stop] for chunk in chunks))
 
 
 def _bytes_by_kind(config: ModelConfig, parallel: ParallelConfig, passes: PassSettings) -> dict[bool, tuple[float, float]]:
-    """``layer_bytes`` of a layer with experts (True) and without (False)."""
+    """Bytes per token (saved until the backward pass, recomputed during it) of a layer with experts (True) and without (False)."""
     recompute = Recompute.full if passes.forward_only else passes.recompute
     size = passes.number_bytes
     return {
@@ -326,7 +327,10 @@ def _activations(
     kinds: Counter[bool],
     by_kind: dict[bool, tuple[float, float]],
 ) -> float:
-    """Peak bytes: the micro-batches in progress on this stage, and the tensors that the backward pass recomputes."""
+    """Peak bytes of activations on a rank of this stage: of the micro-batches in progress, of recomputation, and of the head.
+
+    ``kinds``: number of the stage's layers with experts (True) and without (False). ``by_kind``: from ``_bytes_by_kind``.
+    """
     kept = sum(number * by_kind[kind][0] for kind, number in kinds.items())
     again = max(by_kind[kind][1] for kind in kinds)
     if passes.forward_only:
@@ -339,7 +343,10 @@ def _activations(
 
 
 def packs_in_progress(parallel: ParallelConfig, rank: int, num_packs: int) -> int:
-    """Peak number of micro-batches that a stage's chunks have started but not finished within an update."""
+    """Peak number of forward passes on a pipeline stage whose backward pass is still to come, in an update.
+
+    A micro-batch counts once for each of the stage's model chunks that has started it.
+    """
     pipeline, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_size
     # 1F1B: stage r has started p - r micro-batches when the first one returns. Interleaved stages start p micro-batches
     # of each chunk but the last, and two more for each later stage (arXiv 2104.04473).

@@ -8,7 +8,7 @@ figures for libraries are rounded (constants below). An inactive model is offloa
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.derived import (
@@ -18,7 +18,7 @@ from megatron_rl.config.derived import (
     needs_reference,
     num_responses_per_step,
     num_rollout_workers,
-    server_placement,
+    shares_devices,
 )
 from megatron_rl.config.layout import critic_layout, expert_tensor_size, ranks_of_replica
 from megatron_rl.config.schema import (
@@ -43,7 +43,7 @@ from megatron_rl.desk.costs.rank_memory import (
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import dims, has_experts, num_experts, text_config
-from megatron_rl.schedule.table import ROWS, DeviceWork, row_of
+from megatron_rl.schedule.table import GENERATE, ROWS, DeviceWork, row_of
 
 CONTEXT_BYTES = 2.0e9
 """The CUDA context, libraries' workspaces and memory lost to the allocator. slime v0.1.0 reports 3 to 5 GB after models and
@@ -56,6 +56,7 @@ MEMORY_FRACTION = 0.85
 """SGLang's mem-fraction-static if no server option sets it."""
 GPUS_PER_MACHINE = 8
 
+KV_CACHE = "server: KV cache"
 STATES = ("weights", "gradients", "optimizer")
 COMPONENTS = (
     "activations",
@@ -65,6 +66,7 @@ COMPONENTS = (
     "8-bit copies of weights",
     "weights in transit",
     "server: weights",
+    KV_CACHE,
     "server: CUDA",
     "NCCL",
     "CUDA and PyTorch",
@@ -139,7 +141,7 @@ class RunMemory:
 
 
 def model_folders(config: Config) -> dict[str, str]:
-    """Checkpoint folder of each model that ``train`` builds (``training/build_engines.py``), keyed by the model's name there."""
+    """Checkpoint folder of each model that ``train`` builds (``training/trainer_ranks.py``), keyed by the model's name there."""
     folders = {"policy": config.policy.path}
     folders |= {"critic": config.critic.path or config.policy.path} if needs_critic(config) else {}
     folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) else {}
@@ -170,6 +172,19 @@ def memory_fraction(config: Config) -> float:
     return share
 
 
+def server_memory(config: Config, memory: RunMemory, hbm_bytes: float) -> dict[str, float]:
+    """Bytes by component that an awake server takes on a GPU with ``hbm_bytes``; the cache fills the share that it is granted."""
+    cache = max(0.0, memory_fraction(config) * hbm_bytes - memory.server_weights)
+    return {"server: weights": memory.server_weights, KV_CACHE: cache, "server: CUDA": SERVER_CONTEXT_BYTES + SERVER_GRAPH_BYTES}
+
+
+def with_kv_cache(config: Config, memory: RunMemory, hbm_bytes: float) -> RunMemory:
+    """Return ``memory`` on GPUs with ``hbm_bytes``, where colocated servers fill the share that they are granted."""
+    cache = {KV_CACHE: server_memory(config, memory, hbm_bytes)[KV_CACHE]}
+    stages = [replace(one, parts={**one.parts, **cache}) if one.name == GENERATE else one for one in memory.stages]
+    return replace(memory, stages=tuple(stages))
+
+
 def _server_options(config: Config) -> dict[str, Any]:
     return {name.lstrip("-").replace("_", "-"): value for name, value in config.rollout.server_args.items()}
 
@@ -190,13 +205,15 @@ def _fullest(run: "_Run", stage: str) -> StageMemory:
 class _Run:
     def __init__(self, config: Config, models: list[RunModel]) -> None:
         self.config, self.models, self.num_ranks = config, models, config.parallel.num_ranks
-        self.is_colocated = server_placement(config.rollout).shares_devices
+        self.is_colocated = shares_devices(config.rollout)
         policy = models[0]
         # Servers quantize only the layers' matrices.
         is_8_bit = "8" in str(_server_options(config).get("quantization", ""))
         saved = (policy.number_bytes - 1) * _in_layers(policy) if is_8_bit else 0
         weights = policy.number_bytes * num_parameters(policy.facts) - saved
         self.server_weights = weights / config.rollout.tensor_parallel_size
+        self._group_bytes = GROUP_BYTES * self._num_groups()
+        self._packs = {(model.name, updates): self._make_packs(model, updates) for model in models for updates in (True, False)}
         self._memory_of = {(model.name, updates): self._by_rank(model, updates) for model in models for updates in (True, False)}
 
     @property
@@ -234,7 +251,7 @@ class _Run:
                 yield from self._work(model, rank, updates)
         if row.work is DeviceWork.send:
             yield "weights in transit", self._sending()
-        yield "NCCL", GROUP_BYTES * self._num_groups()
+        yield "NCCL", self._group_bytes
         yield "CUDA and PyTorch", CONTEXT_BYTES
         if self.is_colocated:
             yield "server: weights", self.server_weights if row.servers_awake else 0.0
@@ -265,9 +282,9 @@ class _Run:
             "driver: responses of a step": _RESPONSE_BYTES * tokens,
             "driver: batches": _BATCH_BYTES * tokens,
             "driver: routes": is_served * routes * tokens / num_stores,
-            f"sequences held, {ranks_here} ranks": ranks_here * _HELD_BYTES * sum(held.values()),
-            f"routes held, {ranks_here} ranks": holds_routes * ranks_here * routes * held[ranks_of_replica(policy.parallel)],
-            f"models that wait, {ranks_here} ranks": waiting * ranks_here,
+            f"cached sequences, {ranks_here} ranks": ranks_here * _HELD_BYTES * sum(held.values()),
+            f"cached routes, {ranks_here} ranks": holds_routes * ranks_here * routes * held[ranks_of_replica(policy.parallel)],
+            f"idle models, {ranks_here} ranks": waiting * ranks_here,
             f"processes, {ranks_here} ranks": _PROCESS_BYTES * ranks_here,
         }
         return {name: size for name, size in components.items() if size}
@@ -277,7 +294,7 @@ class _Run:
         return model.offloads and (len(self.models) > 1 or self.is_colocated)
 
     def _has_state(self, model: RunModel, work: DeviceWork) -> bool:
-        """A model that has returned to the device for ``work`` has its optimizer state there."""
+        """True if a model that is offloaded while inactive (``_waits``) has its optimizer state on the device during ``work``."""
         if work is DeviceWork.forward:
             # It left after its last update where another model trained or servers woke; a pass brings back weights alone.
             return not self.is_colocated and not any(other.trains and other is not model for other in self.models)
@@ -288,7 +305,7 @@ class _Run:
         return self.config.batch.max_prompt_tokens + self.config.batch.max_response_tokens
 
     def _by_rank(self, model: RunModel, updates: bool) -> list[RankMemory]:
-        tokens, num_packs = self._packs(model, updates)
+        tokens, num_packs = self._packs[model.name, updates]
         passes = PassSettings(
             tokens,
             num_packs=num_packs,
@@ -314,7 +331,7 @@ class _Run:
             total = min(total, batch.critic_minibatch_size if model.is_critic else batch.policy_minibatch_size)
         return math.ceil(total / (self.num_ranks // ranks_of_replica(model.parallel)))
 
-    def _packs(self, model: RunModel, updates: bool) -> tuple[int, int]:
+    def _make_packs(self, model: RunModel, updates: bool) -> tuple[int, int]:
         """Returns (tokens per micro-batch, micro-batches per pass)."""
         tokens = self._sequences(model, updates) * self._longest
         pack = max(self._longest, min(self.config.batch.max_tokens_per_microbatch, tokens))
@@ -322,7 +339,7 @@ class _Run:
 
     def _work(self, model: RunModel, rank: int, updates: bool) -> Iterator[tuple[str, float]]:
         yield "activations", self._memory(model, rank, updates).activations
-        pack, num_packs = self._packs(model, updates)
+        pack, num_packs = self._packs[model.name, updates]
         stage = self._pipeline_rank(model, rank)
         is_last = stage == model.parallel.pipeline_parallel_size - 1
         if is_last and not model.is_critic:
@@ -353,7 +370,7 @@ class _Run:
         return (1 if in_a_byte else 2) * text.num_hidden_layers * text.num_experts_per_tok
 
     def _sending(self) -> float:
-        """Two buckets, one filling while the other is in transit, and the largest tensor with the shards that form it."""
+        """Bytes of a publish on a sending rank: two buckets (one fills while the other is sent), the largest tensor and its shards."""
         policy = self.models[0]
         sizes = dims(policy.facts)
         largest = max(sizes["vocab"], sizes["ffn"]) * sizes["hidden"] * policy.number_bytes
@@ -372,7 +389,7 @@ def _in_layers(model: RunModel) -> float:
 
 
 def _sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, ...]:
-    """Sizes of Megatron's groups: tensor, context, pipeline, data, model; with experts also expert and expert-data groups."""
+    """Sizes of Megatron's groups: tensor, context, pipeline, data, model; with expert parallelism also of the expert groups."""
     tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
     ep, etp = parallel.expert_parallel_size, expert_tensor_size(parallel)
     dense = (tp, cp, pp, num_ranks // (tp * pp), tp * pp)

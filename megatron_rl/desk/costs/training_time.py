@@ -1,4 +1,4 @@
-"""Seconds of training, of a publish and of a whole step, in closed form. Pure.
+"""Seconds of training and of a publish, in closed form. Pure.
 
 Training:
 
@@ -14,11 +14,8 @@ Publish: each pipeline stage first gathers its full tensors, then sends them. A 
 of every server, and the stages broadcast in sequence. Point to point, each GPU receives only its own part. The driver
 sends one request per server and bucket while the previous bucket is in transit; these requests cost time only if
 buckets are small or servers are many.
-
-Step: the formulas rank plans. The stage table of a concrete run is simulated in ``desk/simulate``.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -53,33 +50,26 @@ REINFORCEMENT = Efficiency(products=0.343, routed_bytes=691.0, exposed_network=0
 Fitted to NeMo-RL's step of Qwen3 30B-A3B (v0.6, on policy, 32 H100)."""
 
 
-@dataclass(frozen=True)
-class TrainingBatchWork:
-    """Work that a trainer does on one batch."""
-
-    lengths: Sequence[int]
-    """Tokens of each sequence, including its prompt."""
-    passes: float = 3.0
-    num_packs: int = 2**31
-    """Micro-batches per replica between two updates; determines the pipeline bubble."""
-
-
 def training_seconds(
     config: ModelConfig,
     parallel: ParallelConfig,
     gpu: Gpu,
-    work: TrainingBatchWork,
+    lengths: Sequence[int],
     *,
     num_ranks: int,
+    passes: float = 3.0,
+    num_packs: int = 2**31,
     efficiency: Efficiency | None = None,
 ) -> float:
-    """Seconds for ``work`` on ``num_ranks`` ranks with balanced micro-batches. ``parallel`` must fit ``num_ranks``."""
+    """Seconds for ``passes`` over sequences of ``lengths`` [tokens, with the prompt], with balanced micro-batches.
+
+    ``parallel`` must fit ``num_ranks``. ``num_packs``: micro-batches per replica between two updates, which determine the bubble.
+    """
     efficiency = efficiency or Efficiency()
-    forward, tokens = flops_cost(config), sum(work.lengths)
-    flops = sum(map(forward, work.lengths))
-    products = work.passes * flops / (gpu.flops["bfloat16"] * efficiency.products)
-    experts = work.passes / 3 * tokens * _expert_seconds(config, parallel, gpu, efficiency)
-    return (products + experts) / num_ranks * _fullest_stage(parallel) * (1 + bubble(parallel, work.num_packs))
+    flops = sum(map(flops_cost(config), lengths))
+    products = passes * flops / (gpu.flops["bfloat16"] * efficiency.products)
+    experts = passes / 3 * sum(lengths) * _expert_seconds(config, parallel, gpu, efficiency)
+    return (products + experts) / num_ranks * _fullest_stage(parallel) * (1 + bubble(parallel, num_packs))
 
 
 def _fullest_stage(parallel: ParallelConfig) -> float:
@@ -155,33 +145,3 @@ def publish_seconds(
     wire = num_bytes * (costs.broadcast + costs.broadcast_machine * machines)
     requests = num_bytes / bucket_bytes * num_server_gpus / gpus_per_server
     return gather + max(wire, requests * costs.request_s)
-
-
-def straggler_factor(
-    costs: Sequence[float], *, num_replicas: int, sequences_per_update: int, num_deals: int = 8
-) -> float:
-    """Seconds of a batch's updates over those of evenly balanced ones: every update waits for its slowest replica.
-
-    ``costs``: cost of each sequence in the batch, in any unit. Updates and replicas get equal numbers of sequences
-    in random order, as in trainers that balance nothing or only whole batches. Returns the mean over ``num_deals``
-    fixed orders.
-    """
-    slowest = 0.0
-    for deal in range(num_deals):
-        order = random.Random(deal).sample(range(len(costs)), len(costs))
-        for start in range(0, len(order), sequences_per_update):
-            update = order[start : start + sequences_per_update]
-            slowest += max(sum(costs[index] for index in update[replica::num_replicas]) for replica in range(num_replicas))
-    return slowest * num_replicas / sum(costs) / num_deals
-
-
-def asynchronous_step_seconds(
-    *, train: float, stream: float, publish: float, batch: float = 0.0, staleness: float = 1.0
-) -> float:
-    """Seconds of a step whose trainer takes batches that servers generate continuously.
-
-    ``stream``: servers' seconds per batch when they never drain. ``batch``: seconds from a batch's first token to
-    its last if its responses must start with weights at most ``staleness`` steps old; 0 if responses continue
-    across a publish.
-    """
-    return max(train, stream, batch / staleness) + publish

@@ -14,7 +14,7 @@ from megatron_rl.config.checks.servers import Node, gpu_problems
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.desk.doctor.machine_checks import FAIL, SKIPPED, WARN, CheckResult, environment_lines, show
-from megatron_rl.desk.doctor.rank_launcher import run_ranks
+from megatron_rl.desk.doctor.rank_checks import NO_ANSWER, TIMEOUT_S, rank_lines, run_ranks
 from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.system.gpu.gpu_environment import count_gpus, set_gpu_defaults
 
@@ -47,7 +47,7 @@ def print_lines(recipes: Sequence[str], model: str | None, overrides: Sequence[s
 
 
 def _of_model(model: str | None) -> list[str]:
-    """Overrides that make a recipe out of a model folder."""
+    """Overrides with which the defaults become a recipe for the model folder; empty without one."""
     if not model:
         return []
     import torch
@@ -67,7 +67,7 @@ def _prepare_gpus() -> None:
 
 
 def _checked(recipes: Sequence[str], options: Sequence[str]) -> Config:
-    """The loaded recipe. Raises ConfigError if its models, servers or GPUs would make `train` refuse it."""
+    """Load the recipe. Raises ConfigError if `train` would refuse its models, servers or GPUs."""
     config = load_config(recipes, options)
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     check_config(config, command="doctor", world_size=world_size)
@@ -96,18 +96,16 @@ def _lines(config: Config | None, recipes: Sequence[str], options: Sequence[str]
 
 
 def _rank_lines(scratch: Path) -> Iterator[CheckResult]:
-    from megatron_rl.desk.doctor import rank_checks
-
     if "RANK" in os.environ:
         try:
-            yield from rank_checks.rank_lines()
+            yield from rank_lines()
         except (RuntimeError, ValueError) as error:  # torch raises these in a rendezvous or a collective
-            yield CheckResult("all-reduce of ranks", FAIL, str(error).splitlines()[0], rank_checks.NO_ANSWER)
+            yield CheckResult("all-reduce of ranks", FAIL, str(error).splitlines()[0], NO_ANSWER)
         return
     num_ranks = _devices_here()
     module = "megatron_rl.desk.doctor.rank_checks"
     yield from _launched(
-        module, {}, num_ranks, scratch, 2 * rank_checks.TIMEOUT_S, CheckResult("all-reduce of ranks", FAIL, "", rank_checks.NO_ANSWER)
+        module, {}, num_ranks, scratch, 2 * TIMEOUT_S, CheckResult("all-reduce of ranks", FAIL, "", NO_ANSWER)
     )
 
 

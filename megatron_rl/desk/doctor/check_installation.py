@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,9 @@ import orjson
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.desk.doctor.check_task import NUM_STEPS, make_task
+from megatron_rl.desk.doctor.machine_checks import LIBRARIES, installed_version
 from megatron_rl.desk.doctor.mismatch_ranks import post_json
-from megatron_rl.desk.doctor.step_replay import RecordedServers
+from megatron_rl.desk.doctor.step_replay import RecordedServers, replay, weight_fingerprints
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.system.command_line.terminal import say
@@ -54,6 +54,10 @@ _ON_GPU = {"weights": 1e-3, "gradient norm": 0.02, "loss": 0.02, "": 0.02}
 Those for GPUs are estimates, not measured: Transformer Engine computes float32 with 11-bit products, whose rounding of 5e-4
 grows over layers and steps by an unknown factor, assumed to be 40."""
 _WEIGHTS = "weights "
+_MAX_SHOWN = 12
+_FORMAT = 1
+_TIMEOUT_S = 300.0
+"""Time limit of one request to a server."""
 _SMALLEST = 1e-6
 """Smallest scale of a comparison, for quantities whose values are all about zero."""
 
@@ -123,9 +127,6 @@ def describe(found: Sequence[Deviation]) -> list[str]:
     return [line + (f" (and {numbers[key] - 1} more tensors)" if numbers[key] > 1 else "") for key, line in lines.items()]
 
 
-_TIMEOUT_S = 300.0
-
-
 @dataclass
 class ScoringServers(RecordedServers):
     """Replays the record's tokens; ``logprobs`` are the servers' means per sequence, over the newest step's tokens."""
@@ -163,11 +164,6 @@ class ScoringServers(RecordedServers):
         if len(logprobs) != num_new or None in logprobs:
             raise UserError(f"server {address.url} scored {len(logprobs)} of {num_new} tokens; see its log")
         return sum(logprobs) / num_new
-
-
-_LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
-_MAX_SHOWN = 12
-_FORMAT = 1
 
 
 def check_installation(against: Path, record_path: Path | None, overrides: Sequence[str], *, trainer_only: bool) -> int:
@@ -241,12 +237,11 @@ def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gp
 
 def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: bool) -> dict[str, Any]:
     """Results of this installation on the record's tokens, or, without a record, on tokens that its servers sample."""
-    from megatron_rl.desk.doctor.step_replay import RecordedServers, replay, weight_fingerprints
     from megatron_rl.step.run_inputs import make_inputs
-    from megatron_rl.training.build_engines import rl_engines
-    from megatron_rl.training.trainer_ranks import trainer_ranks
+    from megatron_rl.training.trainer_ranks import rl_engines, trainer_ranks
 
-    made: dict[str, Any] = {"format": _FORMAT, "made_with": _versions(), "start": {}, "steps": []}
+    versions = {"python": platform.python_version(), **{name: installed_version(name) or "none" for name in LIBRARIES}}
+    made: dict[str, Any] = {"format": _FORMAT, "made_with": versions, "start": {}, "steps": []}
     with trainer_ranks(config, rl_engines(config)) as group, ExitStack() as stack:
         assert group is not None, "one rank"
         inputs = make_inputs(config)
@@ -258,8 +253,6 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
 
             service, wait_for = stack.enter_context(temporary_servers(config, group, inputs.tokenizer, note=say))
             if record:
-                from megatron_rl.desk.doctor.check_installation import ScoringServers
-
                 rollout = scorer = ScoringServers(rollout.windows, service=service)
             else:
                 rollout = service
@@ -277,13 +270,3 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
 
 def _means(window: Mapping[str, Mapping[str, Any]]) -> list[float]:
     return [sum(one["logprobs"]) / len(one["logprobs"]) for one in window.values()]
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "none"
-    return versions

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import server_placement, uses_attached_servers
+from megatron_rl.config.derived import uses_attached_servers, weight_method
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig, HealthConfig
 from megatron_rl.data.tokenizer import Tokenizer
@@ -25,10 +25,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
-from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup
-from megatron_rl.training.trainer_ranks import trainer_ranks
+from megatron_rl.training.trainer_ranks import build_engine, trainer_ranks
 from megatron_rl.weights.verify import ChecksumReport
 
 _ANSWER, _SYNC, _CHECKSUMS, _PARITY = "SGLang's reply", "weight sync", "weight checksums", "log-prob parity"
@@ -78,7 +77,7 @@ def _lines(config: Config, group: TrainerGroup) -> Iterator[CheckResult]:
             yield from _answer_lines(config, rollout, time.perf_counter() - started_s)
             current = _SYNC
             done = rollout.publish()
-            way = server_placement(config.rollout).weight_method.value
+            way = weight_method(config.rollout).value
             yield CheckResult(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
             current = _CHECKSUMS
             yield checksum_line(rollout.compare_weights())

@@ -26,7 +26,7 @@ _SERVER, _GRADER = "sglang.launch_server", "megatron_rl.rewards.workers.worker"
 
 
 def print_hang(folder: Path) -> int:
-    """Print a summary, then the stacks. Returns the exit status: 1 if a process that others wait for was findings."""
+    """Print a summary, then the stacks. Returns the exit status: 1 if a process that others wait for was found."""
     if not folder.is_dir():
         raise UserError(f"doctor --hang: {folder} is not a folder; give the output folder of a run (run.output_dir)")
     trees, silent = probe_run(folder, read_members(folder))

@@ -19,13 +19,19 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed, ranks_of_replica
-from megatron_rl.desk.doctor.rank_launcher import run_ranks
+from megatron_rl.desk.doctor.rank_checks import run_ranks
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = ("float32", "bfloat16")
+_DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
+_TIMEOUT_S = 1800.0
+"""Time limit of one launch."""
+_MAX_RANKS_PER_CORE = 16
+_LAYOUT_WIDTH = len("reference")
+_SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ def tolerances_for(dtype: str, *, on_gpu: bool, has_engine: bool, has_experts: b
     return Tolerances(exact.loss, exact.grad_norm, _ROUTED_WEIGHTS, noticeable=2 * _ROUTED_WEIGHTS)
 
 
+Measurement = dict[str, Any]
+"""One layout's figures, as ``layout_ranks.py`` writes them: layout; loss; grad_norm; difference (the largest difference to the
+reference's updated weights, relative to the largest weight of its tensor); of the reference also moved (size of its update, likewise)."""
+
+
 def differing(row: Mapping[str, Any], base: Mapping[str, Any], bounds: Tolerances) -> list[str]:
     """Names of quantities that differ beyond their tolerance between two measurements of ``layout_ranks.py``."""
     errors = {
@@ -73,14 +84,6 @@ def differing(row: Mapping[str, Any], base: Mapping[str, Any], bounds: Tolerance
         "weights": (row["difference"], bounds.weights),
     }
     return [name for name, (error, bound) in errors.items() if not error <= bound]
-
-
-_DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
-_TIMEOUT_S = 1800.0
-"""Time limit of one launch."""
-_MAX_RANKS_PER_CORE = 16
-_LAYOUT_WIDTH = len("reference")
-_SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
 def compare_layouts(arguments: argparse.Namespace) -> int:
@@ -102,14 +105,6 @@ def compare_layouts(arguments: argparse.Namespace) -> int:
     for reason in reasons(findings):
         print(reason)
     return 1 if any(finding.is_bad for finding in findings) else 0
-
-
-_Row = dict[str, Any]
-"""Measurement of one layout as ``layout_ranks.py`` writes it: layout, loss, grad_norm, difference, moved."""
-
-
-class DoctorError(UserError):
-    """Raised if the check itself cannot run."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ def check_invariance(
 
     If the model's layers need sequence parallelism under tensor parallelism, layouts run with it and their rows
     report it. ``dtype`` None: chosen by the device. ``tolerance`` None: chosen by dtype and device. Raises
-    ConfigError or ModelError for an invalid layout or model, DoctorError if the reference cannot run or its update
+    ConfigError or ModelError for an invalid layout or model, UserError if the reference cannot run or its update
     is too small to compare.
     """
     from megatron_rl.families.model_facts import has_experts
@@ -149,7 +144,7 @@ def check_invariance(
 
     hf_config = load_hf_config(model)
     dtype = dtype or _own_dtype()
-    bounds = _tolerances(dtype, any(has_experts(hf_config))) if tolerance is None else _given(tolerance)
+    bounds = _tolerances(dtype, any(has_experts(hf_config)), tolerance)
     # Keep the requested names, because sequence parallelism may be added below.
     requested = list(dict.fromkeys(layouts))
     if needs_sequence_parallelism(hf_config):
@@ -158,7 +153,7 @@ def check_invariance(
     sizes = {name: size for name, (size, _) in checked.items()}
     refusals = {name: refusal for name, (_, refusal) in checked.items()}
     if refusals[reference]:
-        raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
+        raise UserError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
     wanted = [name for name in dict.fromkeys(layouts) if not refusals[name] and name != reference]
     if not wanted and all(refusals[layout] for layout in layouts):
         alone = LayoutResult(reference, sizes[reference], verdict="reference")
@@ -173,7 +168,7 @@ def check_invariance(
     measured, failures = _measure(job, reference, {layout: sizes[layout] for layout in (reference, *wanted)})
     base = measured[reference]
     if base["moved"] < bounds.noticeable:
-        raise DoctorError(
+        raise UserError(
             f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "
             f"at a tolerance of {bounds.weights:.0e}; give a smaller one (--tolerance)"
         )
@@ -194,7 +189,9 @@ def _own_dtype() -> str:
     return default_dtype(has_engine=has_transformer_engine())
 
 
-def _tolerances(dtype: str, has_experts: bool) -> Tolerances:
+def _tolerances(dtype: str, has_experts: bool, given: float | None) -> Tolerances:
+    if given is not None:
+        return Tolerances(given, given, given, noticeable=10 * given)
     import torch
 
     from megatron_rl.models.layers.torch_layers import has_transformer_engine
@@ -204,12 +201,8 @@ def _tolerances(dtype: str, has_experts: bool) -> Tolerances:
     )
 
 
-def _given(tolerance: float) -> Tolerances:
-    return Tolerances(tolerance, tolerance, tolerance, noticeable=10 * tolerance)
-
-
 def _deviations(row: LayoutResult, requested: Sequence[str]) -> str:
-    """Differences between the layout that ran and the requested one, or an empty string if there are none."""
+    """Text on how the row's layout differs from the ``requested`` layouts; empty if it ran as requested."""
     parallel, replicas = parse_layout(row.layout)
     actual = row.num_ranks // ranks_of_replica(parallel)
     notes = [] if row.layout in requested else [_SP_ADDED]
@@ -219,9 +212,9 @@ def _deviations(row: LayoutResult, requested: Sequence[str]) -> str:
 
 def _measure(
     job: dict[str, Any], reference: str, sizes: Mapping[str, int]
-) -> tuple[dict[str, _Row], dict[str, str]]:
+) -> tuple[dict[str, Measurement], dict[str, str]]:
     """Returns (measurements, reasons of failures) by layout. One launch per number of ranks, the reference's first."""
-    measured: dict[str, _Row] = {}
+    measured: dict[str, Measurement] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
         # The reference's launch comes first, because all others compare with its files.
@@ -236,7 +229,7 @@ def _measure(
             for row in _run(launch, num_ranks, Path(scratch), failures):
                 measured[str(row["layout"])] = row
             if is_reference and reference not in measured:
-                raise DoctorError(f"the reference layout {reference} failed: {failures[reference]}")
+                raise UserError(f"the reference layout {reference} failed: {failures[reference]}")
     return measured, failures
 
 
@@ -262,7 +255,7 @@ def reasons(findings: Sequence[LayoutResult]) -> list[str]:
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
-def _compare(layout: str, num_ranks: int, row: _Row, base: _Row, bounds: Tolerances) -> LayoutResult:
+def _compare(layout: str, num_ranks: int, row: Measurement, base: Measurement, bounds: Tolerances) -> LayoutResult:
     off = differing(row, base, bounds)
     verdict = f"DIFFERS: {', '.join(off)}" if off else "same"
     return LayoutResult(layout, num_ranks, row["loss"], row["grad_norm"], row["difference"], verdict, is_bad=bool(off))
@@ -302,15 +295,16 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) ->
 
 def _run(
     job: dict[str, Any], num_ranks: int, scratch: Path, failures: dict[str, str]
-) -> Iterator[_Row]:
+) -> Iterator[Measurement]:
     """Yields measurements of all layouts that run; adds the reason to ``failures`` for each one that does not.
 
     A failing layout ends its launch: the layouts after it run in a new launch.
     """
-    waiting, out = list(job["layouts"]), Path(job["out"])
+    waiting, out, job_file = list(job["layouts"]), Path(job["out"]), scratch / f"job{num_ranks}.json"
     while waiting:
         out.unlink(missing_ok=True)
-        failure = _launch({**job, "layouts": waiting}, num_ranks, scratch)
+        job_file.write_text(json.dumps({**job, "layouts": waiting}))
+        failure = run_ranks("megatron_rl.desk.doctor.layout_ranks", job_file, num_ranks, scratch / f"log{num_ranks}", _TIMEOUT_S)
         done = json.loads(out.read_text()) if out.exists() else []
         yield from done
         # Results are written in order, so the first missing layout is the one that failed.
@@ -321,10 +315,3 @@ def _run(
                 return
             # The reference has been measured, and its files must not be overwritten.
             job = {**job, "is_reference": False}
-
-
-def _launch(job: dict[str, Any], num_ranks: int, scratch: Path) -> str:
-    """Run ``job`` on ``num_ranks`` ranks. Returns the reason of a failure, or ""."""
-    job_file = scratch / f"job{num_ranks}.json"
-    job_file.write_text(json.dumps(job))
-    return run_ranks("megatron_rl.desk.doctor.layout_ranks", job_file, num_ranks, scratch / f"log{num_ranks}", _TIMEOUT_S)

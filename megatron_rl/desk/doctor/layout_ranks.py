@@ -14,7 +14,7 @@ update must exceed the last of the 8 bits that are compared.
 import gc
 import json
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -59,27 +59,17 @@ class InvarianceJob:
     collective_timeout_s: float = 600.0
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    layout: str
-    loss: float
-    grad_norm: float
-    moved: float
-    """Size of the update: the largest change of a weight, relative to the largest weight of its tensor. Reference only."""
-    difference: float
-    """Largest difference to the reference's updated weights, relative to the largest weight of its tensor."""
-
-
 def main(job_file: str) -> None:
     job = InvarianceJob(**json.loads(Path(job_file).read_text()))
     measurements = []
     for index, layout in enumerate(job.layouts):
         parallel, _ = parse_layout(layout, ParallelConfig(collective_timeout_s=job.collective_timeout_s))
         topology = topologies.initialize(parallel, seed=job.seed)
-        measurements.append(_measure(job, layout, parallel, topology, is_reference=job.is_reference and index == 0))
+        measured = measure(job, parallel, topology, is_reference=job.is_reference and index == 0)
+        measurements.append({"layout": layout, **measured})
         if topology.rank == 0:
             # Write after each layout, so that results survive if a later layout fails.
-            Path(job.out).write_text(json.dumps([asdict(m) for m in measurements if m is not None]))
+            Path(job.out).write_text(json.dumps(measurements))
         topologies.destroy()
         # Break reference cycles, so that this model is freed before the next one is built.
         gc.collect()
@@ -128,9 +118,10 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
     return replace(batch.with_fields(mask=mask), tokens=tokens, images=images)
 
 
-def _measure(
-    job: InvarianceJob, layout: str, parallel: ParallelConfig, topology: topologies.Topology, *, is_reference: bool
-) -> _Measurement | None:
+def measure(
+    job: InvarianceJob, parallel: ParallelConfig, topology: topologies.Topology, *, is_reference: bool
+) -> dict[str, float]:
+    """The figures of ``layout_comparison.Measurement`` on rank 0, an empty dict on the others."""
     dtype = Dtype(job.dtype)
     optimizer = OPTIMIZER if dtype is Dtype.float32 else replace(OPTIMIZER, lr=_BFLOAT16_LR)
     engine = Engine(
@@ -148,12 +139,11 @@ def _measure(
     objective = losses.build("sft" if job.role == "policy" else "critic", AlgorithmConfig(), denominators)
     result = engine.update([batch.select(indices) for indices in plan], objective)
     total, count = result.metrics["lm_loss" if job.role == "policy" else "value_loss"]
-    if is_reference:
-        moved = _compare(engine, folder / "before", folder / "after")
-        difference = 0.0
-    else:
-        moved, difference = 0.0, _compare(engine, folder / "after", None)
-    return _Measurement(layout, total / count, result.grad_norm, moved, difference) if topology.rank == 0 else None
+    moved = _compare(engine, folder / "before", folder / "after") if is_reference else 0.0
+    difference = 0.0 if is_reference else _compare(engine, folder / "after", None)
+    if topology.rank != 0:
+        return {}
+    return {"loss": total / count, "grad_norm": result.grad_norm, "moved": moved, "difference": difference}
 
 
 def _compare(engine: Engine, with_folder: Path | None, write_folder: Path | None) -> float:

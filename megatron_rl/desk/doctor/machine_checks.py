@@ -23,7 +23,7 @@ OK, WARN, FAIL, SKIPPED = "OK", "warn", "FAIL", "-"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red", SKIPPED: "dim"}
 _NAME_WIDTH, _NARROW = 27, 60
 """Width of the name column; terminals narrower than ``_NARROW`` have no such column."""
-_LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
+LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 _NEEDED_MIB = 2048
 _EVERYWHERE = ("free disk", "package apex")
 """Facts that also matter without a GPU."""
@@ -72,7 +72,7 @@ def environment_lines(folder: str = ".") -> Iterator[CheckResult]:
     # The fact is a version number only if the driver replies.
     has_driver = any(fact.name == "NVIDIA driver" and re.match(r"\d", fact.found) for fact in facts)
     pins = pinned_versions("gpu" if has_driver else "cpu")
-    yield from library_lines({name: _installed(name) for name in _LIBRARIES}, pins)
+    yield from library_lines({name: installed_version(name) for name in LIBRARIES}, pins)
     yield device_line(has_driver=has_driver)
     yield from (fact_line(fact, on_gpu=has_driver) for fact in facts)
     has_engine = any(fact.name == "Transformer Engine" and not fact.remedy for fact in facts)
@@ -199,7 +199,8 @@ def variable_lines(environ: Mapping[str, str], interfaces: set[str]) -> Iterator
         )
 
 
-def _installed(name: str) -> str:
+def installed_version(name: str) -> str:
+    """Version of a package; an empty string if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def agrees(self) -> bool:
-        """True if all figures are within their bounds; a nan is not."""
+        """True if the trial was measured and all figures are within their bounds; NaN is out of bounds."""
         return self.figures is not None and self.bounds is not None and all(
             value <= vars(self.bounds)[name] for name, value in vars(self.figures).items()
         )
@@ -74,7 +74,7 @@ class Trial:
 
 
 def is_settled(trials: Sequence[Trial]) -> bool:
-    """True if the factors held so far make trainer and servers agree."""
+    """True if trainer and servers agree in the last measured trial, in which all factors tried so far are fixed."""
     measured = [trial for trial in trials if trial.figures is not None]
     # Factors stay fixed, so the last measurement includes all of them.
     return bool(measured) and measured[-1].agrees

@@ -1,8 +1,8 @@
 """The trials of ``megatron-rl doctor --mismatch``: a run's trainer and its servers, with more and more factors held fixed.
 
 Every rank of a launch runs ``python -m megatron_rl.desk.doctor.mismatch_ranks JOB``; rank 0 writes the trials.
-Each trial samples the same prompts again with its own requests, and compares the servers' log-probs with the
-trainer's. Attached servers keep the trainer's weights if the trial of weights was reached.
+Each trial sends the same prompts to the servers again and compares the servers' log-probs of the new tokens with the
+trainer's. The trial of the factor ``WEIGHTS`` publishes the trainer's weights, which attached servers keep afterwards.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory
+from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.desk.doctor import mismatch_factors as factors
 from megatron_rl.desk.doctor.mismatch_factors import Trial
 from megatron_rl.desk.doctor.trainer_and_servers import WaitFor, temporary_servers
@@ -34,16 +34,14 @@ from megatron_rl.rollout.sampling import Sampling, base_seed, trajectory_seed
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation
 from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
-from megatron_rl.run.resume_candidates import candidates
+from megatron_rl.run.checkpoint_folder import candidates
 from megatron_rl.step.driver import stall_timeout_s
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
-from megatron_rl.step.parity import sample_for_parity
-from megatron_rl.step.parity_bounds import has_expert_layers, parity_bounds
+from megatron_rl.step.parity import has_expert_layers, parity_bounds, sample_for_parity
 from megatron_rl.system.http.json_http import HttpError, HttpSession, bearer
-from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup
-from megatron_rl.training.trainer_ranks import trainer_ranks
+from megatron_rl.training.trainer_ranks import build_engine, trainer_ranks
 from megatron_rl.weights.bucket_plan import ServerAddress
 
 _PLAIN = {
@@ -98,7 +96,7 @@ class TrainerAndServers:
         return self.sampling.routes is not None
 
     def measure(self, held: frozenset[str]) -> tuple[MismatchStats, int]:
-        """Measure (differences of log-probs, number of tokens). Collective. Raises UserError."""
+        """Return (log-prob differences, number of tokens) with the factors ``held`` fixed. Collective. Raises UserError."""
         trajectories = self.wait_for(self._sampled(held))
         batch = replace(window_batch(trajectories, 0, self.sampling.vision), ids=())
         if factors.ROUTING in held:
@@ -109,7 +107,7 @@ class TrainerAndServers:
         return mismatch_figures(ours - batch.fields["rollout_logprobs"][mask]), len(ours)
 
     async def _sampled(self, held: frozenset[str]) -> list[Trajectory]:
-        """New responses to the prompts."""
+        """Sample new responses to the prompts with the factors ``held`` fixed; a prompt has the same server in every trial."""
         trajectories, addresses = sample_for_parity(self.config, self.prompts), self.rollout.addresses()
         async with HttpSession() as http:
 
@@ -228,7 +226,7 @@ def _parsed(request: GenerationRequest, content: bytes, url: str) -> Generation:
 def _append(trajectory: Trajectory, answer: Generation) -> None:
     trajectory.segments.append(Segment(answer.token_ids, answer.logprobs, 0, answer.finish_reason, step=0))
     if answer.routes is not None:
-        trajectory.routes = RouteRecord(0, answer.routes)
+        trajectory.routes = 0, answer.routes
 
 
 # ---------------------------------------------------------------------------------------------------------- a launch

@@ -25,10 +25,10 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.desk.doctor import mismatch_factors as factors
 from megatron_rl.desk.doctor.mismatch_factors import CHAT_TEMPLATE, Trial
-from megatron_rl.desk.doctor.rank_launcher import run_ranks
+from megatron_rl.desk.doctor.rank_checks import run_ranks
 from megatron_rl.errors import DataError, UserError
-from megatron_rl.run.recorded_prompts import read_first_prompts
-from megatron_rl.run.resume_candidates import candidates
+from megatron_rl.run.checkpoint_folder import candidates
+from megatron_rl.run.output import read_first_prompts
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.files.atomic_files import is_locked
 from megatron_rl.system.http.json_http import HttpError, get_once
@@ -154,8 +154,8 @@ def _num_ranks(folder: Path, config: Config) -> int:
 
 
 def _with_routes(config: Config) -> Config:
-    """The configuration with servers that return their routes, if they are managed and the model has experts."""
-    from megatron_rl.step.parity_bounds import has_expert_layers
+    """The configuration with routing replay (servers return each token's experts); unchanged for attached servers or dense models."""
+    from megatron_rl.step.parity import has_expert_layers
 
     if uses_attached_servers(config.rollout) or not has_expert_layers(config):
         return config

@@ -1,7 +1,7 @@
 """``megatron-rl doctor`` on ranks: can they communicate, and does an all-reduce give the same sum everywhere?
 
 Every rank of a launch calls ``rank_lines``; with ``python -m megatron_rl.desk.doctor.rank_checks JOB`` rank 0
-writes the results into a file.
+writes the results into a file. ``run_ranks`` starts such ranks on this node, also for the other checks of ``doctor``.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ from typing import Any
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.desk.doctor.machine_checks import FAIL, OK, SKIPPED, WARN, CheckResult
 from megatron_rl.system.gpu.gpu_environment import nccl_values
+from megatron_rl.system.processes.child_process import wait_or_kill
+from megatron_rl.system.processes.torchrun import LAUNCHER_VARIABLES
 
 TIMEOUT_S = 120.0
 _BYTES = {"nccl": 1 << 28, "gloo": 1 << 22}
@@ -28,6 +31,7 @@ _NUM_TIMED = 5
 _SLOW_GB_S = 10.0
 """Bandwidth below which NCCL uses sockets: any NVLink or InfiniBand is faster."""
 _NAME = "all-reduce of ranks"
+_LOG_TAIL_LINES = 15
 _SAME = ("python", "torch", "megatron-core", "sglang")
 """Software whose version must be the same on all ranks."""
 NO_ANSWER = (
@@ -126,6 +130,38 @@ def _sum_line(backend: str, facts_by_rank: Sequence[Mapping[str, Any]]) -> Check
     is_slow = backend == "nccl" and bus < _SLOW_GB_S
     remedy = "NCCL_DEBUG=INFO shows the transport in use: NVLink and InfiniBand give 100 GB/s and more" if is_slow else ""
     return CheckResult(_NAME, WARN if is_slow else OK, text, remedy)
+
+
+def run_ranks(module: str, job_file: Path, num_ranks: int, log: Path, timeout_s: float) -> str:
+    """Run ``python -m module job_file`` on ``num_ranks`` ranks of this node. Returns the reason of a failure, or ""."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command += ["--module", module, str(job_file)]
+    # An outer launcher's variables would make these ranks join its rendezvous.
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"not finished after {timeout_s:g} s"
+        finally:
+            _stop(process)
+    return "" if code == 0 else _reason(log.read_text(errors="replace"))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Terminate torchrun, which passes the signal to its ranks and waits for them."""
+    if process.poll() is None:
+        process.terminate()
+        wait_or_kill(process, 30.0)
+
+
+def _reason(log: str) -> str:
+    """The last error line of the ranks, or the end of the log."""
+    lines = [line.split("]:", 1)[-1].strip(" :") for line in log.splitlines() if line.startswith("[rank")]
+    errors = [line for line in lines if "Error" in line and ":" in line]
+    return errors[-1] if errors else "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
 
 
 if __name__ == "__main__":

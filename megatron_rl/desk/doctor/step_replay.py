@@ -24,16 +24,15 @@ from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.rewards.router import build_rewards
 from megatron_rl.schedule.graph import Resource
 from megatron_rl.schedule.table import GENERATE, make_graph
-from megatron_rl.step.advantage_spans import SINGLE_RESPONSE
-from megatron_rl.step.collect import Collector
+from megatron_rl.step.collect import ChildCpuClock, Collector
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loop import share_out
 from megatron_rl.step.run_inputs import RunInputs
 from megatron_rl.step.scoring import ResponseScorer
-from megatron_rl.step.stage_facts import ChildCpuClock
 from megatron_rl.step.stages import function_of
 from megatron_rl.step.state import StepState
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
+from megatron_rl.step.window_advantages import SINGLE_RESPONSE
 from megatron_rl.training.trainer_group import TrainerGroup
 
 Quantities = dict[str, list[float] | str]
@@ -132,10 +131,10 @@ def replay(
     num_steps: int,
     wait_for: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
 ) -> Iterator[tuple[int, str, Quantities, Window]]:
-    """(step, stage, its quantities, after ``generate`` the window); all trainer stages are collective.
+    """Run the stages of each step; yields (step, stage, quantities, window). Trainer stages are collective.
 
-    ``rollout``: ``RecordedServers``, or a service that samples. ``wait_for`` runs a coroutine on the service's event
-    loop.
+    The window is empty except after ``generate``. ``rollout``: ``RecordedServers``, or a service that samples.
+    ``wait_for`` runs a coroutine on the service's event loop.
     """
     facts = facts_of(config)
     stages = {stage.name: stage for stage in make_graph(facts)}
@@ -163,7 +162,7 @@ def replay(
 def _components(
     config: Config, facts: Facts, group: TrainerGroup, inputs: RunInputs, rollout: Any, grader: ResponseScorer
 ) -> dict[str, Any]:
-    """The components that the replayed stages take; a replay records nothing, evaluates nothing and judges nothing."""
+    """Arguments of the replayed stages, by name; recorder, health checks and evaluation are replaced by objects without effect."""
     return {
         "config": config,
         "facts": facts,

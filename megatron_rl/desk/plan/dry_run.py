@@ -1,6 +1,7 @@
 """`--dry-run`: the resolved configuration, for reinforcement learning also the batch arithmetic, the stage graph and memory."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,10 +18,11 @@ from megatron_rl.desk.plan.memory_table import print_memory
 from megatron_rl.schedule.table import make_graph
 
 _MOST_DEVICES = 8
-"""GPUs of a usual machine; their number is not asked for here, where torch may see none."""
+"""GPUs of a usual node. The number is fixed, because the dry run may run on a machine without GPUs."""
 
 
-def print_plan(config: Config, *, command: str, world_size: int) -> None:
+def print_plan(config: Config, *, command: str, world_size: int, inputs: Sequence[str] = ()) -> None:
+    """Print the dry run of ``command``. ``inputs``: lines on the data that the command reads."""
     console = Console()
     console.rule("resolved configuration")
     text = config_to_yaml(config)
@@ -33,6 +35,10 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
     if command == "train" and _has_model(config):
         console.rule("memory")
         print_memory(console, config, world_size)
+    if inputs:
+        console.rule("inputs")
+        for line in inputs:
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
     for note in _notes(config, world_size):
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
@@ -46,11 +52,13 @@ def _has_model(config: Config) -> bool:
 
 def _notes(config: Config, world_size: int) -> list[str]:
     cores = os.cpu_count() or 1
+    if config.parallel.num_ranks == 0 and world_size > 1 and "RANK" not in os.environ:
+        return [f"parallel.num_ranks is not set: this is the plan of {world_size} ranks, the fewest that the layout needs"]
     if config.parallel.num_ranks <= max(cores, _MOST_DEVICES) or "RANK" in os.environ:
         return []
     return [
-        f"parallel.num_ranks={world_size} is more than this machine has ({cores} cores); without a launcher such as srun or "
-        "torchrun on several machines, all of them start here"
+        f"parallel.num_ranks={world_size} is more than this node has ({cores} cores); without a launcher such as srun or "
+        "torchrun on several nodes, all ranks start here"
     ]
 
 
@@ -62,13 +70,13 @@ def _arithmetic_table(config: Config, world_size: int) -> Table:
     table.add_column("quantity")
     for name in ("global, per step", "per data-parallel rank", "per micro-batch"):
         table.add_column(name, justify="right")
-    for row in batch_arithmetic(config, world_size):
-        table.add_row(row.name, row.per_step, row.per_rank, row.per_microbatch)
+    for name, values in batch_arithmetic(config, world_size).items():
+        table.add_row(name, *values)
     return table
 
 
 def _layout_text(parallel: ParallelConfig, world_size: int) -> str:
-    """The sizes of a layout, for people."""
+    """The sizes of a layout as one line of text."""
     sizes = {
         "tensor": parallel.tensor_parallel_size,
         "context": parallel.context_parallel_size,
@@ -80,7 +88,7 @@ def _layout_text(parallel: ParallelConfig, world_size: int) -> str:
     if parallel.expert_parallel_size > 1:
         text += f"; experts over {parallel.expert_parallel_size} x {expert_tensor_size(parallel)} of a stage's ranks"
     if parallel.virtual_pipeline_size > 1:
-        text += f"; {parallel.virtual_pipeline_size} chunks a pipeline rank"
+        text += f"; {parallel.virtual_pipeline_size} chunks per pipeline rank"
     return text
 
 
@@ -88,7 +96,7 @@ def _stage_table(config: Config) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("stage", no_wrap=True)
     table.add_column("runs on", no_wrap=True)
-    table.add_column("waits for (k-1: of the step before; k+1: of the one after)", overflow="fold")
+    table.add_column("waits for (k-1: previous step; k+1: next step)", overflow="fold")
     table.add_column("makes", overflow="fold")
     for stage in make_graph(facts_of(config)):
         waits = [f"{product}(k{-distance:+})" if distance else product for product, distance in stage.waits_for]

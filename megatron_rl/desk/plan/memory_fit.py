@@ -1,7 +1,6 @@
 """Decides whether a run fits a GPU, and which keys to change if it does not. Pure.
 
-Changes are tried on the model of memory itself (``run_memory``), those that cost least first; what turns out not to be
-needed is taken back.
+Changes are tried with the memory model itself (``run_memory``), cheapest first; then the unnecessary ones are removed.
 """
 
 import copy
@@ -9,18 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.derived import server_placement
+from megatron_rl.config.derived import shares_devices
 from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
 from megatron_rl.config.schema import Config, Dtype, Moments, Offload, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
-from megatron_rl.desk.costs.run_memory import RunMemory, RunModel, memory_fraction, models_of, run_memory
+from megatron_rl.desk.costs.run_memory import RunMemory, RunModel, memory_fraction, models_of, run_memory, with_kv_cache
 from megatron_rl.desk.costs.serving_time import kv_bytes
+from megatron_rl.desk.plan.layout_search import cut_layers
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.model_facts import dims, split_sizes, text_config
 from megatron_rl.schedule.table import GENERATE
 
 SPARE_SHARE = 0.04
-"""Share of a GPU left free by a recommended mem-fraction-static, and by a plan."""
+"""Share of a GPU that a recommended mem-fraction-static and a plan leave free."""
 _SMALLEST_FRACTION, LARGEST_FRACTION = 0.1, 0.9
 _GROWTH = (2, 4, 8)
 
@@ -31,6 +31,8 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MemoryFit:
+    """A run's memory on one GPU type."""
+
     stage: str
     """The stage that needs most memory."""
     needed: float
@@ -38,48 +40,40 @@ class MemoryFit:
     kv_tokens: float
     """Tokens that fit into one server's KV cache; 0 or less if its weights do not fit."""
     problem: str
-    """Empty: it fits."""
+    """Reason why the run does not fit, or an empty string."""
     changes: Changes
     """Changes that make the run fit; empty if it fits, or if none were found."""
     needed_after: float
 
 
 def check_fit_with_fixes(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
-    """``config`` names its number of ranks, and its layouts fit them; ``facts`` as for ``models_of``."""
+    """Fit of ``config``, with changes that help. parallel.num_ranks is set, and the layouts fit it; ``facts`` as for ``models_of``."""
     found = check_fit(config, facts, gpu)
     changes = _remedy(config, facts, gpu) if found.problem else {}
-    return replace(found, changes=changes, needed_after=check_fit(_changed(config, changes), facts, gpu).needed)
+    return replace(found, changes=changes, needed_after=check_fit(changed(config, changes), facts, gpu).needed)
 
 
 def check_fit(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
-    """``verdict`` without changes that would help."""
+    """Compare the fullest stage with the GPU's memory, and the longest sequence with a server's KV cache. Suggests no changes."""
     memory = run_memory(config, models_of(config, facts))
-    stage, needed = _fullest(config, memory, gpu)
+    fullest = max(with_kv_cache(config, memory, gpu.hbm_bytes).stages, key=lambda stage: stage.total)
+    stage, needed = fullest.name, fullest.total
     size, longest = config.rollout.tensor_parallel_size, config.batch.max_prompt_tokens + config.batch.max_response_tokens
     tokens = (memory_fraction(config) * gpu.hbm_bytes - memory.server_weights) / kv_bytes(facts["policy"], size)
     problem = ""
     if needed > gpu.hbm_bytes:
-        problem = f"{(needed - gpu.hbm_bytes) / 1e9:.1f} GB too many"
+        problem = f"{(needed - gpu.hbm_bytes) / 1e9:.1f} GB too much"
     elif tokens < longest:
-        problem = f"no room for a response of {longest:,} tokens in a server's KV cache"
+        problem = f"a server's KV cache is too small for a response of {longest:,} tokens"
     return MemoryFit(stage, needed, tokens, problem, {}, needed)
-
-
-def _fullest(config: Config, memory: RunMemory, gpu: Gpu) -> tuple[str, float]:
-    """Return (stage, bytes). Colocated servers count with the memory granted to them, including their weights."""
-    sizes = {stage.name: stage.total for stage in memory.stages}
-    if GENERATE in sizes:
-        sizes[GENERATE] += max(0.0, memory_fraction(config) * gpu.hbm_bytes - memory.server_weights)
-    name = max(sizes, key=lambda stage: sizes[stage])
-    return name, sizes[name]
 
 
 def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
     """Return changes that make the run fit; empty if no known change helps."""
 
     def helps(changes: Changes) -> bool:
-        changed = _changed(config, changes)
-        return _is_possible(changed, facts) and not check_fit(changed, facts, gpu).problem
+        other = changed(config, changes)
+        return _is_possible(other, facts) and not check_fit(other, facts, gpu).problem
 
     def needed(changes: Changes) -> Changes:
         # The most expensive change goes first.
@@ -91,7 +85,7 @@ def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
     candidates = list(_candidates(config, facts, gpu))
     changes: Changes = {}
     for candidate in candidates:
-        if _is_possible(_changed(config, {**changes, **candidate}), facts):
+        if _is_possible(changed(config, {**changes, **candidate}), facts):
             changes = {**changes, **candidate}
         if helps(changes):
             break
@@ -103,7 +97,7 @@ def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
         if candidate.keys() <= changes.keys() and helps({**changes, **candidate}):
             changes = {**changes, **candidate}
     changes = needed(changes)
-    number = _changed(config, changes).rollout.num_servers
+    number = changed(config, changes).rollout.num_servers
     return {**changes, **({"rollout.num_servers": number} if number != config.rollout.num_servers else {})}
 
 
@@ -119,56 +113,62 @@ def _candidates(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
     parallel = config.parallel
     for times in _GROWTH:
         size = parallel.tensor_parallel_size * times
-        # Experts stay whole: sharing one among ranks costs more than sharing them out.
+        # Experts stay whole: splitting an expert costs more than distributing whole experts.
         experts = {"parallel.expert_tensor_parallel_size": 1} if parallel.expert_parallel_size > 1 else {}
         if size <= gpu.per_machine:
             yield {"parallel.tensor_parallel_size": size, "parallel.sequence_parallel": True, **experts}
-    for key in ("expert_parallel_size", "pipeline_parallel_size"):
-        yield from ({f"parallel.{key}": getattr(parallel, key) * times} for times in _GROWTH)
+    yield from ({"parallel.expert_parallel_size": parallel.expert_parallel_size * times} for times in _GROWTH)
+    for times in _GROWTH:
+        stages, layers = parallel.pipeline_parallel_size * times, text_config(facts["policy"]).num_hidden_layers
+        cut = {"parallel.pipeline_layers": cut_layers(layers, stages * parallel.virtual_pipeline_size)}
+        uneven = cut if any(cut.values()) or parallel.pipeline_layers else {}
+        yield {"parallel.pipeline_parallel_size": stages, **uneven}
     yield from ({"parallel.num_ranks": parallel.num_ranks * times} for times in _GROWTH)
 
 
 def _of_servers(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
-    """Changes that leave servers or trainer more of the GPU."""
+    """Changes that leave more memory to the servers or to the trainer."""
     size = config.rollout.tensor_parallel_size
     if fraction := largest_fraction(run_memory(config, models_of(config, facts)), gpu):
         yield {"rollout.server_args.mem-fraction-static": fraction}
     yield from ({"rollout.tensor_parallel_size": size * times} for times in _GROWTH)
 
 
-def largest_fraction(memory: RunMemory, gpu: Gpu) -> float:
-    """mem-fraction-static in hundredths, of servers that may take what the trainer leaves; 0: it leaves too little."""
+def largest_fraction(
+    memory: RunMemory, gpu: Gpu, *, spare: float = SPARE_SHARE, smallest: float = _SMALLEST_FRACTION
+) -> float:
+    """mem-fraction-static in hundredths for servers that use the memory that the trainer leaves; 0 if that is below ``smallest``."""
     fraction = LARGEST_FRACTION
     for stage in memory.stages:
         if stage.name == GENERATE:
             others = stage.total - memory.server_weights
-            fraction = min(fraction, 1 - SPARE_SHARE - others / gpu.hbm_bytes)
-    return int(fraction * 100) / 100 if fraction >= _SMALLEST_FRACTION else 0.0
+            fraction = min(fraction, 1 - spare - others / gpu.hbm_bytes)
+    return int(fraction * 100) / 100 if fraction >= smallest else 0.0
 
 
-def _changed(config: Config, changes: Changes) -> Config:
-    """Colocated servers that the run starts are as many as there are ranks for."""
-    changed = copy.deepcopy(config)
+def changed(config: Config, changes: Changes) -> Config:
+    """``config`` with ``changes``. The number of managed colocated servers follows the number of ranks."""
+    other = copy.deepcopy(config)
     for key, value in changes.items():
         section, *path, name = key.split(".")
-        owner = getattr(changed, section)
+        owner = getattr(other, section)
         for step in path:
             owner = getattr(owner, step)
         if isinstance(owner, dict):
             owner[name] = value
         else:
             setattr(owner, name, value)
-    rollout = changed.rollout
-    if server_placement(rollout).shares_devices and not rollout.urls:
-        rollout.num_servers = changed.parallel.num_ranks // rollout.tensor_parallel_size
-    return changed
+    rollout = other.rollout
+    if shares_devices(rollout) and not rollout.urls:
+        rollout.num_servers = other.parallel.num_ranks // rollout.tensor_parallel_size
+    return other
 
 
 def _is_possible(config: Config, facts: Facts) -> bool:
-    """Return whether layouts fit the ranks and the models, and colocated servers fit the ranks."""
+    """True if the layouts fit the ranks and the models, and colocated servers fit the ranks."""
     rollout, num_ranks = config.rollout, config.parallel.num_ranks
     servers_fit = True
-    if server_placement(rollout).shares_devices:
+    if shares_devices(rollout):
         servers_fit = (len(rollout.urls) or rollout.num_servers) * rollout.tensor_parallel_size == num_ranks
     return servers_fit and all(_fits(model, num_ranks) for model in models_of(config, facts))
 

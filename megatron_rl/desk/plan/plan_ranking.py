@@ -1,24 +1,26 @@
 """Ranks fitting plans by the predicted seconds per finished response. Pure, and deterministic given a seed.
 
-A step of every plan is bounded from below by its stages' seconds first; those with the lowest bounds are simulated, with the same
-functions and costs as ``megatron-rl simulate --gpu``. In no mode do a step's rows depend on how long its stages take, but for
-over-sampling, which the bounds leave out.
+Each plan first gets a lower bound on its step time, from the seconds of its stages. The plans with the lowest bounds are then
+simulated, with the same functions and costs as ``megatron-rl simulate --gpu``. Only with over-sampling do a step's tokens depend on
+how long its stages take; the bounds ignore over-sampling.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from megatron_rl.config.derived import needs_critic, needs_reference
 from megatron_rl.config.layout import expert_tensor_size, ranks_of_replica
 from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import Config, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
+from megatron_rl.desk.costs.response_limit import response_gpu_seconds
 from megatron_rl.desk.costs.run_memory import memory_fraction
-from megatron_rl.desk.plan.plan_search import GpuSplit
-from megatron_rl.desk.simulate.decoding import ServerLimits, serve, spread
+from megatron_rl.desk.plan.gpu_splits import GpuSplit
+from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.desk.simulate.prediction import (
     PredictedMeans,
@@ -31,15 +33,17 @@ from megatron_rl.desk.simulate.prediction import (
     work_of,
 )
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
-from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess
+from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, serve_rows
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.schedule.graph import Resource
 from megatron_rl.schedule.table import GENERATE, UPDATE_CRITIC
 
 _LOOKED_AT, _SIMULATED = 4, 32
-"""Most servers per plan in its bound and in its simulation; a sample represents all of them."""
+"""Largest number of servers per plan in its bound and in its simulation; they represent all servers."""
 _RESPONSES_THAT_COUNT, _FEWEST_STEPS, _MOST_STEPS = 40_000, 6, 200
+_SAMPLED = 4000
+"""Responses over which the least GPU time is averaged."""
 _MORE = 4
 """Number of plans simulated in addition to the requested ones, because bounds may rank plans differently."""
 _SAME = 0.005
@@ -48,6 +52,8 @@ _SAME = 0.005
 
 @dataclass(frozen=True)
 class RankedPlan:
+    """A plan with its predicted means."""
+
     config: Config
     """Configuration with all keys that a plan chooses."""
     outcome: PredictedMeans
@@ -71,7 +77,7 @@ class RankedPlan:
 
 @dataclass(frozen=True)
 class PlanRanking:
-    """``workload`` on ``gpu``, by a model with these facts."""
+    """Ranks plans of a model with these ``facts`` for ``workload`` on ``gpu``."""
 
     config: Config
     """Configuration with all keys that a plan does not choose."""
@@ -81,26 +87,48 @@ class PlanRanking:
     windows: Sequence[int]
     """Values of batch.window_tokens to compare."""
     seed: int = 1
+    served: dict[tuple[object, ...], list[tuple[float, ...]]] = field(default_factory=dict)
+    """Seconds of the servers in each simulated step; other schedules generate the same tokens."""
 
     def best(self, found: Iterable[GpuSplit], number: int) -> list[RankedPlan]:
         """Return the ``number`` fastest plans, without plans that the estimates cannot distinguish."""
-        bounds = sorted(self._bounds(found), key=lambda pair: _order(*pair))
+        return self.rank(self.by_bound(found), number)
+
+    def by_bound(self, found: Iterable[GpuSplit]) -> list[Config]:
+        """Return all plans, those with the lowest bounds first."""
+        return [config for _, config in sorted(self._bounds(found), key=lambda pair: _order(*pair))]
+
+    def rank(self, configs: Sequence[Config], number: int, more: int = _MORE) -> list[RankedPlan]:
+        """Return the ``number`` fastest of ``configs``, which are in the order of their bounds; ``more`` others are simulated too."""
         works: dict[tuple[int | str, ...], list[StepWork]] = {}
-        chosen = [self._simulated(config, works) for config in _various([config for _, config in bounds], number + _MORE)]
+        chosen = [self._simulated(config, works) for config in _various(configs, number + more)]
         return sorted(chosen, key=lambda one: _order(one.response_s, one.config))[:number]
 
+    @cached_property
+    def limit_gpu_s(self) -> float:
+        """The least GPU-seconds of a response (``desk.costs.response_limit``)."""
+        rng, most = np.random.default_rng(self.seed), self.config.batch.max_response_tokens
+        responses = np.minimum(self.workload.lengths.draw(rng, _SAMPLED), most).astype(np.float64)
+        prompts = self.workload.prompts.draw(rng, _SAMPLED).astype(np.float64)
+        # An update is 3 passes; the critic also computes values, a reference log-probs.
+        passes = 3.0 + 4.0 * needs_critic(self.config) + needs_reference(self.config)
+        return response_gpu_seconds(self.facts, self.gpu, responses=responses, prompts=prompts, passes=passes)
+
     def _bounds(self, found: Iterable[GpuSplit]) -> Iterator[tuple[float, Config]]:
-        """(seconds a finished response, plan): not less than these, but for the publish, which is that of the first servers."""
-        for split in found:
+        """Yield (lower bound on the seconds per finished response, plan).
+
+        The publish may be shorter than in the bound: its seconds are taken from the trainer's first server configuration.
+        """
+        for trainers, separate in found:
             # Colocated servers of one size are assumed to have the largest cache that any trainer leaves them.
-            rising = sorted(split.trainers, key=lambda trainer: memory_fraction(trainer))
-            servers = split.servers or tuple({trainer.rollout.tensor_parallel_size: trainer for trainer in rising}.values())
+            rising = sorted(trainers, key=lambda trainer: memory_fraction(trainer))
+            servers = separate or tuple({trainer.rollout.tensor_parallel_size: trainer for trainer in rising}.values())
             served = {server.rollout.tensor_parallel_size: self._generate_s(server) for server in servers}
-            for trainer in split.trainers:
+            for trainer in trainers:
                 timing = estimated_timing(trainer, self.gpu, self.facts)
                 for window, settled in self._settled.items():
                     trains = _trainer_seconds(self._scenario(with_window(trainer, window)), settled, timing)
-                    for server in split.servers or (trainer,):
+                    for server in separate or (trainer,):
                         config = with_window(replace(trainer, rollout=server.rollout), window)
                         generate_s = served[server.rollout.tensor_parallel_size][window]
                         yield _step_bound(config, generate_s, trains) / max(settled.num_finished, 1), config
@@ -108,7 +136,18 @@ class PlanRanking:
     def _generate_s(self, config: Config) -> dict[int, float]:
         """Return, by window, the seconds of the slowest sampled server."""
         scenario, timing = self._limited(config), estimated_timing(config, self.gpu, self.facts)
-        return {window: max(_server_seconds(steps[-1], scenario, timing, _LOOKED_AT)) for window, steps in self._windows.items()}
+        windows = self._windows.items()
+        return {window: max(self._server_s(window, steps[-1:], scenario, timing, _LOOKED_AT)[0]) for window, steps in windows}
+
+    def _server_s(
+        self, window: int, steps: Sequence[GeneratedStep], scenario: Scenario, timing: Timing, number: int
+    ) -> list[tuple[float, ...]]:
+        """Return the seconds of the first ``number`` servers in each of these steps, cached by all that they depend on."""
+        slots = (scenario.facts.windows, scenario.facts.whole_groups, scenario.num_trained, window, len(steps))
+        key = (*slots, number, scenario.num_servers, timing.decode.step_s, str(scenario.limits))
+        if key not in self.served:
+            self.served[key] = [_server_seconds(step, scenario, timing, number) for step in steps]
+        return self.served[key]
 
     @cached_property
     def _windows(self) -> dict[int, list[GeneratedStep]]:
@@ -152,7 +191,8 @@ class PlanRanking:
             works[key] = simulated_works(scenario, self.workload, timing, num_steps=_num_steps(scenario), seed=self.seed)
         elif key not in works:
             steps = self._windows[config.batch.window_tokens]
-            served = [replace(step, server_s=_server_seconds(step, scenario, timing, _SIMULATED)) for step in steps]
+            seconds = self._server_s(config.batch.window_tokens, steps, scenario, timing, _SIMULATED)
+            served = [replace(step, server_s=server_s) for step, server_s in zip(steps, seconds, strict=True)]
             works[key] = [work_of(one, step) for step, one in enumerate(served)]
         return RankedPlan(config, compute_means(on_clock(scenario, works[key], timing)))
 
@@ -162,10 +202,8 @@ def _num_steps(scenario: Scenario) -> int:
 
 
 def _server_seconds(window: GeneratedStep, scenario: Scenario, timing: Timing, number: int) -> tuple[float, ...]:
-    """Reduce a scenario to at most ``number`` servers, each with its share of the same mixture."""
-    rows = window.generated
-    prefix, owned = rows.prompt + rows.held, spread(len(rows), scenario.num_servers)[:number]
-    return tuple(serve(prefix[own], rows.new[own], timing, scenario.limits).seconds for own in owned)
+    """Return the seconds in which the first ``number`` servers generate the window, whose rows are spread evenly over all servers."""
+    return tuple(one.seconds for one in serve_rows(window.generated, scenario, timing, number))
 
 
 def _trainer_seconds(scenario: Scenario, work: StepWork, timing: Timing) -> dict[str, float]:
@@ -184,7 +222,7 @@ def _step_bound(config: Config, generate_s: float, trains: Mapping[str, float]) 
 
 
 def _various(configs: Sequence[Config], number: int) -> list[Config]:
-    """The best of each division of the GPUs, size of servers and window, the ``number`` best of these."""
+    """Return the best plan per combination of GPU split, server size and window, at most ``number``. ``configs``: best first."""
     best: dict[tuple[object, ...], Config] = {}
     for config in configs:
         rollout = config.rollout
@@ -204,3 +242,10 @@ def _order(seconds: float, config: Config) -> tuple[float, ...]:
 
 def with_window(config: Config, window: int) -> Config:
     return replace(config, batch=replace(config.batch, window_tokens=window))
+
+
+def usual_windows(config: Config) -> list[int]:
+    """Return the windows to compare if none are given: the recipe's, or a third of the longest response, its half and its double."""
+    most = config.batch.max_response_tokens
+    own = config.batch.window_tokens or max(most // 3, 1)
+    return sorted({window for window in (max(own // 2, 1), own, 2 * own) if window <= most})

@@ -1,45 +1,53 @@
 """The request of `megatron-rl plan`, made from its arguments: a configuration, its models, GPUs and a workload."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.config.load import load_config
+from megatron_rl.config.load import flat_params, load_config
 from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import Gpu, gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.run_memory import model_folders
-from megatron_rl.desk.plan.plan_search import CHOSEN
-from megatron_rl.desk.simulate.length_arguments import parse_lengths
+from megatron_rl.desk.plan.plan_ranking import usual_windows
+from megatron_rl.desk.plan.plan_search import CHOSEN, CRITIC_LAYOUT, NUM_RANKS, NUM_SERVERS, URLS
+from megatron_rl.desk.plan.schedule_comparison import SLOTS
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload
+from megatron_rl.desk.simulate.recorded_run import parse_lengths
 from megatron_rl.errors import UserError
 from megatron_rl.families.family import ModelConfig, families
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, is_supported, read_model_json
-from megatron_rl.system.command_line.cli_types import split_overrides
+from megatron_rl.system.command_line.cli_types import parse_options, split_overrides
+from megatron_rl.system.files.hub_cache import download_hint, find_download
 
 DEFAULT_PRESET = "tppo"
 _WITHOUT_RECIPE = ("policy.dtype=bfloat16", "rollout.start_timeout_s=1800", "data.train_files=[data/train.jsonl]")
-"""Keys that a recipe on GPUs usually sets, used without a recipe; a user's recipe is not changed."""
+"""Keys that a GPU recipe usually sets, used if no recipe is given; a user's recipe is not changed."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
+    """The inputs of a plan."""
+
     config: Config
     facts: dict[str, ModelConfig]
     gpu: Gpu
     workload: Workload
     windows: list[int]
     pinned: frozenset[str]
+    given: frozenset[str]
+    """All keys given on the command line."""
 
 
 def make_plan_request(arguments: argparse.Namespace) -> PlanRequest:
     named, words = split_overrides(arguments.words)
     paths = [*arguments.config, *named]
-    device = _gpu(arguments)
+    device = gpu(arguments.gpu, arguments.gpu_file) if arguments.gpu_file else gpu(arguments.gpu)
     if arguments.gpus > device.per_machine and arguments.gpus % device.per_machine:
         raise UserError(
             f"--gpus {arguments.gpus}: expected whole nodes of {device.per_machine} {arguments.gpu}, "
@@ -49,8 +57,10 @@ def make_plan_request(arguments: argparse.Namespace) -> PlanRequest:
     config = _config(arguments, paths, words)
     facts = {name: _facts(_folder(arguments, config, folder)) for name, folder in model_folders(config).items()}
     _check_context(config, facts["policy"])
-    # Keys given on the command line are not searched.
-    pinned = {word.partition("=")[0].strip() for word in words} & set(CHOSEN)
+    given = flat_params(parse_options(words)) | ({SLOTS: arguments.slots} if arguments.slots else {})
+    pinned = _pinned(given)
+    if URLS in pinned:
+        config, pinned = replace(config, rollout=replace(config.rollout, num_servers=len(config.rollout.urls))), pinned | {NUM_SERVERS}
     if arguments.windows:
         # The option lists values to compare, so this key is searched.
         pinned.discard("batch.window_tokens")
@@ -58,11 +68,14 @@ def make_plan_request(arguments: argparse.Namespace) -> PlanRequest:
     usual = f"lognormal:median={max(most / 8, 1):g},sigma=1,max={most}"
     lengths = parse_lengths(arguments.lengths) if arguments.lengths else named_lengths(usual)
     workload = Workload(lengths, parse_lengths(arguments.prompts))
-    return PlanRequest(config, facts, device, workload, _windows(arguments.windows, config, pinned), frozenset(pinned))
+    return PlanRequest(config, facts, device, workload, _windows(arguments.windows, config, pinned), frozenset(pinned), frozenset(given))
 
 
-def _gpu(arguments: argparse.Namespace) -> Gpu:
-    return gpu(arguments.gpu, arguments.gpu_file) if arguments.gpu_file else gpu(arguments.gpu)
+def _pinned(given: Mapping[str, Any]) -> set[str]:
+    """Return the given keys that a plan would choose; they are not searched."""
+    pinned = {key for key in given if key in CHOSEN or key.startswith(f"{CRITIC_LAYOUT}.")}
+    # 0 ranks mean "as many as the launcher starts".
+    return pinned - {NUM_RANKS} if given.get(NUM_RANKS) == 0 else pinned
 
 
 def _config(arguments: argparse.Namespace, paths: Sequence[str], words: Sequence[str]) -> Config:
@@ -95,17 +108,18 @@ def _config(arguments: argparse.Namespace, paths: Sequence[str], words: Sequence
 
 
 def _model_folder(path: Path) -> Path:
-    return path.parent if path.name == "config.json" else path
+    return path.parent if path.name == "config.json" else Path(find_download(str(path), "model"))
 
 
 def _folder(arguments: argparse.Namespace, config: Config, folder: str) -> str:
-    """Folder to read a model from: ``--model`` replaces policy.path, which may be on another node."""
+    """Return ``folder``, or ``--model`` if given and ``folder`` is policy.path, which may exist only on another node."""
     return str(_model_folder(arguments.model)) if arguments.model and folder == config.policy.path else folder
 
 
 def _facts(folder: str) -> ModelConfig:
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"{folder}: expected a folder with a model's config.json; its weights are not needed")
+        hint = download_hint(folder, "model")
+        raise UserError(f"{folder}: expected a folder with a model's config.json; its weights are not needed{hint}")
     model = read_model_json(folder)
     if not is_supported(model.get("model_type")):
         raise UserError(
@@ -137,8 +151,7 @@ def _windows(given: list[int] | None, config: Config, pinned: set[str]) -> list[
             raise UserError("--windows: schedule.mode=sync generates whole responses; expected mode tppo or async")
         return [0]
     if too_long := [window for window in given or () if window > most]:
-        raise UserError(f"--windows {too_long[0]}: longer than a response may become (batch.max_response_tokens={most})")
+        raise UserError(f"--windows {too_long[0]}: longer than the longest response (batch.max_response_tokens={most})")
     if given or "batch.window_tokens" in pinned:
         return list(dict.fromkeys(given or [own]))
-    own = own or max(most // 3, 1)
-    return sorted({window for window in (max(own // 2, 1), own, 2 * own) if window <= most})
+    return usual_windows(config)

@@ -1,4 +1,4 @@
-"""Searches layouts of trainer and servers that fit a number of GPUs. Pure.
+"""Searches layouts of a trainer that fit a number of GPUs. Pure.
 
 Memory is computed as in the dry run. Among fitting settings the fastest are kept: a layout recomputes and offloads no more than
 necessary, and splits tensors and contexts no further than that requires. All other layouts are counted by the reason for refusal,
@@ -6,60 +6,73 @@ with the nearest miss.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_rl.config.derived import needs_critic, server_placement
-from megatron_rl.config.layout import ranks_of_replica
-from megatron_rl.config.schedule_facts import Overlap, overlap_of
-from megatron_rl.config.schema import Config, Offload, ParallelConfig, Placement, Recompute
+from megatron_rl.config.derived import needs_critic, shares_devices
+from megatron_rl.config.layout import expert_tensor_size, ranks_of_replica
+from megatron_rl.config.schema import Config, Offload, ParallelConfig, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
-from megatron_rl.desk.costs.parameter_counts import num_parameters
-from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank, parameter_bytes
-from megatron_rl.desk.costs.run_memory import memory_fraction, models_of, run_memory
+from megatron_rl.desk.costs.parameter_counts import (
+    ParameterCount,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+)
+from megatron_rl.desk.costs.rank_memory import PassSettings, RankMemory, memory_by_rank, parameter_bytes
+from megatron_rl.desk.costs.run_memory import models_of, run_memory
 from megatron_rl.desk.costs.serving_time import kv_bytes
 from megatron_rl.desk.plan.layout_search import (
-    STAGES,
     LayoutFamily,
     ModelShape,
+    context_sizes,
     cut_layers,
+    divisors,
     expert_sizes,
     layout_refusal,
     layouts,
     shape_of,
+    tensor_sizes,
 )
-from megatron_rl.desk.plan.memory_fit import LARGEST_FRACTION, SPARE_SHARE, check_fit, largest_fraction
+from megatron_rl.desk.plan.memory_fit import SPARE_SHARE, check_fit, largest_fraction
 from megatron_rl.families.family import ModelConfig
-from megatron_rl.families.sglang_limits import split_problems
 from megatron_rl.schedule.table import UPDATE_POLICY
 
+LAYOUT_KEYS = tuple(
+    f"parallel.{name}"
+    for name in (
+        *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"),
+        *("expert_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "pipeline_layers"),
+    )
+)
 CHOSEN = (
-    *("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.virtual_pipeline_size"),
-    *("parallel.context_parallel_size", "parallel.expert_parallel_size", "parallel.expert_tensor_parallel_size"),
+    *LAYOUT_KEYS,
     *("parallel.num_ranks", "policy.recompute", "policy.offload", "critic.recompute", "critic.offload"),
-    *("rollout.placement", "rollout.tensor_parallel_size", "rollout.num_servers"),
+    *("rollout.placement", "rollout.tensor_parallel_size", "rollout.num_servers", "rollout.urls"),
     *("batch.window_tokens", "batch.max_tokens_per_microbatch"),
 )
 """Keys that a plan chooses, except pinned ones."""
+CRITIC_LAYOUT = "critic.parallel"
+"""Section that a plan leaves empty, except if one of its keys is pinned: the critic has the policy's layout."""
+_TP, _CP, _PP, _VPP, _EP, _ETP, _, _LAYERS = LAYOUT_KEYS
+NUM_RANKS, SERVER_TP, NUM_SERVERS = "parallel.num_ranks", "rollout.tensor_parallel_size", "rollout.num_servers"
+PLACEMENT, URLS = "rollout.placement", "rollout.urls"
 _PACK = "batch.max_tokens_per_microbatch"
-_FRACTION_KEY = "mem-fraction-static"
-_FRACTION_KEYS = {_FRACTION_KEY, _FRACTION_KEY.replace("-", "_")}
-_SERVER_FRACTION, _LEAST_FRACTION = 0.8, 0.01
-"""Memory fractions of servers on separate GPUs: the process groups for weights allocate memory after the cache is sized."""
-_LEAST_PACK, _MOST_SHARES = 8192, 8
-MOST_MACHINES = 8
-"""Most nodes that one server may span."""
+FRACTION_KEY = "mem-fraction-static"
+FRACTION_KEYS = {FRACTION_KEY, FRACTION_KEY.replace("-", "_")}
+_LEAST_FRACTION, _LEAST_PACK, _MOST_STAGES = 0.01, 8192, 16
 _CHUNKS, _RECOMPUTES = (4, 2), list(Recompute)
-TOO_MANY, FEW_SLOTS = "too little memory in the stage ", "more replicas than responses of an update"
-NO_CACHE = "no room in a server for one response"
+TOO_MANY, FEW_SLOTS = "not enough memory in the stage ", "more replicas than responses of an update"
+NO_CACHE = "a server's KV cache is too small for one response"
+_Value = TypeVar("_Value")
 
 
 @dataclass
 class RefusedLayouts:
-    """The layouts that one reason excludes."""
+    """The number of layouts refused for one reason, and the nearest miss."""
 
     number: int = 0
     excess: float = math.inf
@@ -77,17 +90,29 @@ class PlanSearch:
     """Model facts, as in ``models_of``."""
     gpu: Gpu
     pinned: frozenset[str] = frozenset()
-    """Keys of ``CHOSEN`` that keep their values in ``config``."""
+    """Keys of ``CHOSEN`` and of ``CRITIC_LAYOUT`` that keep their values in ``config``."""
+    wide: bool = False
+    """True to look at every layout that the dry run accepts, and to fill a GPU's whole memory."""
     refused: dict[str, RefusedLayouts] = field(default_factory=dict)
     settled: dict[Any, tuple[int, tuple[Recompute, Offload, int]]] = field(default_factory=dict)
     """Maps a layout to its last number of ranks and the settings with which it fitted."""
     shape: ModelShape = field(init=False)
+    held: ParameterCount = field(init=False)
+    """The policy's trained parameters, without a head that is the embedding."""
 
     def __post_init__(self) -> None:
-        self.shape = shape_of(self.facts["policy"])
+        facts = self.facts["policy"]
+        self.shape = shape_of(facts)
+        outer = [ParameterCount(split=embedding_parameters(facts).split)]
+        outer += [] if facts.tie_word_embeddings else [head_parameters(facts)]
+        self.held = ParameterCount.sum([*layer_parameters(facts), *outer])
+
+    def choices(self, key: str, values: Sequence[_Value]) -> Sequence[_Value]:
+        """Return the values of a key to try: ``values``, or the pinned value alone."""
+        return (attrgetter(key)(self.config),) if key in self.pinned else values
 
     def allows(self, config: Config, section: str) -> bool:
-        """True if ``config`` keeps the pinned values of a section or key."""
+        """True if ``config`` keeps the pinned values of the keys that start with ``section``, a section or a key."""
         keys = (key for key in self.pinned if key.startswith(section))
         return all(attrgetter(key)(config) == attrgetter(key)(self.config) for key in keys)
 
@@ -98,159 +123,89 @@ class PlanSearch:
             found.nearest, found.excess = config, excess
 
     @property
+    def pinned_layers(self) -> list[int]:
+        """The pinned layers of each chunk, or an empty list."""
+        return self.config.parallel.pipeline_layers if _LAYERS in self.pinned else []
+
+    @property
+    def spare(self) -> float:
+        """Share of a GPU that a plan leaves free, because estimates are not exact."""
+        return 0.0 if self.wide else SPARE_SHARE
+
+    @property
     def room(self) -> float:
-        """Bytes of a GPU that a plan may fill, less than all because estimates are not exact."""
-        return (1 - SPARE_SHARE) * self.gpu.hbm_bytes
+        """Bytes of a GPU that a plan may fill."""
+        return (1 - self.spare) * self.gpu.hbm_bytes
 
     @property
     def longest(self) -> int:
         """Tokens of a prompt and its response."""
         return self.config.batch.max_prompt_tokens + self.config.batch.max_response_tokens
 
-
-@dataclass(frozen=True)
-class GpuSplit:
-    """How GPUs are divided, with the trainers and the servers that fit their parts."""
-
-    trainers: tuple[Config, ...]
-    servers: tuple[Config, ...]
-    """Configurations of the servers; empty if servers share the trainer's GPUs and are part of ``trainers``."""
+    @property
+    def rank_unit(self) -> int:
+        """Number that divides the trainer ranks of every layout with the pinned sizes."""
+        tp, cp, pp, ep, etp = (self.choices(key, (1,))[0] for key in (_TP, _CP, _PP, _EP, _ETP))
+        return math.lcm(tp * cp * pp, pp * ep * (etp or tp))
 
 
-def splits(search: PlanSearch, num_gpus: int) -> Iterator[GpuSplit]:
-    """Yield all fitting splits, colocated servers first. Raises ConfigError for an invalid mem-fraction-static."""
-    if trainers := tuple(_colocated(search, num_gpus)):
-        yield GpuSplit(trainers, ())
-    for num_ranks in _trainer_shares(num_gpus, search.gpu.per_machine):
-        servers = tuple(_servers(search, num_ranks, num_gpus - num_ranks))
-        trainers = tuple(_trainers(search, servers[0])) if servers else ()
-        if trainers:
-            yield GpuSplit(trainers, servers)
-
-
-def fewest_gpus(search: PlanSearch, most: int = 4096) -> int:
-    """Return the fewest GPUs that some layout fits, in whole nodes beyond one node; 0 if ``most`` are not enough."""
-    counting, per_machine = replace(search, refused={}, settled={}), search.gpu.per_machine
-    policy = models_of(search.config, search.facts)[0]
-    states = sum(parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
-    least = states * num_parameters(policy.facts) / search.gpu.hbm_bytes
-    if policy.number_bytes * num_parameters(policy.facts) > search.gpu.hbm_bytes * per_machine * MOST_MACHINES:
-        return 0
-    numbers = (number for number in (*range(1, per_machine), *_machines(per_machine, most)) if number >= least)
-    return next((number for number in numbers if _anything_fits(counting, number)), 0)
-
-
-def _machines(per_machine: int, most: int) -> Iterator[int]:
-    """Yield multiples of a node's GPUs; steps grow to a sixteenth of the total for many nodes."""
-    number = per_machine
-    while number <= most:
-        yield number
-        number += per_machine * max(1, number // (16 * per_machine))
-
-
-def _anything_fits(search: PlanSearch, num_gpus: int) -> bool:
-    placed = [_colocated(search, num_gpus)]
-    for num_ranks in reversed(_trainer_shares(num_gpus, search.gpu.per_machine)):
-        servers = next(_servers(search, num_ranks, num_gpus - num_ranks), None)
-        placed += [_trainers(search, servers)] if servers else []
-    return any(next(trainers, None) is not None for trainers in placed)
-
-
-def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
-    """Return numbers of GPUs for training, with the others serving: whole nodes, or eighths of many nodes."""
-    if num_gpus <= per_machine:
-        return list(range(1, num_gpus))
-    machines = num_gpus // per_machine
-    parts = min(machines, _MOST_SHARES)
-    return sorted({per_machine * round(machines * part / parts) for part in range(1, parts)})
-
-
-def _colocated(search: PlanSearch, num_gpus: int) -> Iterator[Config]:
-    """Yield trainers with colocated servers, which exclude windows ahead."""
-    if overlap_of(search.config.schedule) >= Overlap.training:
-        return
-    sizes = [*_server_sizes(search, num_gpus)]
-    ways = [_served(search, Placement.colocated, num_gpus, size, num_gpus // size) for size in reversed(sizes)]
-    ways = [way for way in ways if search.allows(way, "rollout.") and _holds_a_response(search, way, LARGEST_FRACTION)]
-    # The largest servers hold least on each GPU; what does not fit beside them fits beside none.
-    for trainer in _trainers(search, ways[0]) if ways else ():
-        yield trainer
-        others = (replace(trainer, rollout=way.rollout) for way in ways[1:])
-        yield from (fits for other in others if (fits := _fitting(search, other)))
-
-
-def _servers(search: PlanSearch, num_ranks: int, num_gpus: int) -> Iterator[Config]:
-    """Yield servers on ``num_gpus`` separate GPUs with KV cache for a response, spanning several nodes if one is too small."""
-    found, per_machine = False, search.gpu.per_machine
-    for size in (*_server_sizes(search, num_gpus), *_server_sizes(search, num_gpus, machines=True)):
-        if found and size > per_machine:
-            return
-        config = _served(search, Placement.disaggregated, num_ranks, size, num_gpus // size)
-        if search.allows(config, "rollout.") and _holds_a_response(search, config, memory_fraction(config)):
-            found = True
-            yield config
-
-
-def _holds_a_response(search: PlanSearch, config: Config, fraction: float) -> bool:
-    """True if a server with this memory fraction can hold a response; otherwise the refusal is counted."""
-    policy, size = models_of(search.config, search.facts)[0], config.rollout.tensor_parallel_size
-    weights = policy.number_bytes * num_parameters(policy.facts) / size
-    missing = weights + search.longest * kv_bytes(policy.facts, size) - fraction * search.gpu.hbm_bytes
-    if missing > 0:
-        search.refuse(NO_CACHE, config, missing)
-    return missing <= 0
-
-
-def _server_sizes(search: PlanSearch, num_gpus: int, *, machines: bool = False) -> Iterator[int]:
-    """Yield tensor-parallel sizes of servers that fill ``num_gpus`` GPUs: on one node, or on two or more whole nodes."""
-    model, per_machine = vars(search.facts["policy"]), search.gpu.per_machine
-    most, smallest = (MOST_MACHINES, 2 * per_machine) if machines else (per_machine, 1)
-    for size in (smallest * 2**power for power in range(most.bit_length() - machines)):
-        if num_gpus and num_gpus % size == 0 and not any(split_problems(model, size, "")):
-            yield size
-
-
-def _served(search: PlanSearch, placement: Placement, num_ranks: int, size: int, number: int) -> Config:
-    rollout = search.config.rollout
-    arguments = dict(rollout.server_args)
-    if placement is Placement.disaggregated and not _FRACTION_KEYS & arguments.keys():
-        arguments[_FRACTION_KEY] = _SERVER_FRACTION
-    rollout = replace(
-        rollout, placement=placement, urls=[], tensor_parallel_size=size, num_servers=number, server_args=arguments
-    )
-    return replace(search.config, rollout=rollout, parallel=replace(search.config.parallel, num_ranks=num_ranks))
-
-
-def _trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
-    """Yield fitting trainers; ``config`` sets the number of ranks and the servers."""
+def trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
+    """Yield copies of ``config`` with a trainer layout that fits; ``config`` has the number of ranks and the servers."""
     found = False
-    per_machine = search.gpu.per_machine
-    # Tensors and contexts are shared on one machine wherever that is enough: what a network costs the estimates do not know.
-    for reach, stages in product((per_machine, 8 * per_machine), STAGES):
-        if found and reach > per_machine:
+    per_machine, num_ranks = search.gpu.per_machine, config.parallel.num_ranks
+    # Prefer splits within a node, because the estimates do not include the cost of the network between nodes.
+    reaches = (num_ranks,) if search.wide else (per_machine, 8 * per_machine)
+    for reach, stages in product(reaches, _stage_numbers(search, num_ranks)):
+        if found and reach > reaches[0]:
             return
-        whole = list(_of_kind(search, config, LayoutFamily(stages, stride=reach)))
+        whole = list(_of_kind(search, config, LayoutFamily(stages), reach))
         yield from whole
         found = found or bool(whole)
         if not whole and search.shape.experts:
-            for shared in _of_kind(search, config, LayoutFamily(stages, whole=False, stride=reach)):
+            for shared in _of_kind(search, config, LayoutFamily(stages, whole=False), reach):
                 found = True
                 yield shared
 
 
-def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily) -> Iterator[Config]:
-    """Yield the trainers of one layout family. More splitting is tried only for less recomputation, its only speed gain."""
+def _stage_numbers(search: PlanSearch, num_ranks: int) -> Sequence[int]:
+    """Return the numbers of pipeline stages to try, increasing."""
+    usual = divisors(num_ranks, search.shape.layers if search.wide else _MOST_STAGES)
+    if search.pinned_layers:
+        usual = [max(len(search.pinned_layers) // search.choices(_VPP, (1,))[0], 1)]
+    return search.choices(_PP, usual)
+
+
+def _pairs(search: PlanSearch, num_ranks: int, stages: int, reach: int) -> list[tuple[int, int]]:
+    """Return the pairs (tensor-parallel size, context-parallel size) over at most ``reach`` ranks, or those of pinned sizes."""
+    every = divisors(num_ranks, num_ranks)
+    tensors = search.choices(_TP, every if search.wide else tensor_sizes(num_ranks, search.gpu.per_machine))
+    contexts = search.choices(_CP, every if search.wide else context_sizes(num_ranks))
+    most = max(reach, search.choices(_TP, (1,))[0] * search.choices(_CP, (1,))[0])
+    pairs = [pair for pair in product(tensors, contexts) if math.prod(pair) <= most]
+    return [pair for pair in pairs if num_ranks % (math.prod(pair) * stages) == 0] or pairs
+
+
+def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily, reach: int) -> Iterator[Config]:
+    """Yield the fitting configurations of one layout family.
+
+    A layout with more splitting is kept only if it recomputes less, because nothing else makes it faster.
+    """
     num_ranks, stages = config.parallel.num_ranks, kind.stages
-    slowest = Recompute.full
-    for experts in expert_sizes(search.shape, num_ranks):
-        for parallel in layouts(search.shape, replace(kind, experts=experts), num_ranks, search.gpu.per_machine):
+    own, slowest = search.config.parallel, Recompute.full
+    pinned = {name: getattr(own, name) for key in LAYOUT_KEYS if key in search.pinned and (name := key.partition(".")[2])}
+    cut = search.pinned_layers
+    chunks = max(len(cut) // stages, 1) if cut else search.choices(_VPP, (1,))[0]
+    pairs = _pairs(search, num_ranks, stages, reach)
+    for experts in search.choices(_EP, expert_sizes(search.shape, num_ranks)):
+        for parallel in layouts(search.shape, replace(kind, experts=experts, chunks=chunks, pinned=pinned), num_ranks, pairs):
             found = _placed(search, config, parallel, slowest)
             if found is None:
                 continue
             yield found
-            cuts = ((chunks, cut_layers(search.shape.layers, stages * chunks)) for chunks in (_CHUNKS if stages > 1 else ()))
-            more = (replace(parallel, virtual_pipeline_size=chunks, pipeline_layers=layers) for chunks, layers in cuts)
-            # The smallest bubble of those that fit.
+            numbers = _CHUNKS if stages > 1 and not {_VPP, _LAYERS} & search.pinned else ()
+            cuts = ((number, cut_layers(search.shape.layers, stages * number)) for number in numbers)
+            more = (replace(parallel, virtual_pipeline_size=number, pipeline_layers=layers) for number, layers in cuts)
+            # Of the interleaved layouts that fit, the one with the smallest bubble.
             yield from islice(filter(None, (_placed(search, config, interleaved, slowest) for interleaved in more)), 1)
             if found.policy.recompute is Recompute.none:
                 return
@@ -258,48 +213,99 @@ def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily) -> Iterator
 
 
 def _placed(search: PlanSearch, config: Config, parallel: ParallelConfig, slowest: Recompute) -> Config | None:
-    """Return ``config`` in a layout with its fastest settings; None if the layout is refused or recomputes more."""
+    """Return ``config`` with layout ``parallel`` and the fastest settings that fit, with at most the recomputation ``slowest``.
+
+    Returns None if the layout is refused or nothing fits.
+    """
     parallel = replace(parallel, collective_timeout_s=config.parallel.collective_timeout_s)
-    config = replace(config, parallel=parallel, critic=replace(config.critic, parallel=None))
-    if not search.allows(config, "parallel."):
-        return None
+    own = config.critic.parallel if any(key.startswith(CRITIC_LAYOUT) for key in search.pinned) else None
+    config = replace(config, parallel=parallel, critic=replace(config.critic, parallel=own))
+    reason = layout_refusal(search.shape, parallel)
+    if not reason and own and "critic" in search.facts:
+        reason = layout_refusal(shape_of(search.facts["critic"]), replace(own, num_ranks=parallel.num_ranks))
     replicas = parallel.num_ranks // ranks_of_replica(parallel)
-    reason = layout_refusal(search.shape, parallel) or (FEW_SLOTS if replicas > config.batch.policy_minibatch_size else "")
+    if not reason and replicas > config.batch.policy_minibatch_size and not search.wide:
+        reason = FEW_SLOTS
     if reason:
         search.refuse(reason, config)
         return None
-    return _settled(search, config, slowest)
+    if _is_hopeless(search, config):
+        return None
+    found = _settled(search, config, slowest)
+    if found or not search.wide or parallel.pipeline_parallel_size == 1 or _LAYERS in search.pinned:
+        return found
+    leveled = _leveled(search, config)
+    return _settled(search, leveled, slowest) if leveled.parallel != parallel else None
+
+
+def _is_hopeless(search: PlanSearch, config: Config) -> bool:
+    """True if the mean rank exceeds a GPU by more than the nearest miss does; the refusal is counted."""
+    held, parallel, policy = search.held, config.parallel, config.policy
+    state = parameter_bytes(policy.dtype, policy.optimizer, policy.vision)
+    dense = held.split / parallel.tensor_parallel_size + held.replicated
+    experts = held.experts / (parallel.expert_parallel_size * expert_tensor_size(parallel))
+    mean = (state.weight + state.gradient) * (dense + experts) / parallel.pipeline_parallel_size
+    excess = mean + state.optimizer * held.number / parallel.num_ranks - search.room
+    reason = TOO_MANY + UPDATE_POLICY
+    if excess <= 0 or reason not in search.refused or excess < search.refused[reason].excess:
+        return False
+    search.refuse(reason, config, excess)
+    return True
+
+
+def _leveled(search: PlanSearch, config: Config) -> Config:
+    """Return ``config`` with layers moved from the fullest pipeline stages to the emptiest, as long as the fullest needs less."""
+    config = _with_settings(search, config, Recompute.full, Offload.auto)
+    chunks = config.parallel.pipeline_parallel_size * config.parallel.virtual_pipeline_size
+    layers, stages = search.shape.layers, config.parallel.pipeline_parallel_size
+    best = [layers * (chunk + 1) // chunks - layers * chunk // chunks for chunk in range(chunks)]
+    best = config.parallel.pipeline_layers or best
+    sizes = _stage_bytes(search, config)
+    for _ in range(layers):
+        order = sorted(range(chunks), key=lambda chunk: sizes[chunk % stages])
+        fullest = next((chunk for chunk in reversed(order) if best[chunk] > 1), order[0])
+        moved = [number - (chunk == fullest) + (chunk == order[0]) for chunk, number in enumerate(best)]
+        tried = replace(config, parallel=replace(config.parallel, pipeline_layers=moved))
+        if fullest == order[0] or layout_refusal(search.shape, tried.parallel) or max(new := _stage_bytes(search, tried)) >= max(sizes):
+            break
+        best, sizes, config = moved, new, tried
+    return config
+
+
+def _stage_bytes(search: PlanSearch, config: Config) -> list[float]:
+    """Return the policy's bytes in an update, by pipeline stage."""
+    return [rank.total for rank in _policy_ranks(search, config, search.longest)]
 
 
 def _settled(search: PlanSearch, config: Config, slowest: Recompute) -> Config | None:
-    """Return the fitting configuration with the least recomputation, then the least offloading; None if none fits."""
-    stays = Offload.auto if server_placement(config.rollout).shares_devices else Offload.never
+    """Return the fitting configuration with the least recomputation (at most ``slowest``), then the least offloading; None if none fits."""
+    stays = Offload.auto if shares_devices(config.rollout) else Offload.never
     fastest = _with_long_pack(search, _with_settings(search, config, Recompute.none, stays))
     layout = (str(replace(config.parallel, num_ranks=0)), config.rollout.placement, config.rollout.tensor_parallel_size)
     fewer, known = search.settled.get(layout, (0, None))
     known = known if fewer <= config.parallel.num_ranks else None
-    if known == _settings(fastest):  # with more ranks and the same layout each of them holds less
+    if known == _settings(fastest):  # with more ranks in the same layout, each rank needs less
         return _shared(search, fastest)
     fits = min(slowest, known[0] if known else slowest, key=_RECOMPUTES.index)
     if known is None or known[0] is not fits:
         thriftiest = _with_settings(search, config, slowest, Offload.auto)
-        if _misses(search, thriftiest) if slowest is Recompute.full else not _fitting(search, thriftiest):
+        if _misses(search, thriftiest) if slowest is Recompute.full else not fitting(search, thriftiest):
             return None
     found = _fastest_that_fits(search, config, fits)
-    if stays is Offload.never:  # what stays there would be lost to the caches of colocated servers
-        found = _fitting(search, _with_settings(search, found, found.policy.recompute, Offload.never)) or found
-    found = _fitting(search, _with_long_pack(search, found)) or found
+    if stays is Offload.never:  # on shared devices, models that stay would take memory from the servers' caches
+        found = fitting(search, _with_settings(search, found, found.policy.recompute, Offload.never)) or found
+    found = fitting(search, _with_long_pack(search, found)) or found
     search.settled[layout] = config.parallel.num_ranks, _settings(found)
     return found
 
 
 def _fastest_that_fits(search: PlanSearch, config: Config, fits: Recompute) -> Config:
-    """Return the fastest fitting configuration with offloaded models, and at most the recomputation ``fits``, known to fit."""
+    """Return ``config`` with offloaded models and the least recomputation that fits: at most ``fits``, which is known to fit."""
     for recompute in _RECOMPUTES:
         rung = _with_settings(search, config, recompute, Offload.auto)
         if recompute is fits:
             return _shared(search, rung)
-        if found := _fitting(search, rung):
+        if found := fitting(search, rung):
             return found
     raise AssertionError(fits)
 
@@ -327,10 +333,15 @@ def _misses(search: PlanSearch, config: Config) -> bool:
 
 def _least_bytes(search: PlanSearch, config: Config) -> float:
     """Return an update's bytes without the batch's share, because the model alone rules out most layouts."""
+    return max(rank.total for rank in _policy_ranks(search, config, 0))
+
+
+def _policy_ranks(search: PlanSearch, config: Config, num_tokens: int) -> list[RankMemory]:
+    """Return the policy's memory in an update with micro-batches of ``num_tokens`` tokens, by pipeline rank."""
     policy = models_of(config, search.facts)[0]
     states = parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)
-    ranks = memory_by_rank(policy.facts, policy.parallel, PassSettings(0), num_ranks=config.parallel.num_ranks, states=states)
-    return max(rank.total for rank in ranks)
+    passes = PassSettings(num_tokens, recompute=policy.settings.recompute, number_bytes=policy.number_bytes)
+    return memory_by_rank(policy.facts, policy.parallel, passes, num_ranks=config.parallel.num_ranks, states=states)
 
 
 def _with_long_pack(search: PlanSearch, config: Config) -> Config:
@@ -359,10 +370,11 @@ def _packs(search: PlanSearch) -> list[int]:
     own = search.config.batch.max_tokens_per_microbatch
     if _PACK in search.pinned:
         return [own]
-    return [own, *(own >> halvings for halvings in range(1, 8) if own >> halvings >= _LEAST_PACK)]
+    smaller = [own >> halvings for halvings in range(1, 8) if own >> halvings >= _LEAST_PACK]
+    return [own, *smaller, *([min(own, search.longest)] if search.wide else [])]
 
 
-def _fitting(search: PlanSearch, config: Config) -> Config | None:
+def fitting(search: PlanSearch, config: Config) -> Config | None:
     config = _shared(search, config)
     found = check_fit(config, search.facts, search.gpu)
     return None if found.problem or found.needed > search.room else config
@@ -371,7 +383,8 @@ def _fitting(search: PlanSearch, config: Config) -> Config | None:
 def _shared(search: PlanSearch, config: Config) -> Config:
     """Return ``config`` with colocated servers that use the memory left by the trainer."""
     rollout = config.rollout
-    if not server_placement(rollout).shares_devices or _FRACTION_KEYS & search.config.rollout.server_args.keys():
+    if not shares_devices(rollout) or FRACTION_KEYS & search.config.rollout.server_args.keys():
         return config
-    fraction = largest_fraction(run_memory(config, models_of(config, search.facts)), search.gpu) or _LEAST_FRACTION
-    return replace(config, rollout=replace(rollout, server_args={**rollout.server_args, _FRACTION_KEY: fraction}))
+    memory, smallest = run_memory(config, models_of(config, search.facts)), {"smallest": _LEAST_FRACTION} if search.wide else {}
+    fraction = largest_fraction(memory, search.gpu, spare=search.spare, **smallest) or _LEAST_FRACTION
+    return replace(config, rollout=replace(rollout, server_args={**rollout.server_args, FRACTION_KEY: fraction}))

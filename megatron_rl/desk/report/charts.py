@@ -18,53 +18,34 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from megatron_rl.schedule.table import row_of
 from megatron_rl.tracking.timeline import Span, assign_tracks, overlap_intervals
 
-LIGHT = {
-    "ink": "#23272b",
-    "muted": "#646b73",
-    "line": "#d9dcdf",
-    "paper": "#fefefe",
-    "blue": "#2f67ab",
-    "orange": "#c26a22",
-    "green": "#3a8757",
-    "red": "#b8423a",
-    "violet": "#7858a5",
-    "teal": "#28858f",
-    "pink": "#b05087",
-    "yellow": "#a98a22",
-    "sky": "#6fa0d8",
-    "indigo": "#4d55a8",
-    "brown": "#8a5f44",
-    "olive": "#707a2e",
-    "sand": "#b39a72",
-    "slate": "#56626e",
-    "grey": "#858c93",
+COLORS = {
+    "ink": ("#23272b", "#e4e6e8"),
+    "muted": ("#646b73", "#9aa1a8"),
+    "line": ("#d9dcdf", "#3a3f45"),
+    "paper": ("#fefefe", "#1c1f23"),
+    "blue": ("#2f67ab", "#78a8e8"),
+    "orange": ("#c26a22", "#e09a5e"),
+    "green": ("#3a8757", "#72bb8d"),
+    "red": ("#b8423a", "#e6827b"),
+    "violet": ("#7858a5", "#b29bdf"),
+    "teal": ("#28858f", "#62bcc7"),
+    "pink": ("#b05087", "#dd91bb"),
+    "yellow": ("#a98a22", "#d2b65c"),
+    "sky": ("#6fa0d8", "#4d80c0"),
+    "indigo": ("#4d55a8", "#9ba2ee"),
+    "brown": ("#8a5f44", "#c79b7c"),
+    "olive": ("#707a2e", "#b3bd68"),
+    "sand": ("#b39a72", "#cdb58d"),
+    "slate": ("#56626e", "#a3b0bd"),
+    "grey": ("#858c93", "#8f979f"),
 }
-DARK = {
-    "ink": "#e4e6e8",
-    "muted": "#9aa1a8",
-    "line": "#3a3f45",
-    "paper": "#1c1f23",
-    "blue": "#78a8e8",
-    "orange": "#e09a5e",
-    "green": "#72bb8d",
-    "red": "#e6827b",
-    "violet": "#b29bdf",
-    "teal": "#62bcc7",
-    "pink": "#dd91bb",
-    "yellow": "#d2b65c",
-    "sky": "#4d80c0",
-    "indigo": "#9ba2ee",
-    "brown": "#c79b7c",
-    "olive": "#b3bd68",
-    "sand": "#cdb58d",
-    "slate": "#a3b0bd",
-    "grey": "#8f979f",
-}
+"""Maps a color name to its values in the light and the dark theme."""
+LIGHT = {name: light for name, (light, _) in COLORS.items()}
 _LONG_TAIL = 8
 """Ratio of maximum to median from which a histogram's axis is logarithmic."""
 _MAX_POINTS = 400
@@ -162,10 +143,10 @@ def line_chart(
     axes = _new_axes(figure)
     _draw_series(axes, series)
     if log:
-        axes.set_yscale("log")
+        _make_logarithmic(axes)
     for value, label in references:
         axes.axhline(value, color=LIGHT["muted"], linewidth=1.0, dashes=(4, 3))
-        transform =  axes.get_yaxis_transform()
+        transform = axes.get_yaxis_transform()
         axes.annotate(label, (1.0, value), xycoords=transform, xytext=(0, 3), textcoords="offset points", ha="right",
                       va="bottom", fontsize=9.5, color=LIGHT["muted"])
     axes.set_ylim(*y_range)
@@ -177,8 +158,19 @@ def line_chart(
     return _to_svg(figure)
 
 
+def _make_logarithmic(axes: Axes) -> None:
+    """Logarithmic y axis. Powers of ten alone would leave a range of less than two decades with one label or none."""
+    low, high = axes.dataLim.intervaly
+    axes.set_yscale("log")
+    decades = float(np.log10(high / low)) if 0 < low < high < np.inf else 0.0
+    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,), numticks=8)
+    axes.yaxis.set_major_locator(ticks if decades > 1 else MaxNLocator(nbins=4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.minorticks_off()
+
+
 def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_seconds: np.ndarray) -> str:
-    """Seconds of the stages, stacked, and the length of the step as a line. All arrays [N]; NaN counts as 0 s."""
+    """Seconds of the stages, stacked, and the length of the step as a line; SVG text. All arrays [N]; NaN counts as 0 s."""
     # More than 200 bars would be too thin to see.
     bins = np.array_split(np.arange(len(steps)), min(len(steps), 200))
     centers = np.array([steps[bin].mean() for bin in bins])
@@ -237,19 +229,24 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
             if length_s > 6.2 * len(label) * seconds_per_pixel:
                 axes.text((span.start_s + span.end_s) / 2 - origin_s, row, label, ha="center", va="center",
                           fontsize=10, color=LIGHT["paper"], clip_on=True)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=11)
-    axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(0, end_s - origin_s or 1.0)
+    return _rows_to_svg(figure, axes, [name for name, _ in rows], "seconds")
+
+
+def _rows_to_svg(figure: Figure, axes: Axes, rows: Sequence[str], x_label: str) -> str:
+    """Name the rows of horizontal bars, from top to bottom, and draw the figure."""
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=11)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10))
-    _label_axes(axes, "seconds", "")
+    _label_axes(axes, x_label, "")
     return _to_svg(figure)
 
 
 def histogram_chart(groups: Sequence[tuple[str, np.ndarray]], x_label: str, *, limit: float = 0.0) -> str:
-    """Percentage of values in equal bins, a step line per group of (color name, [N] values). ``limit``: a dashed vertical line."""
+    """Histogram as SVG text: percentage of values per bin, one line per group (color name, [N] values). ``limit``: x of a dashed line."""
     figure = _new_figure(430, 230)
     axes = _new_axes(figure)
     highest = max([limit, *(float(values.max()) for _, values in groups)])
@@ -278,32 +275,26 @@ def histogram_chart(groups: Sequence[tuple[str, np.ndarray]], x_label: str, *, l
 
 
 def bar_chart(rows: Sequence[str], groups: Sequence[tuple[str, Sequence[float]]], x_label: str) -> str:
-    """Horizontal bars, one per row and group of (color name, a value per row); rows from top to bottom."""
+    """Horizontal bars as SVG text. ``rows``: labels from top to bottom. ``groups``: (color name, [rows] values), one bar per row each."""
     figure = _new_figure(900, 46 + len(rows) * (10 + 13 * len(groups)))
     axes = _new_axes(figure)
     height = 0.8 / len(groups)
     for number, (color, values) in enumerate(groups):
         positions = np.arange(len(rows)) - 0.4 + height * (number + 0.5)
         axes.barh(positions, np.nan_to_num(values), height=0.88 * height, color=LIGHT[color], linewidth=0)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=10.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
-    _label_axes(axes, x_label, "")
-    return _to_svg(figure)
+    return _rows_to_svg(figure, axes, rows, x_label)
 
 
 def rank_chart(stages: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Seconds by rank, a line with points per stage of ([N] ranks, [N] seconds)."""
+    """Seconds by rank, points of one color per stage of ([N] ranks, [N] seconds). Lines would suggest values between ranks."""
     figure = _new_figure(900, 240)
     axes = _new_axes(figure)
     for stage, (ranks, seconds) in stages.items():
-        axes.plot(ranks, seconds, color=_stage_color(stage), linewidth=1.2, marker="o", markersize=4.0)
+        axes.plot(ranks, seconds, color=_stage_color(stage), linewidth=0, marker="o", markersize=5.0)
     axes.set_ylim(0, None)
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+    last = int(max(ranks.max() for ranks, _ in stages.values()))
+    axes.set_xlim(-0.5, last + 0.5)
+    axes.set_xticks(range(0, last + 1, 1 + last // 16))
     _label_axes(axes, "trainer rank", "seconds per step")
     return _to_svg(figure)
 

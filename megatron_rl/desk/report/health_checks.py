@@ -31,6 +31,11 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     return smoothed
 
 
+def recent_mean(values: np.ndarray) -> float:
+    """Last value of the line that charts draw through ``values`` [N >= 1], all finite: their exponential mean."""
+    return float(smooth(values, smoothing_span(len(values)))[-1])
+
+
 @dataclass(frozen=True)
 class HealthCheck:
     """A line of the health list."""
@@ -47,10 +52,13 @@ def health_checks(run: RunRecord) -> tuple[HealthCheck, ...]:
 
 
 def _reward_check(run: RunRecord) -> HealthCheck:
+    trains = np.isfinite(run.values("policy/grad_norm"))
+    if not trains.any():
+        return HealthCheck("Reward", "none", "the policy did not train")
     # Dynamic sampling trains on mixed groups, whose mean reward is uninformative: use the reward of all responses.
-    rewards = run.finite("dynamic_sampling/reward_mean")
-    if not len(rewards):
-        rewards = run.finite("reward/mean")
+    name = "dynamic_sampling/reward_mean" if len(run.finite("dynamic_sampling/reward_mean")) else "reward/mean"
+    rewards = run.values(name)[trains.argmax() :]
+    rewards = rewards[np.isfinite(rewards)]
     if len(rewards) < 10:
         return HealthCheck("Reward", "none", "too few steps to judge")
     fifth = len(rewards) // 5
@@ -76,7 +84,7 @@ def _critic_check(run: RunRecord) -> HealthCheck:
     explained = run.finite("critic/explained_variance")
     if not len(explained):
         return HealthCheck("Critic", "none", "no critic update was logged")
-    recent = float(smooth(explained, smoothing_span(len(explained)))[-1])
+    recent = recent_mean(explained)
     if recent > 0:
         return HealthCheck("Critic predicts returns", "good", f"explained variance {recent:.2f}")
     return HealthCheck("Critic explains no variance", "look", f"explained variance {recent:.2f}: pretrain it or warm it up longer")

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files as package_files
 
-from megatron_rl.desk.report.charts import DARK, LIGHT
+from megatron_rl.desk.report.charts import COLORS
 from megatron_rl.desk.report.health_checks import HealthCheck
 
 
@@ -25,12 +26,8 @@ class ReportPanel:
     wide: bool = False
 
 
-@dataclass(frozen=True)
-class ReportSection:
-    """A titled group of panels."""
-
-    title: str
-    panels: tuple[ReportPanel, ...]
+ReportSection = tuple[str, tuple[ReportPanel, ...]]
+"""Title and panels."""
 
 
 @dataclass(frozen=True)
@@ -63,68 +60,18 @@ class ReportPage:
     samples: str = ""
     """A separate section as HTML (``run_report.samples_html``)."""
     tables: tuple[ReportTable, ...] = ()
+    """Tables before the charts."""
+    appendix: tuple[ReportTable, ...] = ()
+    """Tables after the charts."""
 
 
-def _variables(colors: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {color};" for name, color in colors.items())
+def _style() -> str:
+    """The page's style sheet, with the colors of both themes as variables. Printed pages are always light."""
+    light, dark = (" ".join(f"--{name}: {pair[theme]};" for name, pair in COLORS.items()) for theme in (0, 1))
+    dark_theme = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} --page: #131518; }} }}"
+    rules = package_files("megatron_rl.desk.report").joinpath("page.css").read_text(encoding="utf-8")
+    return f":root {{ color-scheme: light dark; {light} --page: #f4f5f6; }}\n{dark_theme}\n{rules}"
 
-
-_STYLE = f"""
-:root {{ color-scheme: light dark; {_variables(LIGHT)} --page: #f4f5f6; }}
-@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} --page: #131518; }} }}
-""" + """
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 28px 20px 60px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 24px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 34px 0 12px; }
-h3 { font-size: 14px; margin: 0; font-weight: 600; }
-p { margin: 0; }
-.quiet, .says { color: var(--muted); }
-.says { font-size: 13px; line-height: 1.4; }
-.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(158px, 1fr)); margin-top: 20px; }
-.tile, .panel, details, .checks { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; }
-.tile { padding: 12px 14px; }
-.tile b { display: block; font-size: 20px; white-space: nowrap; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.tile span { font-size: 13px; color: var(--muted); }
-.checks { list-style: none; margin: 12px 0 0; padding: 10px 14px; display: grid; gap: 4px 24px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
-.checks li { display: grid; grid-template-columns: 20px 1fr; font-size: 14px; }
-.checks .mark { font-weight: 700; }
-.good .mark { color: var(--green); }
-.look .mark { color: var(--red); }
-.none .mark { color: var(--muted); }
-.panels { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); }
-.panel { padding: 12px 14px 10px; min-width: 0; display: flex; flex-direction: column; gap: 6px; }
-.panel header { display: flex; justify-content: space-between; gap: 12px; align-items: baseline; }
-.panel .latest { font-size: 13px; font-variant-numeric: tabular-nums; color: var(--muted); white-space: nowrap; }
-.wide { grid-column: 1 / -1; }
-.picture { margin-top: auto; }
-.picture svg { display: block; width: 100%; height: auto; }
-.wide .picture { overflow-x: auto; }
-.wide .picture svg { min-width: 720px; }
-svg text { font-family: inherit; }
-svg * { stroke-linejoin: round; }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; color: var(--muted); }
-.legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 6px; }
-.missing { margin: auto; padding: 32px 12px; max-width: 40ch; text-align: center; color: var(--muted);
-  font-size: 14px; }
-details { margin-top: 12px; padding: 10px 14px; }
-summary { cursor: pointer; font-weight: 600; font-size: 14px; }
-pre { overflow-x: auto; margin: 10px 0 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; }
-table { border-collapse: collapse; margin-top: 10px; font-size: 14px; }
-td { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
-td:first-child { color: var(--muted); }
-.grid { overflow-x: auto; }
-.grid table { margin-top: 0; min-width: 100%; font-variant-numeric: tabular-nums; }
-.grid th { text-align: left; font-weight: 600; padding: 4px 18px 6px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-.grid td { white-space: nowrap; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--line); max-width: 380px; overflow: hidden;
-  text-overflow: ellipsis; }
-.grid tr:last-child td { border-bottom: 0; }
-.grid td:first-child { color: var(--ink); }
-.grid i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 8px; }
-.tiles:empty { display: none; }
-"""
 
 _MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
 
@@ -141,16 +88,16 @@ def render(page: ReportPage) -> str:
         for check in page.checks
     )
     sections = "".join(
-        f'<h2>{escape(section.title)}</h2>\n<div class="panels">\n{"".join(map(_panel, section.panels))}</div>\n'
-        for section in page.sections
+        f'<h2>{escape(title)}</h2>\n<div class="panels">\n{"".join(map(_panel, panels))}</div>\n'
+        for title, panels in page.sections
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(page.title)}</title>\n<style>{_style()}</style>\n</head>\n<body>\n"
         f'<h1>{escape(page.title)}</h1>\n<p class="quiet">{escape(page.subtitle)}</p>\n'
         f'<div class="tiles">\n{tiles}</div>\n<ul class="checks">\n{checks}</ul>\n{"".join(map(_table, page.tables))}{sections}'
-        f"{page.samples}{_details(page)}</body>\n</html>\n"
+        f"{''.join(map(_table, page.appendix))}{page.samples}{_details(page)}</body>\n</html>\n"
     )
 
 

@@ -14,6 +14,10 @@ from megatron_rl.tracking.timeline import Span
 
 _NUM_RECENT_STEPS = 20
 """Newest steps that the panel of ranks averages over."""
+_LEAST_SHARE = 0.02
+"""Share of all stages' seconds from which a stage counts as uneven."""
+_ALIKE = 0.02
+"""Relative difference of the stages' memory below which one line shows all of them."""
 _LANE_COLORS = {"rollout": "blue", "trainer": "green"}
 
 
@@ -71,10 +75,16 @@ def rank_panel(run: RunRecord) -> ReportPanel:
             stages[stage] = (np.array(ranks), means)
     if not stages:
         return ReportPanel(title, says, "", missing="timeline.json has no times by rank: an earlier version wrote it.", wide=True)
-    spread = {stage: float(means.max() / means.mean() - 1) for stage, (_, means) in stages.items() if means.sum() > 0}
-    heaviest = max(stages, key=lambda stage: stages[stage][1].sum())
-    of_heaviest, means = stages[heaviest]
-    latest = f"{heaviest}: rank {of_heaviest[means.argmax()]} takes {spread[heaviest]:.0%} more than the mean"
+    # A stage of a few milliseconds may vary much without delaying a step.
+    total_s = sum(float(means.max()) for _, means in stages.values())
+    excess = {
+        stage: float(means.max() / means.mean() - 1)
+        for stage, (_, means) in stages.items()
+        if means.max() >= _LEAST_SHARE * total_s
+    }
+    uneven = max(excess, key=lambda stage: excess[stage])
+    ranks_of_uneven, means = stages[uneven]
+    latest = f"{uneven}: rank {ranks_of_uneven[means.argmax()]} takes {excess[uneven]:.0%} more than the mean"
     legend = tuple((stage, row_of(stage).color) for stage in stages)
     return ReportPanel(title, says, charts.rank_chart(stages), legend, latest if len(means) > 1 else "one rank", wide=True)
 
@@ -91,17 +101,21 @@ def memory_panel(run: RunRecord) -> ReportPanel:
     kind = "device" if device else "host"
     title = "Memory by stage"
     says = f"Largest {'allocated device' if device else 'resident host'} memory during a stage, on the rank that used the most."
-    series, legend, peaks = [], [], {}
-    stages = [row.name for row in ROWS if len(run.finite(f"memory/{row.name}_{kind}_gib"))]
-    for stage in stages:
-        color, values = row_of(stage).color, run.values(f"memory/{stage}_{kind}_gib")
-        series.append(Series(stage, color, run.steps, values))
-        legend.append((stage, color))
-        peaks[stage] = float(np.nanmax(values))
-    if not series:
+    by_stage = {row.name: run.values(f"memory/{row.name}_{kind}_gib") for row in ROWS if len(run.finite(f"memory/{row.name}_{kind}_gib"))}
+    if not by_stage:
         return ReportPanel(title, says, "", missing="The steps have not logged memory/<stage>_host_gib.")
+    peaks = {stage: float(np.nanmax(values)) for stage, values in by_stage.items()}
     highest = max(peaks, key=lambda stage: peaks[stage])
-    return ReportPanel(title, says, charts.line_chart(series, "GiB"), tuple(legend), f"at most {peaks[highest]:.3g} GiB, {highest}")
+    stacked = np.stack(list(by_stage.values()))
+    largest, smallest = np.fmax.reduce(stacked), np.fmin.reduce(stacked)
+    if len(by_stage) > 1 and bool(np.all((largest - smallest <= _ALIKE * largest) | ~np.isfinite(largest))):
+        # Processes keep memory that they free, so all stages of a small run have the same peak.
+        says = f"{says} All {len(by_stage)} stages have the same: the processes keep what they free, so the line rises to a plateau."
+        svg = charts.line_chart([Series("every stage", "blue", run.steps, largest)], "GiB")
+        return ReportPanel(title, says, svg, latest=f"at most {peaks[highest]:.3g} GiB")
+    series = [Series(stage, row_of(stage).color, run.steps, values) for stage, values in by_stage.items()]
+    legend = tuple((stage, row_of(stage).color) for stage in by_stage)
+    return ReportPanel(title, says, charts.line_chart(series, "GiB"), legend, f"at most {peaks[highest]:.3g} GiB, {highest}")
 
 
 def idle_panel(run: RunRecord) -> ReportPanel:

@@ -6,8 +6,8 @@ times and memory side by side. The runs' folders are only read.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import numpy as np
 from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
-from megatron_rl.desk.report.health_checks import HealthCheck, health_checks, smooth, smoothing_span
+from megatron_rl.desk.report.health_checks import HealthCheck, health_checks, recent_mean, smooth, smoothing_span
 from megatron_rl.desk.report.html_page import ReportPage, ReportPanel, ReportSection, ReportTable, render
 from megatron_rl.desk.report.resource_panels import early_and_late_lengths
 from megatron_rl.desk.report.run_record import RunRecord, load_run
-from megatron_rl.desk.report.training_panels import SECTIONS
+from megatron_rl.desk.report.training_panels import SECTIONS, Curve, PanelSpec
 from megatron_rl.errors import DataError
 from megatron_rl.schedule.table import ROWS
 from megatron_rl.system.files.atomic_files import write_atomic
@@ -34,7 +34,13 @@ _MINUTES_UP_TO_H = 3.0
 
 
 def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the page of the runs and return its path. Raises DataError, FileNotFoundError and OSError."""
+    """Write the comparison of the runs in ``folders`` to ``path`` and return it.
+
+    Raises:
+        DataError: more runs than colors.
+        FileNotFoundError: a folder that does not exist.
+        OSError: a ``path`` that cannot be written.
+    """
     if len(folders) > _MAX_RUNS:
         raise DataError(f"expected at most {_MAX_RUNS} runs to compare, got {len(folders)}: more lines cannot be distinguished")
     runs = dict(zip(_names(folders), map(load_run, folders), strict=True))
@@ -43,12 +49,21 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
         subtitle=f"megatron_rl · {', '.join(runs)} · written {time.strftime('%Y-%m-%d %H:%M:%S %Z')}",
         headline=(),
         checks=tuple(_checks(runs)),
-        tables=(_run_table(runs), _recipe_table(runs)),
-        sections=tuple(section for section in (*_overlays(runs), _side_by_side(runs)) if section.panels),
+        tables=(_run_table(runs),),
+        sections=tuple((section, panels) for section, panels in _sections(runs) if panels),
+        appendix=(_recipe_table(runs),),
         summary=(),
         config_text="",
     )
     return write_atomic(path, render(page))
+
+
+def _sections(runs: Mapping[str, RunRecord]) -> Iterator[ReportSection]:
+    yield "Over training time", _panels(runs, _OVER_TIME, over_time=True)
+    for title, specs in SECTIONS:
+        yield title, _panels(runs, specs)
+    yield "Lengths and idle times", (*_length_panel(runs), *_panels(runs, _IDLE))
+    yield "Side by side", tuple(_stage_panels(runs))
 
 
 def _names(folders: Sequence[str | Path]) -> list[str]:
@@ -59,7 +74,10 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
-            return names
+            # Parts that all names end with, such as "run", distinguish nothing.
+            tails = zip(*(path.parts[::-1] for path in paths), strict=False)
+            shared = next((index for index, parts in enumerate(tails) if len(set(parts)) > 1), 0)
+            return ["/".join(path.parts[-depth : len(path.parts) - shared]) for path in paths]
     return [str(path) for path in paths]
 
 
@@ -102,7 +120,7 @@ def _run_table(runs: Mapping[str, RunRecord]) -> ReportTable:
 
 def _last(run: RunRecord, metric: str, show: Callable[[float], str]) -> str:
     values = run.finite(metric)
-    return show(float(smooth(values, smoothing_span(len(values)))[-1])) if len(values) else ""
+    return show(recent_mean(values)) if len(values) else ""
 
 
 def _median(run: RunRecord, metric: str, show: Callable[[float], str]) -> str:
@@ -149,43 +167,14 @@ def _as_in_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass(frozen=True)
-class _Chart:
-    """A chart of one metric over all runs."""
-
-    title: str
-    metric: str
-    unit: str
-    percent: bool = False
-    log: bool = False
-    smoothed: bool = False
-    points: bool = False
-    floor: float = -math.inf
-
-
-def _overlays(runs: Mapping[str, RunRecord]) -> list[ReportSection]:
-    """The report's charts, one per line of each panel."""
-    sections = [ReportSection("Over training time", _panels(runs, _OVER_TIME, over_time=True))]
-    for title, specs in SECTIONS:
-        wanted = []
-        for spec in specs:
-            lines = [line for line in spec.lines if line.style != "faint" and _is_logged(runs, line.metric)]
-            for line in lines:
-                name = spec.title if len(lines) == 1 else f"{spec.title}: {line.label}"
-                is_points = line.style == "points"
-                wanted.append(_Chart(name, line.metric, spec.unit, spec.percent, spec.log, line.smoothed, is_points, spec.floor))
-        sections.append(ReportSection(title, _panels(runs, wanted)))
-    return [*sections, ReportSection("Idle", _panels(runs, _IDLE))]
-
-
 _OVER_TIME = (
-    _Chart("Reward", "reward/mean", "reward", smoothed=True),
-    _Chart("Training accuracy", "reward/accuracy", "% correct", percent=True, smoothed=True),
-    _Chart("Evaluation accuracy", "eval/accuracy", "% correct", percent=True, points=True),
+    PanelSpec("Reward", "", "reward", (Curve("reward/mean", "", "", smoothed=True),)),
+    PanelSpec("Training accuracy", "", "% correct", (Curve("reward/accuracy", "", "", smoothed=True),), percent=True),
+    PanelSpec("Evaluation accuracy", "", "% correct", (Curve("eval/accuracy", "", "", "points"),), percent=True),
 )
 _IDLE = (
-    _Chart("Idle share: servers", "time/rollout_idle_share", "% of the step", percent=True, smoothed=True),
-    _Chart("Idle share: trainer ranks", "time/trainer_idle_share", "% of the step", percent=True, smoothed=True),
+    PanelSpec("Idle share: servers", "", "% of the step", (Curve("time/rollout_idle_share", "", "", smoothed=True),), percent=True),
+    PanelSpec("Idle share: trainer ranks", "", "% of the step", (Curve("time/trainer_idle_share", "", "", smoothed=True),), percent=True),
 )
 
 
@@ -193,44 +182,53 @@ def _is_logged(runs: Mapping[str, RunRecord], metric: str) -> bool:
     return any(len(run.finite(metric)) for run in runs.values())
 
 
-def _panels(runs: Mapping[str, RunRecord], wanted: Sequence[_Chart], *, over_time: bool = False) -> tuple[ReportPanel, ...]:
-    return tuple(_overlay(runs, chart, over_time) for chart in wanted if _is_logged(runs, chart.metric))
+def _panels(runs: Mapping[str, RunRecord], specs: Sequence[PanelSpec], *, over_time: bool = False) -> tuple[ReportPanel, ...]:
+    """The report's charts, one per line of each panel."""
+    panels = []
+    for spec in specs:
+        lines = [line for line in spec.lines if line.style != "faint" and _is_logged(runs, line.metric)]
+        for line in lines:
+            title = spec.title if len(lines) == 1 else f"{spec.title}: {line.label}"
+            panels.append(_overlay(runs, replace(spec, title=title), line, over_time))
+    return tuple(panels)
 
 
-def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> ReportPanel:
+def _overlay(runs: Mapping[str, RunRecord], spec: PanelSpec, line: Curve, over_time: bool) -> ReportPanel:
     longest_h = max((float(run.hours()[-1]) for run in runs.values() if len(run.steps)), default=0.0)
     unit, units_per_h = ("hours", 1.0) if longest_h >= _MINUTES_UP_TO_H else ("minutes", 60.0)
     series, legend = [], []
     for (name, run), color in zip(runs.items(), COLORS, strict=False):
-        present = np.isfinite(run.values(chart.metric))
-        values = run.values(chart.metric)[present] * (100.0 if chart.percent else 1.0)
-        if chart.log:
+        present = np.isfinite(run.values(line.metric))
+        values = run.values(line.metric)[present] * (100.0 if spec.percent else 1.0)
+        if spec.log:
             values = np.where(values == 0, np.nan, np.abs(values))
         if not np.isfinite(values).any():
             continue
-        if chart.smoothed:
+        if line.smoothed:
             values = smooth(values, smoothing_span(len(run.steps)))
         positions = (run.hours() * units_per_h if over_time else run.steps)[present]
-        series.append(Series(name, color, positions, np.maximum(values, chart.floor), "points" if chart.points else "line"))
+        series.append(Series(name, color, positions, np.maximum(values, spec.floor), line.style))
         legend.append((name, color))
     if not series:
-        return ReportPanel(chart.title, "", "", missing="Every value is 0.")
+        return ReportPanel(spec.title, "", "", missing="Every value is 0.")
     x_label = f"{unit} of training" if over_time else "training step"
-    svg = charts.line_chart(series, chart.unit, log=chart.log, x_label=x_label)
-    return ReportPanel(chart.title, "Smoothed." if chart.smoothed else "", svg, tuple(legend))
+    svg = charts.line_chart(series, spec.unit, log=spec.log, x_label=x_label)
+    return ReportPanel(spec.title, "Smoothed." if line.smoothed else "", svg, tuple(legend))
 
 
-def _side_by_side(runs: Mapping[str, RunRecord]) -> ReportSection:
-    """Panels of lengths, stage times and memory of each run."""
-    panels = []
+def _length_panel(runs: Mapping[str, RunRecord]) -> Iterator[ReportPanel]:
     late = [(name, color, early_and_late_lengths(run)[1]) for (name, run), color in zip(runs.items(), COLORS, strict=False)]
     lengths = [one for one in late if len(one[2])]
     if lengths:
         svg = charts.histogram_chart([(color, values) for _, color, values in lengths], "tokens")
         legend = tuple((f"{name}, median {compact(float(np.median(values)))}", color) for name, color, values in lengths)
-        panels.append(ReportPanel("Lengths", "Tokens of the responses that finished in the last fifth of the recorded steps.", svg, legend))
+        yield ReportPanel("Lengths", "Tokens of the responses that finished in the last fifth of the recorded steps.", svg, legend)
+
+
+def _stage_panels(runs: Mapping[str, RunRecord]) -> Iterator[ReportPanel]:
+    """Bars of stage times and memory, one per run."""
     for title, says, pattern, unit in (
-        ("Stage times", "Median seconds of a stage; stages overlap.", "time/{}_s", "seconds"),
+        ("Stage times", "Median seconds of a stage over the steps in which it ran; stages overlap.", "time/{}_s", "seconds"),
         ("Device memory", "Maximum over the run, on the rank that used the most.", "memory/{}_device_gib", "GiB"),
         ("Host memory", "Maximum over the run, on the rank that used the most.", "memory/{}_host_gib", "GiB"),
     ):
@@ -239,8 +237,8 @@ def _side_by_side(runs: Mapping[str, RunRecord]) -> ReportSection:
         groups = []
         for run, color in zip(runs.values(), COLORS, strict=False):
             by_stage = [run.finite(pattern.format(stage)) for stage in stages]
-            groups.append((color, [float(pick(values)) if len(values) else math.nan for values in by_stage]))
+            # Evaluations and checkpoints take no time in most steps, so a median over all steps would be 0.
+            groups.append((color, [float(pick(values[values > 0])) if (values > 0).any() else math.nan for values in by_stage]))
         if stages:
             chart = charts.bar_chart(stages, groups, unit)
-            panels.append(ReportPanel(title, says, chart, tuple(zip(runs, COLORS, strict=False)), wide=True))
-    return ReportSection("Side by side", tuple(panels))
+            yield ReportPanel(title, says, chart, tuple(zip(runs, COLORS, strict=False)), wide=True)

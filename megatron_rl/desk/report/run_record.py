@@ -12,6 +12,9 @@ import yaml
 from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics
 from megatron_rl.tracking.timeline import Span, read_timeline
 
+_SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "status.json", ".lock")
+_GENERAL_NAMES = ("run", "output", "outputs")
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -55,17 +58,30 @@ class RunRecord:
 
 def load_run(output_dir: str | Path) -> RunRecord:
     """Read the run's folder. Raises FileNotFoundError if there is no such folder; damaged files count as missing."""
-    folder = Path(output_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: expected the output folder of a run (run.output_dir), but it does not exist")
+    folder = check_run_folder(output_dir)
     config_text = read_text(folder / "config.yaml")
     return record_of(
-        folder.resolve().name,
+        run_name(folder),
         read_metrics(folder / "metrics.jsonl"),
         spans=read_timeline(folder / "timeline.json"),
         config_text=config_text,
         summary=read_summary(folder),
     )
+
+
+def check_run_folder(output_dir: str | Path) -> Path:
+    """Return the folder of a run. Raises FileNotFoundError if it does not exist, is a file, or has no file of a run."""
+    folder = Path(output_dir)
+    if folder.is_dir() and any((folder / name).exists() for name in _SIGNS_OF_A_RUN):
+        return folder
+    found = "a folder without one" if folder.is_dir() else "a file" if folder.exists() else "a path that does not exist"
+    raise FileNotFoundError(f"{folder}: expected the output folder of a run (run.output_dir), got {found}")
+
+
+def run_name(folder: Path) -> str:
+    """The folder's name; with its parent's name if it is as general as "run"."""
+    path = folder.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name in _GENERAL_NAMES else path.name
 
 
 def record_of(

@@ -5,15 +5,14 @@ missing: a panel without data shows the reason. The run may still be running. Sa
 process: figures are plain objects, and the file appears atomically. Takes one to two seconds, mostly to import
 matplotlib and to draw.
 
-The page's samples can be filtered and looked at token by token, without a network. The page holds a bounded part of what is
-stored: some steps from the first to the newest, some responses of each, of long ones step, and the start and end of long ones.
-A token's color shows its advantage, weight version or mismatch.
+The page's samples can be filtered and read token by token, without a network. The page has a bounded part of what is stored: some
+steps from the first to the newest, some responses of each step, and the start and the end of long responses. A token's color
+shows its advantage, weight version or mismatch.
 """
 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.load import flat_params
-from megatron_rl.desk.report.health_checks import health_checks, smooth, smoothing_span
+from megatron_rl.desk.report.health_checks import health_checks, recent_mean
 from megatron_rl.desk.report.html_page import ReportPage, render
 from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.training_panels import report_sections
@@ -40,37 +39,33 @@ VERSIONS = ((140, 190, 245), (245, 205, 120), (205, 175, 245), (130, 215, 210), 
 PAPER = (236, 236, 232)
 
 
-@dataclass(frozen=True)
-class Coloring:
-    """Colors of a response's tokens, with their legend."""
-
-    of_tokens: list[TokenColor | None]
-    """[tokens] colors; None for a token without a value or one that did not train."""
-    legend: tuple[tuple[str, TokenColor], ...]
+Legend = tuple[tuple[str, TokenColor], ...]
 
 
-def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
-    """Colors for the tokens of ``row``, which comes from ``whole_rows``. ``by``: advantage, version, mismatch or none."""
-    length = row["length"]
-    legend: tuple[tuple[str, TokenColor], ...]
+def token_colors(row: Mapping[str, Any], by: str) -> tuple[list[TokenColor | None], Legend]:
+    """Colors for the tokens of ``row``, which comes from ``whole_rows``. ``by``: advantage, version, mismatch or none.
+
+    Returns ([tokens] colors, legend). A token without a value or one that did not train has the color None.
+    """
+    legend: Legend
     if by == "advantage":
         advantages = advantages_of(row)
         scale = _scale(np.abs(advantages))
         legend = ((f"+{scale:.2g}", GOOD), (f"-{scale:.2g}", BAD), ("0", PAPER))
-        return Coloring([_shade(one / scale, GOOD, BAD) for one in advantages.tolist()], legend if np.isfinite(advantages).any() else ())
+        return [_shade(one / scale, GOOD, BAD) for one in advantages.tolist()], legend if np.isfinite(advantages).any() else ()
     if by == "mismatch":
         gaps = np.abs(mismatch_of(row))
         scale = _scale(gaps)
         legend = ((f"{scale:.2g} difference", APART), ("0", PAPER))
-        return Coloring([_shade(one / scale, APART, APART) for one in gaps.tolist()], legend if np.isfinite(gaps).any() else ())
+        return [_shade(one / scale, APART, APART) for one in gaps.tolist()], legend if np.isfinite(gaps).any() else ()
     if by == "version":
         colors: list[TokenColor | None] = []
         versions = sorted({s["weight_version"] for s in row["segments"] if s["role"] != "environment" and s["num_tokens"]})
         for segment in row["segments"]:
             color = None if segment["role"] == "environment" else VERSIONS[segment["weight_version"] % len(VERSIONS)]
             colors += [color] * segment["num_tokens"]
-        return Coloring(colors, tuple((f"weights {version}", VERSIONS[version % len(VERSIONS)]) for version in versions))
-    return Coloring([None] * length, ())
+        return colors, tuple((f"weights {version}", VERSIONS[version % len(VERSIONS)]) for version in versions)
+    return [None] * row["length"], ()
 
 
 def advantages_of(row: Mapping[str, Any]) -> np.ndarray:
@@ -90,7 +85,7 @@ def _scale(sizes: np.ndarray) -> float:
 
 
 def _shade(share: float, positive: TokenColor, negative: TokenColor) -> TokenColor | None:
-    """A color between paper at 0 and full color at 1 or -1; None for NaN."""
+    """RGB color of ``share``: paper at 0, ``positive`` from 1, ``negative`` from -1, mixed between them; None for NaN."""
     if share != share:
         return None
     full, part = (positive if share > 0 else negative), min(abs(share), 1.0)
@@ -140,8 +135,7 @@ def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
         tiles.append(("Evaluation accuracy", newest, remark))
     rewards = run.finite("reward/mean")
     if len(rewards):
-        smoothed = smooth(rewards, smoothing_span(len(rewards)))
-        tiles.append(("Reward", f"{smoothed[-1]:.3f}", f"from {rewards[0]:.3f}, smoothed"))
+        tiles.append(("Reward", f"{recent_mean(rewards):.3f}", f"from {rewards[0]:.3f}, smoothed"))
     total = run.setting("run.num_steps")
     last_step = int(run.steps[-1]) if len(run.steps) else 0
     tiles.append(("Step", str(last_step), f"of {total}" if total else ""))

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
-from megatron_rl.desk.report.health_checks import smooth, smoothing_span
+from megatron_rl.desk.report.health_checks import recent_mean, smooth, smoothing_span
 from megatron_rl.desk.report.html_page import ReportPanel, ReportSection
 from megatron_rl.desk.report.resource_panels import idle_panel, length_panel, memory_panel, rank_panel
 from megatron_rl.desk.report.run_record import RunRecord
@@ -23,7 +23,9 @@ _COLORS = ("orange", "blue", "green", "violet", "teal", "red", "pink", "yellow")
 
 
 @dataclass(frozen=True)
-class _Curve:
+class Curve:
+    """A metric of a panel, and how its line is drawn."""
+
     metric: str
     label: str
     color: str
@@ -35,12 +37,15 @@ class _Curve:
 
 
 @dataclass(frozen=True)
-class _PanelSpec:
+class PanelSpec:
+    """A panel: its texts, axis and curves."""
+
     title: str
     says: str
     unit: str
-    lines: tuple[_Curve, ...]
-    missing: str
+    lines: tuple[Curve, ...]
+    missing: str = ""
+    """Text of the panel if no step has logged its metrics."""
     percent: bool = False
     log: bool = False
     """True for a logarithmic axis of absolute values; zeros are not drawn."""
@@ -53,139 +58,138 @@ class _PanelSpec:
 
 
 _LEARNING = (
-    _PanelSpec(
+    PanelSpec(
         "Reward", "Mean reward of the responses that finished in a step.", "reward",
         (
-            _Curve("reward/mean", "reward", "blue", smoothed=True),
-            _Curve("dynamic_sampling/reward_mean", "discarded groups included", "teal", smoothed=True),
+            Curve("reward/mean", "reward", "blue", smoothed=True),
+            Curve("dynamic_sampling/reward_mean", "discarded groups included", "teal", smoothed=True),
         ),
         "No step has scored a response yet.",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation "
         "prompts, with a band of one standard error.",
         "% correct",
         (
-            _Curve("reward/accuracy", "training", "blue", smoothed=True),
-            _Curve("eval/accuracy", "evaluation", "orange", "points", spread="eval/accuracy_stderr"),
+            Curve("reward/accuracy", "training", "blue", smoothed=True),
+            Curve("eval/accuracy", "evaluation", "orange", "points", spread="eval/accuracy_stderr"),
         ),
         "Neither training nor evaluation has logged an accuracy.", percent=True,
     ),
-    _PanelSpec(
+    PanelSpec(
         "Response length", "Tokens of the responses that finished.", "tokens",
         (
-            _Curve("rollout/response_tokens_mean", "mean", "blue"),
-            _Curve("rollout/response_tokens_max", "longest", "grey", "faint"),
-            _Curve("eval/response_tokens_mean", "evaluation", "orange", "points"),
+            Curve("rollout/response_tokens_mean", "mean", "blue"),
+            Curve("rollout/response_tokens_max", "longest", "grey", "faint"),
+            Curve("eval/response_tokens_mean", "evaluation", "orange", "points"),
         ),
         "No response has finished yet.",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Finished share", "Fraction of slots whose response finished within the step; the rest continue in the next step.",
         "% of slots",
-        (_Curve("rollout/finished_share", "finished", "teal", smoothed=True),),
+        (Curve("rollout/finished_share", "finished", "teal", smoothed=True),),
         "The steps have not logged rollout/finished_share.", percent=True,
     ),
 )
 _LOSSES = (
-    _PanelSpec(
+    PanelSpec(
         "Advantages", "Mean and standard deviation. Unfinished windows should stay near those of finished responses.",
         "advantage",
         (
-            _Curve("advantage/finished_mean", "finished", "blue", spread="advantage/finished_std"),
-            _Curve("advantage/unfinished_mean", "unfinished", "orange", spread="advantage/unfinished_std"),
+            Curve("advantage/finished_mean", "finished", "blue", spread="advantage/finished_std"),
+            Curve("advantage/unfinished_mean", "unfinished", "orange", spread="advantage/unfinished_std"),
         ),
         "The steps have not logged advantages.", zero_line="0",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Explained variance", "Fraction of the returns' variance that the critic predicts: 0 is as good as their mean. "
         "Values below -1 are clipped.", "explained variance",
-        (_Curve("critic/explained_variance", "critic", "violet", smoothed=True),),
+        (Curve("critic/explained_variance", "critic", "violet", smoothed=True),),
         "No critic update yet: it takes finished responses (and a critic).", floor=-1.0, zero_line="no better than the mean",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Policy KL", "KL divergence of the updated policy from the policy that generated.", "KL (nats per token)",
-        (_Curve("policy/kl", "policy KL", "green"),),
+        (Curve("policy/kl", "policy KL", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Entropy", "At 0 the policy no longer explores.", "entropy (nats per token)",
-        (_Curve("policy/entropy", "entropy", "green"),),
+        (Curve("policy/entropy", "entropy", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Clip fraction", "Fraction of tokens whose ratio left the clip range.", "% of tokens",
         (
-            _Curve("policy/clip_fraction", "clipped", "green"),
-            _Curve("policy/clip_fraction_low", "at the lower bound", "yellow"),
+            Curve("policy/clip_fraction", "clipped", "green"),
+            Curve("policy/clip_fraction_low", "at the lower bound", "yellow"),
         ),
         "No policy update yet (critic warm-up?).", percent=True,
     ),
-    _PanelSpec(
+    PanelSpec(
         "Gradient norm", "Norm of the gradient before clipping.", "L2 norm",
         (
-            _Curve("policy/grad_norm", "policy", "green"),
-            _Curve("critic/grad_norm", "critic", "violet"),
+            Curve("policy/grad_norm", "policy", "green"),
+            Curve("critic/grad_norm", "critic", "violet"),
         ),
         "No update yet.", log=True,
     ),
 )
 _METHODS = (
-    _PanelSpec(
+    PanelSpec(
         "Reference KL", "KL divergence of the generating policy from the reference.", "KL (nats per token)",
-        (_Curve("kl/reference_per_token", "KL", "green"),), "",
+        (Curve("kl/reference_per_token", "KL", "green"),),
     ),
-    _PanelSpec(
+    PanelSpec(
         "Groups by outcome", "Dynamic sampling trains only on mixed groups.", "% of groups",
         (
-            _Curve("dynamic_sampling/useful_share", "mixed", "blue"),
-            _Curve("dynamic_sampling/all_right_share", "all right", "green"),
-            _Curve("dynamic_sampling/all_wrong_share", "all wrong", "red"),
+            Curve("dynamic_sampling/useful_share", "mixed", "blue"),
+            Curve("dynamic_sampling/all_right_share", "all right", "green"),
+            Curve("dynamic_sampling/all_wrong_share", "all wrong", "red"),
         ),
-        "", percent=True,
+        percent=True,
     ),
-    _PanelSpec(
+    PanelSpec(
         "Dialogues", "Fraction of correct first answers, final answers and verdicts.", "% of dialogues",
         (
-            _Curve("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
-            _Curve("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
-            _Curve("dialogue/verifier_accuracy", "verdict", "violet", smoothed=True),
+            Curve("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
+            Curve("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
+            Curve("dialogue/verifier_accuracy", "verdict", "violet", smoothed=True),
         ),
-        "", percent=True,
+        percent=True,
     ),
-    _PanelSpec(
+    PanelSpec(
         "Critic along the response", "Return minus value in the quarters of a response: a slope shows initialization bias.",
         "return - value",
         (
-            _Curve("critic/advantage_q1", "first quarter", "blue", smoothed=True),
-            _Curve("critic/advantage_q4", "last quarter", "orange", smoothed=True),
+            Curve("critic/advantage_q1", "first quarter", "blue", smoothed=True),
+            Curve("critic/advantage_q4", "last quarter", "orange", smoothed=True),
         ),
-        "", zero_line="unbiased",
+        zero_line="unbiased",
     ),
-    _PanelSpec(
+    PanelSpec(
         "Judge", "How often both orders of a pair agree, and the gap between them.", "share",
         (
-            _Curve("reward/swap_consistency", "swap consistency", "green", smoothed=True),
-            _Curve("reward/position_gap", "position gap", "red", smoothed=True),
+            Curve("reward/swap_consistency", "swap consistency", "green", smoothed=True),
+            Curve("reward/position_gap", "position gap", "red", smoothed=True),
         ),
-        "",
     ),
 )
 """Panels shown only if the run logged their metrics."""
 _ENGINE = (
-    _PanelSpec(
+    PanelSpec(
         "Servers and trainer", "Absolute difference between SGLang's and Megatron's log-probs of the same tokens. "
         "The curves should stay flat.", "nats",
         (
-            _Curve("mismatch/max_abs_log_ratio", "largest", "red"),
-            _Curve("mismatch/kl", "KL", "blue"),
-            _Curve("mismatch/k3", "k3", "teal"),
+            Curve("mismatch/max_abs_log_ratio", "largest", "red"),
+            Curve("mismatch/kl", "KL", "blue"),
+            Curve("mismatch/k3", "k3", "teal"),
         ),
         "The steps have not logged mismatch/*.", log=True, limit=MAX_MISMATCH,
     ),
-    _PanelSpec(
+    PanelSpec(
         "Throughput", "Generated tokens per second of the whole step.", "tokens per second",
-        (_Curve("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
+        (Curve("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
         "The steps have not logged step/tokens_per_s.",
     ),
 )
@@ -198,34 +202,34 @@ SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods",
 def report_sections(run: RunRecord) -> tuple[ReportSection, ...]:
     """All panels of a run in the page's order, without the panels of methods that the run does not use."""
     return (
-        ReportSection("Learning", (*(_panel(run, spec) for spec in _LEARNING), length_panel(run))),
-        ReportSection("Policy and critic", tuple(_panel(run, spec) for spec in _LOSSES)),
+        ("Learning", (*(_panel(run, spec) for spec in _LEARNING), length_panel(run))),
+        ("Policy and critic", tuple(_panel(run, spec) for spec in _LOSSES)),
         *_methods(run),
-        ReportSection("Servers and resources", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
-        ReportSection("Time", (_stage_panel(run), rank_panel(run), _timeline_panel(run))),
+        ("Servers and resources", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
+        ("Time", (_stage_panel(run), rank_panel(run), _timeline_panel(run))),
     )
 
 
 def _methods(run: RunRecord) -> list[ReportSection]:
     logged = [spec for spec in (*_evaluation_specs(run), *_METHODS) if any(len(run.finite(line.metric)) for line in spec.lines)]
-    return [ReportSection("Methods", tuple(_panel(run, spec) for spec in logged))] if logged else []
+    return [("Methods", tuple(_panel(run, spec) for spec in logged))] if logged else []
 
 
-def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
+def _evaluation_specs(run: RunRecord) -> list[PanelSpec]:
     """Panels of evaluations with several sets, or with several responses per prompt."""
     sets = tuple(
-        _Curve(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
+        Curve(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
         for name, color in zip(evaluation_sets(run.columns), cycle(_COLORS), strict=False)
     )
     best = sorted((name for name in run.columns if name.startswith("eval/pass@")), key=lambda name: int(name[10:]))
-    ks = tuple(_Curve(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
+    ks = tuple(Curve(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
     return [
-        _PanelSpec("Evaluation by set", "Accuracy of each set, with a band of one standard error.", "% correct", sets, "", percent=True),
-        _PanelSpec("Best of k", "Expected accuracy of the best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
+        PanelSpec("Evaluation by set", "Accuracy of each set, with a band of one standard error.", "% correct", sets, percent=True),
+        PanelSpec("Best of k", "Expected accuracy of the best of k responses to an evaluation prompt.", "% correct", ks, percent=True),
     ]
 
 
-def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
+def _panel(run: RunRecord, spec: PanelSpec) -> ReportPanel:
     scale = 100.0 if spec.percent else 1.0
     series, legend = [], []
     newest = ""
@@ -238,11 +242,8 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
             continue
         series += _series(run, line, np.maximum(values, spec.floor), scale)
         legend.append((line.label, line.color))
-        # The title shows the newest value of the first line that has data.
-        if not newest:
-            step = int(run.steps[logged][-1])
-            last = run.values(line.metric)[logged][-1] * scale
-            newest = f"{compact(float(last))}{' %' if spec.percent else ''} at step {step}"
+        # The title shows the first line that has data.
+        newest = newest or _newest_text(run, line, "%" if spec.percent else "")
     if not series:
         all_zero = spec.log and any(len(run.finite(line.metric)) for line in spec.lines)
         missing = "Every value is 0." if all_zero else spec.missing
@@ -258,7 +259,17 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
     return ReportPanel(spec.title, spec.says, svg, tuple(legend), newest)
 
 
-def _series(run: RunRecord, line: _Curve, values: np.ndarray, scale: float) -> list[Series]:
+def _newest_text(run: RunRecord, line: Curve, unit: str) -> str:
+    """The last point of an evaluation; otherwise a mean over the newest steps, because a single step says little."""
+    values = run.finite(line.metric) * (100.0 if unit else 1.0)
+    unit = f" {unit}" if unit else ""
+    if line.style == "points":
+        return f"{compact(float(values[-1]))}{unit} at step {int(run.steps[np.isfinite(run.values(line.metric))][-1])}"
+    span = min(smoothing_span(len(run.steps)), len(values))
+    return f"{compact(recent_mean(values))}{unit}{f' (mean of {span} steps)' if span > 1 else ''}"
+
+
+def _series(run: RunRecord, line: Curve, values: np.ndarray, scale: float) -> list[Series]:
     if line.smoothed:
         present = np.isfinite(values)
         steps, values = run.steps[present], values[present]
@@ -331,5 +342,3 @@ def _timeline_panel(run: RunRecord) -> ReportPanel:
     stages = in_table_order({span.name for span in window})
     legend = tuple((stage, row_of(stage).color) for stage in stages)
     return ReportPanel(title, says, charts.timeline_chart(window, lanes, OVERLAP), legend, latest, wide=True)
-
-

@@ -1,6 +1,6 @@
 """Runs the step graph on a simulated clock: the run's own ``Frontier`` starts stages, and durations end them. Pure.
 
-Each stage wants a number of cores (``StageLoad.cores``). While the running stages want more than the node has, all of them
+Each stage uses a number of cores (``StageLoad.cores``). While the running stages need more than the node has, all of them
 slow down by the same factor, as under a fair scheduler. While weights are published into a window, its servers pause.
 """
 
@@ -47,8 +47,8 @@ def run_clock(
 ) -> list[Span]:
     """Return the spans of all stages of steps 0..num_steps-1, in the order in which they end; spans count steps from 1.
 
-    ``load_of`` is called when a stage starts, and so for each stage in the order of the steps. ``cores``: cores of the node, 0 for
-    no limit; stages that nearly fill them run at ``overlap_rate`` of their share. ``between_s``: seconds before each stage
+    ``load_of`` is called when a stage starts, for each stage in the order of the steps. ``cores``: cores of the node, 0 for
+    no limit; stages that nearly fill the cores run at ``overlap_rate`` of their share. ``between_s``: seconds before each stage
     starts to work.
     """
     frontier = Frontier(graph, 0, num_steps - 1)

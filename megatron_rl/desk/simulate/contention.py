@@ -1,6 +1,6 @@
-"""Contention of generation and training for one node's cores: the cores that each wants, and their mutual slowdown.
+"""Contention of generation and training for one node's cores: the cores that each uses, and their mutual slowdown.
 
-The timeline has the CPU seconds of a stage; divided by its seconds without contention, they are the cores that it wants.
+The timeline has the CPU seconds of a stage; divided by its seconds without contention, they are the cores that the stage uses.
 While generation overlaps trainer stages, all of them are assumed to run at a common rate r:
 
     r = k min(1, cores / (servers * c_g + c_t)), c = CPU seconds / seconds alone, seconds alone = measured - overlap (1 - r)
@@ -21,7 +21,7 @@ from megatron_rl.tracking.timeline import Span
 
 _LEAST_RATE = 0.25
 _FULL_RATE = 0.8
-"""Measured on two cores of a shared machine."""
+"""Rate on full cores, measured on two cores of a shared machine."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Contention:
 
     @property
     def wanted(self) -> float:
-        """Cores that all servers and the trainer want together, at ``rate``."""
+        """Cores that all servers and the trainer need together, at ``rate``."""
         lost_s = (1 - self.rate) * self.overlap_s
         server = sum(map(_cpu_s, self.generate)) / max(self.busy_s - self.num_servers * lost_s, 1e-9)
         # If some trainer stages overlap generation, only those count.
@@ -60,7 +60,7 @@ class Contention:
 
     @property
     def share_of_cores(self) -> float:
-        """Share of the wanted cores that each gets while they overlap."""
+        """Share of the needed cores that each gets while servers and trainer overlap."""
         return min(1.0, self.cores / max(self.wanted, 1e-9)) if self.cores else 1.0
 
     @property
@@ -100,7 +100,7 @@ class Contention:
 
 
 def fit_contention(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
-    """Fit the rate to the CPU seconds."""
+    """Fit the common rate of overlapping stages to their recorded CPU seconds; 1 without enough overlap. Only ``steps`` count."""
     chosen = set(steps)
     generate = [span for span in run.spans if span.name == GENERATE and span.step in chosen]
     trainer = [span for span in run.spans if span.lane == "trainer" and span.args.get("cpu_s") and span.step in chosen]
@@ -134,19 +134,14 @@ def _seconds(span: Span) -> float:
     return span.end_s - span.start_s
 
 
-def _overlap_s(span: Span, others: Sequence[Span]) -> float:
-    return sum(
-        max(min(span.end_s, o.end_s) - max(span.start_s, o.start_s), 0.0) for o in others if abs(o.step - span.step) < 3
-    )
-
-
 def _beside_s(spans: Sequence[Span], others: Sequence[Span]) -> dict[tuple[str, int], float]:
-    """Return the seconds that each of ``spans`` overlapped ``others``, by (name, step); only neighboring steps are compared."""
+    """Return the seconds that each of ``spans`` overlapped ``others``, by (name, step), for steps at most 2 apart."""
     by_step: dict[int, list[Span]] = {}
     for other in others:
         by_step.setdefault(other.step, []).append(other)
     found: dict[tuple[str, int], float] = {}
     for span in spans:
         near = [other for step in range(span.step - 2, span.step + 3) for other in by_step.get(step, ())]
-        found[span.name, span.step] = found.get((span.name, span.step), 0.0) + _overlap_s(span, near)
+        overlap_s = sum(max(min(span.end_s, o.end_s) - max(span.start_s, o.start_s), 0.0) for o in near)
+        found[span.name, span.step] = found.get((span.name, span.step), 0.0) + overlap_s
     return found

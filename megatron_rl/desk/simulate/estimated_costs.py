@@ -1,13 +1,14 @@
 """Estimates the costs of a run without measurements: from the model's config.json, the layout and a GPU's peaks. Pure.
 
-The formulas of ``megatron_rl.desk.costs``; docs/estimates.md says how far they are from what others measured.
+The formulas are in ``megatron_rl.desk.costs``; docs/estimates.md compares them with published measurements.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from megatron_rl.config.derived import bucket_bytes, server_placement
+from megatron_rl.config.derived import bucket_bytes, shares_devices
 from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
@@ -15,7 +16,6 @@ from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.run_memory import memory_fraction
 from megatron_rl.desk.costs.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
 from megatron_rl.desk.costs.training_time import REINFORCEMENT, publish_seconds, training_seconds
-from megatron_rl.desk.costs.training_time import TrainingBatchWork as Batch
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.family import ModelConfig
@@ -29,17 +29,14 @@ _NODES = tuple(2.0**power for power in range(13))
 def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> Timing:
     """Estimate a run's costs. ``facts``: the policy's model facts, read from policy.path if None.
 
-    Raises ConfigError where the configuration does not say enough, ModelError for what policy.path holds.
+    Raises ConfigError for an incomplete configuration, ModelError for an invalid model in policy.path.
     """
-    parallel, size = config.parallel, config.rollout.tensor_parallel_size
+    parallel = config.parallel
     if not parallel.num_ranks:
-        raise ConfigError("parallel.num_ranks=0: expected the number of trainer ranks, to estimate their seconds")
+        raise ConfigError("parallel.num_ranks=0: expected the number of trainer ranks, which the estimate needs")
     if problems := [*layout_problems(parallel, parallel.num_ranks)]:
         raise ConfigError("\n".join(problems))
     model = facts or _model(config)
-    curve = decode_curve(model, gpu, num_gpus=size)
-    # A sequence of no tokens costs nothing, and a step is linear in the tokens that it reads.
-    context_s = (curve(1, 1000) - curve(1, 0)) / 1000
     critic = critic_layout(config)
 
     def passes(number: float, layout: ParallelConfig = parallel) -> LinearCost:
@@ -48,7 +45,7 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
     forward = {False: passes(1.0), True: passes(1.0, critic)}
 
     def stage(row: StageRow) -> LinearCost:
-        is_critic = row.model in ("critic", "process")  # the two lie by the critic's layout
+        is_critic = row.model in ("critic", "process")  # both use the critic's layout
         match row.work:
             case DeviceWork.none:
                 return LinearCost()
@@ -62,10 +59,18 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
             case other:
                 assert_never(other)
 
+    stages = {row.name: stage(row) for row in ROWS if row.work is not DeviceWork.none}
+    return replace(server_timing(model, gpu, config.rollout.tensor_parallel_size), stages=stages)
+
+
+def server_timing(model: ModelConfig, gpu: Gpu, num_gpus: int) -> Timing:
+    """Estimate the costs of one server of ``num_gpus`` GPUs."""
+    curve = decode_curve(model, gpu, num_gpus=num_gpus)
+    # A decode step is linear in the tokens that it reads, so two lengths give its slope.
+    context_s = (curve(1, 1000) - curve(1, 0)) / 1000
     return Timing(
         decode=Decode(_NODES, tuple(curve(running, 0) for running in _NODES), context_s),
-        prefill=_quadratic(lambda length: prefill_seconds(model, gpu, num_gpus=size, lengths=[length])),
-        stages={row.name: stage(row) for row in ROWS if row.work is not DeviceWork.none},
+        prefill=_quadratic(lambda length: prefill_seconds(model, gpu, num_gpus=num_gpus, lengths=[length])),
     )
 
 
@@ -78,7 +83,7 @@ def estimated_kv_tokens(config: Config, gpu: Gpu, facts: ModelConfig | None = No
         missing = -tokens * kv_bytes(model, size) / 1e9
         raise ConfigError(
             f"rollout.tensor_parallel_size={size}: the model's weights leave no room for a KV cache, {missing:.0f} GB too "
-            f"many on each GPU with mem-fraction-static {fraction:g}; raise one of them"
+            f"much on each GPU with mem-fraction-static {fraction:g}; raise one of these two keys"
         )
     return tokens
 
@@ -86,7 +91,7 @@ def estimated_kv_tokens(config: Config, gpu: Gpu, facts: ModelConfig | None = No
 def _model(config: Config) -> ModelConfig:
     if not (Path(config.policy.path) / "config.json").is_file():
         raise ConfigError(
-            f"policy.path={config.policy.path!r}: expected a folder with the model's config.json, to estimate what it costs"
+            f"policy.path={config.policy.path!r}: expected a folder with the model's config.json, which the estimate needs"
         )
     return as_config(read_model_json(config.policy.path))
 
@@ -94,10 +99,10 @@ def _model(config: Config) -> ModelConfig:
 def _passes(
     model: ModelConfig, gpu: Gpu, layout: ParallelConfig, number: float, num_ranks: int, pack_tokens: int
 ) -> LinearCost:
-    """Return the cost of ``number`` forward passes on all ranks. Filling and draining a pipeline is a fixed cost of its own."""
+    """Return the cost of ``number`` forward passes on all ranks. Filling and draining a pipeline is a separate fixed cost."""
 
     def seconds(length: int, ranks: int = num_ranks) -> float:
-        return training_seconds(model, layout, gpu, Batch([length], number), num_ranks=ranks, efficiency=REINFORCEMENT)
+        return training_seconds(model, layout, gpu, [length], num_ranks=ranks, passes=number, efficiency=REINFORCEMENT)
 
     cost = _quadratic(seconds)
     per_pack = cost.token_s * pack_tokens * num_ranks / ranks_of_replica(layout)
@@ -120,7 +125,7 @@ def _publish_s(config: Config, model: ModelConfig, gpu: Gpu) -> float:
         2 * num_parameters(model),
         gpu,
         # Colocated servers read their shards on the device; the gather before it is the same.
-        way="point_to_point" if server_placement(config.rollout).shares_devices else "broadcast",
+        way="point_to_point" if shares_devices(config.rollout) else "broadcast",
         num_stages=config.parallel.pipeline_parallel_size,
         num_server_gpus=size * number,
         gpus_per_server=size,

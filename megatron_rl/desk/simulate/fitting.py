@@ -54,9 +54,9 @@ def robust(
     expected: np.ndarray | None = None,
     num_rounds: int = 4,
 ) -> np.ndarray:
-    """Same as ``nonnegative``, but with Huber's weights: beyond 2 deviations a row counts with its residual's first power.
+    """Same as ``nonnegative``, but with Huber's loss: quadratic up to residuals of 2 deviations, linear beyond.
 
-    ``expected``: [features] coefficients that the found ones are drawn to a little, which decides what the rows leave open.
+    ``expected``: [features] coefficients of a weak ridge penalty, which decides where the rows do not.
     """
     anchors, anchored, anchor_weights = features[:0], targets[:0], weights[:0]
     if expected is not None:
@@ -81,10 +81,10 @@ def robust(
 
 
 def mixture(units: Mapping[str, np.ndarray], measured: np.ndarray, prior: Mapping[str, float]) -> dict[str, float]:
-    """Return the cost of each unit so that the costs add up to the measurements; the mean is preserved.
+    """Fit the seconds per unit, at least 0, with which the ``units`` explain the ``measured`` seconds; the mean is met exactly.
 
-    units: name -> [measurements]. ``prior``: the part of the mean that each unit has where the measurements do not tell
-    them apart, because all of them are alike.
+    units: name -> [measurements] amounts. ``prior``: seconds of the mean expected for each unit; they decide if the
+    measurements are too alike to separate the units.
     """
     mean = float(measured.mean())
     matrix = np.stack(list(units.values()), axis=1)

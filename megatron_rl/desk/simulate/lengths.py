@@ -40,7 +40,7 @@ def empirical(values: np.ndarray, text: str) -> LengthDistribution:
 
 
 def read_lengths(path: Path) -> LengthDistribution:
-    """Read a file with one length per line, or the array of a .npy file."""
+    """Read a file with one length per line, or the array of a .npy file. Raises UserError if it has no valid lengths."""
     try:
         if path.suffix == ".npy":
             values = np.load(path, allow_pickle=False)
@@ -58,14 +58,14 @@ def named_lengths(words: str) -> LengthDistribution:
     name, _, rest = words.partition(":")
     if name not in _KINDS:
         raise UserError(
-            f"--lengths {words}: {name!r} is no distribution and no file; expected one of "
+            f"--lengths {words}: {name!r} is neither a distribution nor a file; expected one of "
             f"{', '.join(f'{kind}:{keys}' for kind, (keys, _) in _KINDS.items())}, or a file with one length per line"
         )
     keys, make = _KINDS[name]
     options = _options(words, rest)
     known = {key.strip("[]").split("=")[0] for part in keys.split(",") for key in part.split("|")}
     if unknown := sorted(set(options) - known):
-        raise UserError(f"--lengths {words}: {name} knows no {', '.join(unknown)}; it takes {keys}")
+        raise UserError(f"--lengths {words}: {name} does not take {', '.join(unknown)}; it takes {keys}")
     try:
         quantile = make(options)
     except (KeyError, ValueError) as error:
@@ -84,13 +84,13 @@ def _fixed(options: Mapping[str, float]) -> _Quantile:
 
 def _uniform(options: Mapping[str, float]) -> _Quantile:
     low, high = options.get("min", 1.0), options["max"]
-    _expect(low <= high, f"min={low:g} lies above max={high:g}")
+    _expect(low <= high, f"min={low:g} is above max={high:g}")
     return lambda u: low - 1 + u * (high - low + 1)
 
 
 def _normal(options: Mapping[str, float]) -> _Quantile:
     mean, std, high = options["mean"], options["std"], options.get("max", _NO_MAX)
-    _expect(mean < high, f"mean={mean:g} does not lie below max={high:g}")
+    _expect(mean < high, f"mean={mean:g} is not below max={high:g}")
     return lambda u: np.minimum(mean + std * _normal_quantile(u), high)
 
 
@@ -114,16 +114,16 @@ def _pareto(options: Mapping[str, float]) -> _Quantile:
 
     if "min" in options:
         _expect("mean" not in options, "min and mean exclude each other")
-        _expect(options["min"] <= high, f"min={options['min']:g} lies above max={high:g}")
+        _expect(options["min"] <= high, f"min={options['min']:g} is above max={high:g}")
         return with_min(options["min"])
-    _expect(shape > 1 or high < _NO_MAX, f"with shape={shape:g} there is no mean without a max")
+    _expect(shape > 1 or high < _NO_MAX, f"with shape={shape:g} the mean is infinite without a max")
     return with_min(_scale_for(options["mean"], high, with_min))
 
 
 def _bimodal(options: Mapping[str, float]) -> _Quantile:
     share, long = options["share"], options["long"]
     _expect(share <= 1, f"share={share:g} is more than 1")
-    _expect(options["short"] <= long, f"short={options['short']:g} lies above long={long:g}")
+    _expect(options["short"] <= long, f"short={options['short']:g} is above long={long:g}")
     short = _lognormal({"median": options["short"], "sigma": options.get("sigma", 0.5), "max": long})
 
     def quantile(u: np.ndarray) -> np.ndarray:
@@ -165,7 +165,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 def _scale_for(mean: float, high: float, family: Callable[[float], _Quantile]) -> float:
     """Find the scale at which the family's mean, truncated at ``high``, is ``mean``, by bisection on the logarithm."""
-    _expect(mean < high, f"mean={mean:g} does not lie below max={high:g}")
+    _expect(mean < high, f"mean={mean:g} is not below max={high:g}")
     low_log, high_log = np.log(mean) - 30.0, np.log(min(high, _NO_MAX))
     for _ in range(60):
         middle = (low_log + high_log) / 2

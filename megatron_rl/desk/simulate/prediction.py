@@ -20,6 +20,8 @@ from megatron_rl.tracking.timeline import Span
 
 @dataclass(frozen=True)
 class Workload:
+    """The lengths of responses and prompts."""
+
     lengths: LengthDistribution
     """Distribution of response lengths."""
     prompts: LengthDistribution
@@ -134,6 +136,8 @@ def _squares(rows: SlotResponses) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
+    """The simulated steps of a scenario."""
+
     scenario: Scenario
     spans: Sequence[Span]
     works: Sequence[StepWork]
@@ -153,7 +157,7 @@ class Prediction:
 def predict(
     scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int, first: int | None = None
 ) -> Prediction:
-    """Predict ``num_steps`` steps. Steps from ``first`` count; by default, steps after the slots have become stationary."""
+    """Simulate ``num_steps`` steps; means include those from ``first``, by default from ``scenario.num_settling_steps``."""
     works = simulated_works(scenario, workload, timing, num_steps=num_steps, seed=seed)
     return on_clock(scenario, works, timing, first=first)
 
@@ -220,13 +224,16 @@ def compute_means(prediction: Prediction) -> PredictedMeans:
     for span in counted:
         stage_s[span.name] += (span.end_s - span.start_s) / count
 
+    # What overlaps the last step belongs to a step that does not exist.
+    whole_s = float(ends[-2]) if count > 1 else end_s
+
     def idle(lane: str) -> float:
         busy = sum(
-            max(min(span.end_s, end_s) - max(span.start_s, begin_s), 0.0)
+            max(min(span.end_s, whole_s) - max(span.start_s, begin_s), 0.0)
             for span in prediction.spans
             if span.lane == lane
         )
-        return max(1 - busy / wall_s, 0.0)
+        return max(1 - busy / (whole_s - begin_s), 0.0)
 
     def total(name: str) -> float:
         return float(sum(getattr(work, name) for work in works))

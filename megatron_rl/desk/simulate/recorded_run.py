@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.desk.simulate.lengths import LengthDistribution, empirical
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schedule_facts import Overlap, overlap_of
+from megatron_rl.config.schema import Config
+from megatron_rl.desk.simulate.lengths import LengthDistribution, empirical, named_lengths, read_lengths
 from megatron_rl.errors import UserError
 from megatron_rl.schedule.table import GENERATE, LAST, PUBLISH
 from megatron_rl.tracking.timeline import Span, read_timeline
+
+DEFAULT_PROMPTS = "fixed:length=200"
+"""Prompt lengths of a run that does not record its prompts."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,15 @@ class RequestRound:
     held: np.ndarray
     new: np.ndarray
     ended: np.ndarray
-    """bool"""
+    """True for responses that ended in this round."""
     seconds: np.ndarray
     """Seconds from arrival at the server to the last token; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
+    """A finished run's spans."""
+
     folder: Path
     spans: Sequence[Span]
     """Spans of completed steps, in the order of their starts."""
@@ -54,7 +62,7 @@ class RecordedRun:
         if name == GENERATE:
             windows = self.by_name(name)
             for publish in self.by_name(PUBLISH).values():
-                window = windows.get(publish.step + 1)  # the only one that it can meet
+                window = windows.get(publish.step + 1)  # the only window that this publish can overlap
                 if window is not None:
                     found[window.step] -= max(min(window.end_s, publish.end_s) - max(window.start_s, publish.start_s), 0.0)
         return found
@@ -84,7 +92,7 @@ def read_run(folder: Path) -> RecordedRun:
     path = folder / "timeline.json"
     if not (folder / "config.yaml").is_file() or not path.is_file():
         missing = path if (folder / "config.yaml").is_file() else folder / "config.yaml"
-        raise UserError(f"--run {folder}: expected the output folder of a run (run.output_dir); there is no {missing}")
+        raise UserError(f"--run {folder}: expected the output folder of a run (run.output_dir), but {missing} does not exist")
     spans = read_timeline(path)
     whole = {span.step for span in spans if span.name == LAST}
     # The oldest steps may have lost spans, and a run resumed from a checkpoint does not repeat them.
@@ -92,7 +100,7 @@ def read_run(folder: Path) -> RecordedRun:
     kept = sorted((span for span in spans if span.step in whole), key=lambda span: span.start_s)
     if not whole:
         raise UserError(
-            f"--run {folder}: {path} holds no step that ran to its end; give a run with at least a few steps"
+            f"--run {folder}: {path} has no completed step; give a run with at least a few steps"
         )
     return RecordedRun(folder, kept)
 
@@ -120,8 +128,8 @@ def prompt_lengths(run: RecordedRun) -> LengthDistribution:
 def response_lengths(run: RecordedRun, *, carries: bool) -> LengthDistribution:
     """Estimate the lengths of all responses that the run started, by the product limit (Kaplan and Meier, 1958).
 
-    Those that have ended are too short on the average: what was still going on at the end counts as longer than what it
-    had. ``carries``: responses go on in the next step; else what has not ended in a step was discarded.
+    The finished responses alone are too short on average, so an unfinished response counts as longer than its tokens so far.
+    ``carries``: unfinished responses continue in the next step; otherwise they were discarded.
     """
     lengths, ended, weights = [], [], []
     newest = max(run.rounds)
@@ -135,7 +143,7 @@ def response_lengths(run: RecordedRun, *, carries: bool) -> LengthDistribution:
     edges = np.cumsum(shares)
     mean = float((values * shares).sum())
     return LengthDistribution(
-        f"those of {run.folder} ({int(np.concatenate(ended).sum()):,} ended, mean {mean:.0f})",
+        f"{run.folder} ({int(np.concatenate(ended).sum()):,} ended, mean {mean:.0f})",
         lambda rng, n: values[
             np.minimum(np.searchsorted(edges, rng.random(n) * edges[-1], side="right"), len(values) - 1)
         ],
@@ -143,14 +151,14 @@ def response_lengths(run: RecordedRun, *, carries: bool) -> LengthDistribution:
 
 
 def product_limit(lengths: np.ndarray, ended: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values, shares): the distribution of lengths, some of which are only known to be longer.
+    """Return (values, shares): the distribution of ``lengths``, of which those without ``ended`` are lower limits.
 
-    What lies beyond the longest one that ended counts as the longest seen.
+    The share beyond the longest finished response counts as the longest observed length.
     """
     known = lengths >= 1
     lengths, ended, weights = lengths[known], ended[known], weights[known]
     if not len(lengths):
-        raise UserError("--run: its timeline holds no response; give --lengths")
+        raise UserError("--run: its timeline has no response; give --lengths")
     values = np.unique(lengths)
     place = np.searchsorted(values, lengths)
     ends = np.bincount(place, weights * ended, len(values))
@@ -161,3 +169,22 @@ def product_limit(lengths: np.ndarray, ended: np.ndarray, weights: np.ndarray) -
     shares[-1] += survival[-1]
     some = shares > 0
     return values[some], shares[some]
+
+
+def config_of_run(run: RecordedRun) -> Config:
+    return load_config(run.folder / "config.yaml")
+
+
+def parse_lengths(words: str) -> LengthDistribution:
+    path = Path(words)
+    if path.is_dir():
+        return load_lengths(read_run(path))
+    if path.name in ("metrics.jsonl", "timeline.json"):
+        return load_lengths(read_run(path.parent))
+    return read_lengths(path) if path.is_file() else named_lengths(words)
+
+
+def load_lengths(run: RecordedRun) -> LengthDistribution:
+    if not run.rounds:
+        raise UserError(f"{run.folder}: the run's timeline lacks the lengths of its responses; give --lengths")
+    return response_lengths(run, carries=overlap_of(config_of_run(run).schedule) > Overlap.nothing)

@@ -27,6 +27,8 @@ from megatron_rl.schedule.table import make_graph
 
 @dataclass(frozen=True)
 class Scenario:
+    """The facts of a configuration that determine its simulated steps."""
+
     facts: Facts
     num_trained: int
     """Number of responses that a step trains on."""
@@ -58,7 +60,7 @@ class Scenario:
             return 0.0
         if not self.first_is_own_old or step < self.critic_warmup_steps or not num_rows:
             return 1.0
-        # Mini-batches differ by one row at most, and the first is none of the larger ones.
+        # Mini-batches differ by one row at most, and the first one has the smaller size.
         num_updates = ceil(num_rows / self.policy_minibatch_size)
         return 1.0 - num_rows // num_updates / num_rows
 
@@ -80,13 +82,13 @@ class Scenario:
 def make_scenario(config: Config) -> Scenario:
     """Return the configuration's scenario. Raises ConfigError for invalid settings, and for ones that cannot be simulated.
 
-    In sync mode responses are whole, whatever window is set, so that a windowed run can be asked what that would take.
+    In sync mode responses are whole, regardless of batch.window_tokens, so that a windowed recipe can be compared with sync.
     """
     batch, server = config.batch, config.rollout.server_args
     problems = [*type_problems(config)] or [*bound_problems("", config)]
     if batch.window_tokens > batch.max_response_tokens:
         problems.append(
-            f"batch.window_tokens={batch.window_tokens} is longer than a response may become "
+            f"batch.window_tokens={batch.window_tokens} is longer than the longest response "
             f"(batch.max_response_tokens={batch.max_response_tokens}); lower it, or 0 for no windows"
         )
     if problem := placement_problem(config):
@@ -95,8 +97,8 @@ def make_scenario(config: Config) -> Scenario:
         raise ConfigError("\n".join(problems))
     if config.algorithm.dynamic_sampling.enabled:
         raise ConfigError(
-            "algorithm.dynamic_sampling: how many rounds a step needs depends on rewards, which a simulation does not have; "
-            "simulate with algorithm.dynamic_sampling.enabled=false and multiply generate by the rounds you expect"
+            "algorithm.dynamic_sampling: the number of rounds of a step depends on rewards, which a simulation does not have; "
+            "simulate with algorithm.dynamic_sampling.enabled=false and multiply generate by the number of rounds that you expect"
         )
     facts, num_greedy = facts_of(config), int(needs_greedy(config))
     per_prompt = batch.num_samples_per_prompt + num_greedy
@@ -112,9 +114,11 @@ def make_scenario(config: Config) -> Scenario:
         num_servers=len(config.rollout.urls) or config.rollout.num_servers,
         ranks_per_server=max(config.parallel.num_ranks, 1) / config.rollout.tensor_parallel_size,
         limits=ServerLimits(
-            running=_option(server, "max-running-requests"),
-            kv_tokens=_option(server, "max-total-tokens"),
+            running=int(_option(server, "max-running-requests")),
+            kv_tokens=int(_option(server, "max-total-tokens")),
             inflight=config.rollout.max_inflight_requests,
+            prefill_tokens=max(int(_option(server, "chunked-prefill-size", 8192)), 0),
+            conservativeness=_option(server, "schedule-conservativeness", 1.0),
             # If requests may be aborted, each one is sent alone (rollout/windows.py).
             **({"http_batch": 1} if config.rollout.over_sampling > 1 else {}),
         ),
@@ -129,6 +133,6 @@ def make_scenario(config: Config) -> Scenario:
     )
 
 
-def _option(server_args: dict[str, Any], name: str) -> int:
-    """Return a server option under either spelling; 0 if it is not given."""
-    return int(server_args.get(name, server_args.get(name.replace("-", "_"), 0)) or 0)
+def _option(server_args: dict[str, Any], name: str, default: float = 0.0) -> float:
+    """Return a server option under either spelling."""
+    return float(server_args.get(name, server_args.get(name.replace("-", "_"), default)) or 0)

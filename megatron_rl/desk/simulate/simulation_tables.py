@@ -9,17 +9,22 @@ from rich.table import Table
 
 from megatron_rl.config.schema import Mode
 from megatron_rl.desk.simulate.calibration import calibrated
-from megatron_rl.desk.simulate.comparison import Replayed, replay_fitted, replay_measured
-from megatron_rl.desk.simulate.length_arguments import config_of_run
 from megatron_rl.desk.simulate.prediction import (
     PredictedMeans,
     Prediction,
     compute_means,
     seconds_until,
 )
-from megatron_rl.desk.simulate.recorded_run import RecordedRun
+from megatron_rl.desk.simulate.recorded_run import RecordedRun, config_of_run
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
-from megatron_rl.desk.simulate.simulation_request import SimulationRequest, own_scenario, predicted
+from megatron_rl.desk.simulate.simulation_request import (
+    Replayed,
+    SimulationRequest,
+    own_scenario,
+    predicted,
+    replay_fitted,
+    replay_measured,
+)
 from megatron_rl.desk.simulate.timing import Timing, read_timing
 from megatron_rl.errors import UserError
 from megatron_rl.schedule.table import GENERATE
@@ -54,12 +59,12 @@ def _replay_numbers(one: Replayed) -> dict[str, float]:
 
 
 def note_free_stages(request: SimulationRequest) -> None:
-    """Print which stages of the graph the file of ``--timing`` gives no costs of."""
+    """Print the stages of the graph that have no costs in the file of ``--timing``."""
     # A generate stage costs decode and prefill in any case.
     known = {GENERATE, *request.timing.stages}
     free = [stage.name for stage in request.scenario.graph if stage.name not in known]
     if free:
-        print(f"note: --timing gives no costs of {', '.join(free)}, which take no time")
+        print(f"note: --timing has no costs of {', '.join(free)}; these stages take no time")
 
 
 def compare_windows(arguments: argparse.Namespace, request: SimulationRequest) -> int:
@@ -67,7 +72,7 @@ def compare_windows(arguments: argparse.Namespace, request: SimulationRequest) -
     too_long = [window for window in arguments.windows if window > most]
     if too_long:
         raise UserError(
-            f"--windows: {too_long} are longer than a response may become (batch.max_response_tokens={most})"
+            f"--windows: {too_long} are longer than the longest response (batch.max_response_tokens={most})"
         )
     mode = request.config.schedule.mode if request.scenario.facts.windows else Mode.tppo
     scenarios = {"sync": _scenario_with(request, Mode.sync, window=0)}
@@ -82,7 +87,7 @@ def compare_windows(arguments: argparse.Namespace, request: SimulationRequest) -
 
 
 def _scenario_with(request: SimulationRequest, mode: Mode, window: int) -> Scenario:
-    """The scenario of the changed recipe, not a changed scenario: which responses train together follows from the mode, too."""
+    """The scenario of the changed recipe: the mode also determines which responses train together."""
     config = request.config
     schedule, batch = replace(config.schedule, mode=mode), replace(config.batch, window_tokens=window)
     return replace(make_scenario(replace(config, schedule=schedule, batch=batch)), limits=request.scenario.limits)
@@ -128,11 +133,11 @@ def show_prediction(
     table.add_column(f"means over {outcome.num_steps} steps")
     for column in ("simulated", *(("real", "error") if measured else ())):
         table.add_column(column, justify="right")
-    theirs = _lines(measured) if measured else {}
+    measured_lines = _lines(measured) if measured else {}
     for name, (value, form) in _lines(outcome).items():
         row = [name, form.format(value)]
         if measured:
-            other = theirs.get(name, (0.0, ""))[0]
+            other = measured_lines.get(name, (0.0, ""))[0]
             if name.startswith("oldest"):
                 row += ["", ""]  # runs do not record this value
                 table.add_row(*row)
@@ -149,7 +154,7 @@ def show_prediction(
 
 def _print_guess(timing: Timing) -> None:
     print(
-        f"note: nothing overlapped in the run that the costs come from; stages that share cores are assumed to run at "
+        f"note: no stages overlapped in the run that the costs come from; stages that share cores are assumed to run at "
         f"{timing.overlap_rate:g} of their speed (overlap_rate of --save-timing)"
     )
 

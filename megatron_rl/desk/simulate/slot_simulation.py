@@ -1,6 +1,6 @@
 """Simulates a run's slots over sampled lengths: the responses of each step, their new tokens and their ends.
 
-The laws are the same as in ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``. Unfinished responses come first, then
+The rules are those of ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``. Unfinished responses come first, then
 new ones in groups of one prompt. A slot grows by at most a window; its first window is shorter by the jitter, and a small remainder
 of its budget is added to the last one. In ``sync`` mode only whole groups train, and responses aborted by over-sampling are
 discarded; in ``tppo`` mode they keep their tokens. Without a critic a finished response leaves its slot, and trains with its group.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_rl.config.derived import max_remainder_tokens
-from megatron_rl.desk.simulate.decoding import ServerTrace, serve, spread
+from megatron_rl.desk.simulate.decoding import ServerRequests, ServerTrace, expected_tokens, serve, spread
 from megatron_rl.desk.simulate.lengths import Draw
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.timing import Timing
@@ -30,9 +30,11 @@ class SlotResponses:
     """Tokens that the finished response will have."""
     group: np.ndarray
     first_window: np.ndarray
-    """Most tokens of the response's first window."""
+    """Largest number of tokens in the response's first window."""
     born: np.ndarray
     """The step in which the response started."""
+    trained: np.ndarray
+    """Response tokens that trained in earlier steps."""
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -85,14 +87,8 @@ class SlotProcess:
     def generate(self, step: int, timing: Timing) -> GeneratedStep:
         self._fill(step)
         scenario, rows = self._scenario, self._slots
-        room = np.where(rows.held == 0, rows.first_window, scenario.window_tokens)
-        left = scenario.max_response_tokens - rows.held
-        room = np.where((left > room) & (left - room <= max_remainder_tokens(scenario.window_tokens)), left, room)
-        wanted = np.minimum(rows.total - rows.held, room)
-        served = [
-            serve((rows.prompt + rows.held)[own], wanted[own], timing, scenario.limits)
-            for own in spread(len(rows), scenario.num_servers)
-        ]
+        wanted = np.minimum(rows.total - rows.held, _rooms(rows, scenario))
+        served = serve_rows(SlotResponses(**{**vars(rows), "new": wanted}), scenario, timing)
         grown, until_s = self._cut_when_enough(wanted, served) if scenario.over_samples else (wanted, np.inf)
         done = SlotResponses(**{**vars(rows), "new": grown})
         trained = finished = trained_rows(done, scenario)
@@ -121,10 +117,13 @@ class SlotProcess:
         group = self._next_group + np.arange(size) // scenario.group_size
         self._next_group += num_groups
         zero = np.zeros(size, dtype=np.int64)
-        return SlotResponses(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step))
+        return SlotResponses(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step), zero)
 
     def _cut_when_enough(self, wanted: np.ndarray, served: list[ServerTrace]) -> tuple[np.ndarray, float]:
-        """Return the tokens of each row, and the moment at which enough rows are complete."""
+        """Return ([rows] tokens generated until enough rows are complete to train, seconds until then).
+
+        ``wanted``: [rows] tokens without this limit.
+        """
         scenario = self._scenario
         places = spread(len(wanted), scenario.num_servers)
         finish_s = np.empty(len(wanted))
@@ -154,15 +153,41 @@ class SlotProcess:
         if not self._scenario.facts.windows:
             return rows.pick(np.zeros(0, dtype=np.int64))
         left = rows.pick(np.flatnonzero(~rows.ended))
-        return SlotResponses(**{**vars(left), "held": left.held + left.new, "new": np.zeros_like(left.new)})
+        held = left.held + left.new
+        trained = np.where(_trains(left, self._scenario), held, left.trained)
+        return SlotResponses(**{**vars(left), "held": held, "new": np.zeros_like(left.new), "trained": trained})
+
+
+def serve_rows(
+    rows: SlotResponses, scenario: Scenario, timing: Timing, num_servers: int | None = None
+) -> list[ServerTrace]:
+    """Simulate the servers on ``rows``, or only the first ``num_servers`` of them."""
+    room = np.maximum(_rooms(rows, scenario), rows.new)
+    requests = ServerRequests(rows.prompt + rows.held, rows.new, room, expected_tokens(rows.new, room))
+    return [
+        serve(requests.pick(own), timing, scenario.limits) for own in spread(len(rows), scenario.num_servers)[:num_servers]
+    ]
+
+
+def _rooms(rows: SlotResponses, scenario: Scenario) -> np.ndarray:
+    """Return [rows] the tokens that each request may generate at most. Recorded rows do not tell their first window's jitter."""
+    is_first = (rows.held == 0) & (rows.first_window > 0)
+    room = np.where(is_first, rows.first_window, scenario.window_tokens)
+    left = scenario.max_response_tokens - rows.held
+    return np.where(left - room <= max_remainder_tokens(scenario.window_tokens), left, room)
 
 
 def trained_rows(rows: SlotResponses, scenario: Scenario) -> SlotResponses:
     """Return the generated rows that train the policy; with ``whole_groups``, once their whole group has ended."""
-    if scenario.facts.whole_responses:
-        ended = rows.pick(np.flatnonzero(rows.ended))
-        return SlotResponses(**{**vars(ended), "held": np.zeros_like(ended.held), "new": ended.held + ended.new})
     if not scenario.facts.windows and scenario.over_samples:
         whole = np.repeat(rows.ended.reshape(-1, scenario.group_size).all(axis=1), scenario.group_size)
         return rows.pick(np.flatnonzero(whole)[: scenario.num_trained])
-    return rows.pick(np.flatnonzero(rows.new > 0))
+    trains = rows.pick(np.flatnonzero(_trains(rows, scenario)))
+    return SlotResponses(**{**vars(trains), "held": trains.trained, "new": trains.held + trains.new - trains.trained})
+
+
+def _trains(rows: SlotResponses, scenario: Scenario) -> np.ndarray:
+    """Return [rows] bool: True if a row trains in this step on all tokens that have not trained (``step/stages/generate.py``)."""
+    untrained = rows.held + rows.new - rows.trained
+    jitter = np.where(rows.trained == 0, scenario.window_tokens - rows.first_window, 0)
+    return (untrained > 0) & (rows.ended | (untrained >= scenario.facts.training_window_tokens - jitter))

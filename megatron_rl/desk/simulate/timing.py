@@ -9,6 +9,7 @@ Every cost is a sum of a fixed part and parts per unit of work, so that it can b
       publish: {fixed_s: 3.0}
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -45,7 +46,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of some work, as a sum over its units."""
+    """Seconds of a stage or a prefill: a fixed cost plus costs per token, squared length, row and update."""
 
     fixed_s: float = 0.0
     """Seconds per run of the stage."""
@@ -81,11 +82,11 @@ class Timing:
     cores: float = 0.0
     """Cores of the node that servers and trainer share; stages that want more of them slow down. 0 if none are shared."""
     overlap_rate: float = 1.0
-    """Speed of stages that together fill the cores, which also share caches, memory and hyperthreads."""
+    """Relative speed of stages that together fill the cores, because the cores share caches, memory and hyperthreads."""
 
     @property
     def sharing(self) -> dict[str, float]:
-        """Return the keyword arguments of ``run_clock``."""
+        """Return the keyword arguments of ``run_clock`` for contention and the driver's delay."""
         return {"cores": self.cores, "overlap_rate": self.overlap_rate, "between_s": self.between_s}
 
     def stage(self, name: str) -> LinearCost:
@@ -93,7 +94,7 @@ class Timing:
 
 
 def read_timing(path: Path) -> Timing:
-    """Read a timing file. Raises UserError if it is not one."""
+    """Read a YAML file of costs. Raises UserError if the file is missing or not valid."""
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -102,8 +103,8 @@ def read_timing(path: Path) -> Timing:
 
 
 def write_timing(path: Path, timing: Timing) -> None:
-    plain = asdict(timing)
-    plain["decode"] = {name: list(v) if isinstance(v, tuple) else v for name, v in plain["decode"].items()}
+    # A fit leaves numpy's numbers, which YAML does not know; JSON's are Python's own.
+    plain = json.loads(json.dumps(asdict(timing), default=float))
     plain["stages"] = {name: {k: v for k, v in work.items() if v} for name, work in plain["stages"].items()}
     plain["prefill"] = {k: v for k, v in plain["prefill"].items() if v}
     write_atomic(path, yaml.safe_dump(plain, sort_keys=False))

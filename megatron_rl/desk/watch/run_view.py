@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.desk.report.run_record import RunRecord, extended, read_summary, read_text, record_of
+from megatron_rl.desk.report.run_record import RunRecord, extended, read_summary, read_text, record_of, run_name
 from megatron_rl.tracking.metrics_file import MetricsTail
 from megatron_rl.tracking.status import EVERY_S, SILENT_S, RunStatus, read_status
 
@@ -74,7 +74,7 @@ class RunFolder:
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._tail = MetricsTail(self._folder / "metrics.jsonl")
-        self._run = record_of(self._folder.resolve().name, ())
+        self._run = record_of(run_name(self._folder), ())
         self._config_text = ""
         self._rows = self._tail.rows
         self._num_rows = 0
@@ -84,7 +84,7 @@ class RunFolder:
         """Seconds by which this node's clock is ahead of the driver's, estimated from two statuses."""
 
     def poll(self) -> RunView:
-        """The run's state according to its files now."""
+        """Read the files again and return the run's current state."""
         now_s, config_text = time.time(), read_text(self._folder / "config.yaml")
         has_grown = self._tail.look()
         if config_text != self._config_text or self._tail.rows is not self._rows or self._repeats_a_step():
@@ -100,7 +100,7 @@ class RunFolder:
         return RunView(self._run, status, now_s, log)
 
     def _repeats_a_step(self) -> bool:
-        """True if the new rows belong to steps that were already known."""
+        """True if the new rows start at a step that was already read, as after a resume or a rollback."""
         new, steps = self._rows[self._num_rows :], self._run.steps
         return bool(new) and bool(len(steps)) and new[0].step <= int(steps[-1])
 
@@ -118,7 +118,10 @@ class RunFolder:
         return status
 
     def _without_status(self, status: RunStatus, now_s: float) -> RunStatus:
-        """State derived from summary.json and the age of the last metrics line."""
+        """State of a run without a readable status.json, derived from summary.json and the age of the last metrics line.
+
+        Returns ``status`` unchanged for a run without metrics.
+        """
         rows, summary = self._tail.rows, read_summary(self._folder)
         if not rows:
             return status

@@ -77,7 +77,7 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
 
 
 def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
-    """The newest steps that together have ``limit`` rows, so that few files of a long run are read."""
+    """The newest steps that together have at least ``limit`` rows, so that few files of a long run are read. ``sizes``: rows by step."""
     newest: list[int] = []
     for step in sorted(sizes, reverse=True):
         if sum(sizes[one] for one in newest) >= limit:
@@ -87,7 +87,7 @@ def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
 
 
 def whole_rows(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Complete rows in the given order, with all columns, including per-token ones."""
+    """Complete rows, in the order of ``rows``, with all columns, including per-token ones. ``files``: by step."""
     return [_one(files[row["step"]], row["id"]) for row in rows]
 
 
@@ -209,7 +209,7 @@ class _Filter:
         return getattr(compute, _COMPARISONS[type(op)])(*both)
 
     def _contained(self, one: ast.expr, two: ast.expr) -> Any:
-        """True where a text is in a column of texts, or a column's value is in a list."""
+        """Evaluate ``one in two``, per row: a text contained in a column of texts, or a column's value equal to an item of a list."""
         import pyarrow
         import pyarrow.compute as compute
 

@@ -15,13 +15,11 @@ from rich.text import Text
 
 from megatron_rl.desk.report.run_report import TokenColor, token_colors
 from megatron_rl.desk.watch.sample_search import SampleQueryResult
+from megatron_rl.system.command_line.terminal import LINES, ONE_LINE
 from megatron_rl.tracking.samples_file import METRICS
 
 _PLAIN_WIDTH = 200
 _WIDE, _MEDIUM = 130, 88
-_SYMBOLS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "␡"} | {code: "·" for code in range(0x80, 0xA0)}
-_ONE_LINE = _SYMBOLS | {ord("\n"): "⏎", ord("\t"): "⇥"}
-_BLOCK = {code: symbol for code, symbol in _SYMBOLS.items() if code != ord("\n")} | {ord("\t"): "    "}
 
 
 def print_rows(found: SampleQueryResult, run: str) -> None:
@@ -65,16 +63,16 @@ def print_response(row: Mapping[str, Any], *, color_by: str, tokens: bool) -> No
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
     for name, value in _facts(row):
-        facts.add_row(name, Text(value.translate(_BLOCK)))
+        facts.add_row(name, Text(value.translate(LINES)))
     console.print(facts)
     _heading(console, "prompt")
-    console.print(Text(row["prompt"].translate(_BLOCK), style="dim"), soft_wrap=not console.is_terminal)
-    colors = token_colors(row, color_by)
+    console.print(Text(row["prompt"].translate(LINES), style="dim"), soft_wrap=not console.is_terminal)
+    colors, legend = token_colors(row, color_by)
     is_colored = console.is_terminal and color_by != "none"
     _heading(console, f"response, by {color_by}" if is_colored else "response")
-    if colors.legend and console.is_terminal:
-        console.print(Text("  ").join(Text(f" {label} ", style=_style(color)) for label, color in colors.legend))
-    console.print(_colored(row, colors.of_tokens), soft_wrap=not console.is_terminal)
+    if legend and console.is_terminal:
+        console.print(Text("  ").join(Text(f" {label} ", style=_style(color)) for label, color in legend))
+    console.print(_colored(row, colors), soft_wrap=not console.is_terminal)
     if tokens:
         _heading(console, "tokens")
         console.print(_token_table(row))
@@ -100,7 +98,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     value = row[name]
     if name == "reward" and value is None:
         return "failed" if row["error"] else "-"
-    return _number(value) if isinstance(value, float | None) else str(value).translate(_ONE_LINE)
+    return _number(value) if isinstance(value, float | None) else str(value).translate(ONE_LINE)
 
 
 def _number(value: float | None) -> str:
@@ -109,7 +107,7 @@ def _number(value: float | None) -> str:
 
 def _tail(text: str, width: int) -> Text:
     """The end of a text on one line, because the answer is at the end."""
-    line = text.translate(_ONE_LINE)
+    line = text.translate(ONE_LINE)
     return Text(line if len(line) <= width else "…" + line[1 - width :], no_wrap=True)
 
 
@@ -156,7 +154,7 @@ def _describe_segment(segment: Mapping[str, Any]) -> str:
 def _colored(row: Mapping[str, Any], colors: Sequence[TokenColor | None]) -> Text:
     text, start = Text(), 0
     for end, color in zip(row["token_ends"], colors, strict=True):
-        text.append(row["response"][start:end].translate(_BLOCK), style=_style(color))
+        text.append(row["response"][start:end].translate(LINES), style=_style(color))
         start = end
     return text
 
@@ -178,7 +176,7 @@ def _token_table(row: Mapping[str, Any]) -> Table:
     for index, (end, segment) in enumerate(zip(row["token_ends"], segments, strict=True)):
         numbers = [_number(row[name][index]) for name in ("rollout_logprobs", "trainer_logprobs", "advantages")]
         numbers += [_number(row["values"][index])] if has_values else []
-        spelled = repr(row["response"][start:end].translate(_ONE_LINE))
+        spelled = repr(row["response"][start:end].translate(ONE_LINE))
         trained = "yes" if row["mask"][index] else ""
         table.add_row(
             Text(spelled), str(row["token_ids"][index]), *numbers, trained, str(segment["weight_version"]), str(segment["step"])

@@ -4,7 +4,6 @@ Metrics that the run has not logged are omitted. Sparklines show the whole run, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -13,9 +12,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.desk.report.health_checks import health_checks
+from megatron_rl.desk.report.health_checks import health_checks, recent_mean
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.desk.watch.run_view import RunView
+from megatron_rl.system.command_line.terminal import LINES, ONE_LINE
 from megatron_rl.tracking.console import (
     compact,
     duration,
@@ -38,11 +38,8 @@ _TWO_COLUMNS_FROM, _THREE_COLUMNS_FROM = 76, 132
 _LABEL_CELLS, _VALUE_CELLS, _RANGE_CELLS = 13, 9, 22
 
 
-@dataclass(frozen=True)
-class _MetricCell:
-    metric: str
-    label: str
-    show: Callable[[float], str] = compact
+_MetricCell = tuple[str, str, Callable[[float], str]]
+"""(metric, label, its value as text)"""
 
 
 def _percent(value: float) -> str:
@@ -65,44 +62,44 @@ _SECTIONS: tuple[tuple[str, tuple[_MetricCell, ...]], ...] = (
     (
         "learning",
         (
-            _MetricCell("reward/mean", "reward", lambda value: f"{value:.3f}"),
-            _MetricCell("reward/accuracy", "accuracy", _percent),
-            _MetricCell("eval/accuracy", "evaluation", _percent),
-            _MetricCell("rollout/response_tokens_mean", "length"),
-            _MetricCell("rollout/response_tokens_max", "longest"),
-            _MetricCell("rollout/finished_share", "finished", _percent),
+            ("reward/mean", "reward", lambda value: f"{value:.3f}"),
+            ("reward/accuracy", "accuracy", _percent),
+            ("eval/accuracy", "evaluation", _percent),
+            ("rollout/response_tokens_mean", "length", compact),
+            ("rollout/response_tokens_max", "longest", compact),
+            ("rollout/finished_share", "finished", _percent),
         ),
     ),
     (
         "policy and critic",
         (
-            _MetricCell("policy/entropy", "entropy"),
-            _MetricCell("policy/kl", "KL"),
-            _MetricCell("kl/reference_per_token", "reference KL"),
-            _MetricCell("policy/clip_fraction", "clipped", _percent),
-            _MetricCell("policy/grad_norm", "grad norm"),
-            _MetricCell("critic/explained_variance", "explained var"),
+            ("policy/entropy", "entropy", compact),
+            ("policy/kl", "KL", compact),
+            ("kl/reference_per_token", "reference KL", compact),
+            ("policy/clip_fraction", "clipped", _percent),
+            ("policy/grad_norm", "grad norm", compact),
+            ("critic/explained_variance", "explained var", compact),
         ),
     ),
     (
         "speed",
         (
-            _MetricCell("step/time_s", "step", _seconds),
-            _MetricCell("step/tokens_per_s", "tokens/s"),
-            _MetricCell("time/rollout_idle_share", "servers idle", _percent),
-            _MetricCell("time/trainer_idle_share", "trainer idle", _percent),
-            _MetricCell("sync/seconds", "publish", _seconds),
+            ("step/time_s", "step", _seconds),
+            ("step/tokens_per_s", "tokens/s", compact),
+            ("time/rollout_idle_share", "servers idle", _percent),
+            ("time/trainer_idle_share", "trainer idle", _percent),
+            ("sync/seconds", "publish", _seconds),
         ),
     ),
     (
         "engines",
         (
-            _MetricCell("mismatch/k3", "mismatch k3"),
-            _MetricCell("mismatch/max_abs_log_ratio", "worst token"),
-            _MetricCell("rollout/staleness_mean", "staleness"),
-            _MetricCell("sync/version", "weights", _count),
-            _MetricCell("rollout/num_live_servers", "servers", _count),
-            _MetricCell("rollout/num_server_restarts", "restarts", _count),
+            ("mismatch/k3", "mismatch k3", compact),
+            ("mismatch/max_abs_log_ratio", "worst token", compact),
+            ("rollout/staleness_mean", "staleness", compact),
+            ("sync/version", "weights", _count),
+            ("rollout/num_live_servers", "servers", _count),
+            ("rollout/num_server_restarts", "restarts", _count),
         ),
     ),
 )
@@ -127,14 +124,15 @@ class ClippedToHeight:
 
 
 def screen(view: RunView, width: int) -> RenderableType:
-    """All available information about the run, at any height."""
+    """All available information about the run, ``width`` columns wide and as high as needed; ``ClippedToHeight`` fits it to a terminal."""
     parts: list[RenderableType] = [*_head(view, width), Text(), *_alerts(view)]
     if len(view.run.steps):
         parts += [_numbers(view.run, width), Text(), *stage_rows(_newest(view.run), width), *_good(view.run)]
     elif view.status.state in ("starting", "running", "unknown"):
         parts.append(Text("No step has finished yet.", style="dim"))
     if view.log:
-        parts += [Text(view.log[0], style="dim"), *[Text(line, overflow="ellipsis", no_wrap=True) for line in view.log[1:]]]
+        name, *lines = view.log
+        parts += [Text(name, style="dim"), *(Text(line.translate(LINES), overflow="ellipsis", no_wrap=True) for line in lines)]
     return Group(*parts)
 
 
@@ -144,7 +142,7 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append("● ", style=style).append(view.run.name, style="bold").append(f"  {status.state}", style=style)
     details = [str(view.run.setting("preset") or ""), str(view.run.setting("schedule.mode") or ""), status.place]
-    title.append("".join(f"  {word}" for word in dict.fromkeys(filter(None, details))), style="dim")
+    title.append("".join(f"  {word}" for word in dict.fromkeys(filter(None, details))).translate(ONE_LINE), style="dim")
     times = []
     if len(view.run.steps):
         times.append(duration(view.run.hours()[-1] * 3600))
@@ -161,7 +159,7 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
     line.append("  " + "  ".join(times))
     rows: list[RenderableType] = [title, line]
     if status.words:
-        rows.append(Text(status.words, style=style))
+        rows.append(Text(status.words.translate(LINES), style=style))
     if status.state in ("starting", "running"):
         # Of several spans of one stage (two windows in flight), the longest is shown.
         running = "  ".join(f"{name} {duration(seconds)}" for name, seconds in status.stages)
@@ -172,7 +170,7 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
 
 
 def _numbers(run: RunRecord, width: int) -> RenderableType:
-    """The sections side by side, in as many columns as fit."""
+    """The sections of metrics in one to three columns, as many as fit into ``width``."""
     sections = [(title, _present(run, numbers)) for title, numbers in (*_SECTIONS, ("memory", _memory(run)))]
     sections = [(title, numbers) for title, numbers in sections if numbers]
     count = 3 if width >= _THREE_COLUMNS_FROM else 2 if width >= _TWO_COLUMNS_FROM else 1
@@ -193,12 +191,12 @@ def _numbers(run: RunRecord, width: int) -> RenderableType:
 
 
 def _present(run: RunRecord, numbers: Sequence[_MetricCell]) -> list[_MetricCell]:
-    return [number for number in numbers if len(run.finite(number.metric))]
+    return [number for number in numbers if len(run.finite(number[0]))]
 
 
 def _memory(run: RunRecord) -> tuple[_MetricCell, ...]:
-    """The node's memory, and the stage with the highest peak of device and of host memory."""
-    cells = [_MetricCell("memory/host_used_share", "host used", _percent)]
+    """Cells for the share of the node's memory in use, and for the metrics with the highest device and host peak in the last 20 steps."""
+    cells: list[_MetricCell] = [("memory/host_used_share", "host used", _percent)]
     for kind in ("device", "host"):
         peaks = {
             name: float(run.finite(name)[-20:].max())
@@ -206,7 +204,7 @@ def _memory(run: RunRecord) -> tuple[_MetricCell, ...]:
             if name.startswith("memory/") and name.endswith(f"_{kind}_gib") and len(run.finite(name))
         }
         if peaks and max(peaks.values()) > 0:
-            cells.append(_MetricCell(max(peaks, key=lambda name: peaks[name]), f"{kind} peak", _gib))
+            cells.append((max(peaks, key=lambda name: peaks[name]), f"{kind} peak", _gib))
     return tuple(cells)
 
 
@@ -220,11 +218,13 @@ def _section(run: RunRecord, title: str, numbers: Sequence[_MetricCell], cells: 
     table.add_column(width=max(1, spark_cells), style="blue", no_wrap=True, overflow="crop")
     if with_range:
         table.add_column(width=_RANGE_CELLS, style="dim", no_wrap=True)
-    for number in numbers:
-        values = run.finite(number.metric)
-        row = [number.label, number.show(float(values[-1])), sparkline(_condensed(values, max(1, spark_cells)), max(1, spark_cells))]
+    for metric, label, show in numbers:
+        values = run.finite(metric)
+        # A single step says little, but a mean of evaluations, counts or peaks would be a number that never was.
+        newest = values[-1] if metric.startswith("eval/") or show in (_count, _gib) else recent_mean(values)
+        row = [label, show(float(newest)), sparkline(_condensed(values, max(1, spark_cells)), max(1, spark_cells))]
         if with_range:
-            low, high = number.show(float(values.min())), number.show(float(values.max()))
+            low, high = show(float(values.min())), show(float(values.max()))
             row.append(f"{low} to {high}" if low != high else "")
         table.add_row(*row)
     return [Text(title, style="bold"), table]
@@ -236,7 +236,7 @@ def _condensed(values: np.ndarray, cells: int) -> list[float]:
 
 
 def _newest(run: RunRecord) -> dict[str, float]:
-    """Metrics of the last step that ran its stages."""
+    """Metrics of the last finished step (rows without step/time_s are evaluations alone); of the last row if no step has finished."""
     rows = np.flatnonzero(np.isfinite(run.values("step/time_s")))
     row = rows[-1] if len(rows) else len(run.steps) - 1
     return {name: float(values[row]) for name, values in run.columns.items() if np.isfinite(values[row])}
@@ -249,7 +249,7 @@ def _alerts(view: RunView) -> list[RenderableType]:
         for check in health_checks(view.run)
         if check.state == "look"
     ]
-    rows += [Text.assemble(("! ", "yellow"), text) for text in view.status.warnings[-3:]]
+    rows += [Text.assemble(("! ", "yellow"), text.translate(ONE_LINE)) for text in view.status.warnings[-3:]]
     more = view.status.num_warnings - len(view.status.warnings[-3:])
     if more > 0:
         rows.append(Text(f"  and {more} warnings before", style="dim"))

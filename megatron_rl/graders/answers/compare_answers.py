@@ -47,8 +47,8 @@ def _single(meaning: Meaning) -> Meaning:
 
 
 def _same_named(first: Meaning, second: Meaning) -> bool:
-    """Compare meanings of which at least one is named. x = 5 equals 5; next to another name or an equation, x = 5 is an
-    equation."""
+    """Compare two meanings, at least one of them an ``Assignment``. x = 5 equals 5 and x = 5. Against y = 5 or another
+    relation such as x - 5 = 0, x = 5 is compared as an equation."""
     if isinstance(first, Assignment) and isinstance(second, Assignment) and first.name == second.name:
         return same(first.value, second.value)
     if any(isinstance(each, Assignment) and not isinstance(each.value, Value) for each in (first, second)):

@@ -27,7 +27,7 @@ _MIN_PLACES = 6
 exactly."""
 _NUM_POINTS = 4
 
-_BASE = re.compile(r"([0-9A-Fa-f.]+)\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+_BASE = re.compile(r"\(?\s*([0-9A-Fa-f.]+)\s*\)?\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _TIME = re.compile(r"[0-9]{1,2}:0[0-9](?::[0-9]{2})?")
 _UNIT_TEXT = re.compile(r"(?<=[0-9})\]A-Za-z])\s*\\text\s*\{[^{}]*\}(?:\^(?:[23]|\{[23]\}))?$")
 _UNIT_WORDS = re.compile(r"(?<=[0-9})])\s+(?!sqrt|pi\b|mod\b)[a-z]{2,}[a-z ./]*(?:\^(?:[23]|\{[23]\}))?$")
@@ -56,7 +56,7 @@ def read_value(text: str) -> list[Value]:
     r"""Parse ``text``: one value, or two for ``1 \pm 2``.
 
     Raises:
-        Unreadable: the whole text is not mathematics, not a number, or too large.
+        ParseError: the text as a whole is not mathematics, or is too large to compute.
     """
     from sympy import Rational
 
@@ -98,7 +98,7 @@ def parse_latex(text: str) -> Any:
     """Parse ``text`` to a sympy expression with exact decimals and symbols without assumptions.
 
     Raises:
-        Unreadable: the whole text is not mathematics, not a number, or too large.
+        ParseError: the text as a whole is not mathematics, or is too large to compute.
     """
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
     from sympy import Basic, MatrixBase
@@ -276,7 +276,7 @@ def at_points(expression: Any, *others: Any) -> list[Any]:
 
 
 def unknowns(expression: Any) -> set[Any]:
-    """Symbols, and undefined functions such as f(3)."""
+    """Symbols of an expression, and its undefined functions such as f(3)."""
     from sympy.core.function import AppliedUndef
 
     return set(expression.atoms(AppliedUndef) | expression.free_symbols)

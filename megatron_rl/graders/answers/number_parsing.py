@@ -65,6 +65,7 @@ _ASSIGNED = re.compile(
 """Matches a name and equals sign before a number: x, x_1, f(3), P(A), total cost."""
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff\ufe0f]")
 _MINUS = re.compile("[\u2010-\u2015\u2212\ufe63\uff0d]")
+_FULL_WIDTH = {0xFEE0 + code: code for code in range(0x21, 0x7F)}
 _NEGATIVE_SPACE = re.compile(r"\\!\s*|\s?\{\s?,\s?\}")
 _VULGAR = {
     "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
@@ -124,7 +125,7 @@ class ParsedNumber:
 def respell(text: str) -> str:
     """Normalize LaTeX and Unicode spellings used in numbers; invisible characters are removed."""
     if not text.isascii():
-        text = _MINUS.sub("-", _INVISIBLE.sub("", text))
+        text = _MINUS.sub("-", _INVISIBLE.sub("", text)).translate(_FULL_WIDTH)
         text = _VULGAR_FRACTION.sub(_latex_fraction, text)
     text = _NEGATIVE_SPACE.sub(lambda match: "," if "," in match.group() else "", text)
     for spelling, plain in _SPELLINGS:
@@ -138,7 +139,7 @@ def _latex_fraction(match: re.Match[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Same as ``respell``, but with fractions as 1/2."""
+    """Same as ``respell``, and LaTeX fractions and repeating decimals become ``1/2`` and ``15/90``."""
     text = respell(text)
     return _LATEX_FRACTION.sub(_plain_fraction, _REPEATING.sub(_plain_repeating, text)) if "\\" in text else text
 
@@ -221,10 +222,10 @@ def _is_unit(tail: str) -> bool:
 
 
 def last_number(text: str, separator: str = "") -> tuple[ParsedNumber, str] | None:
-    """Last number in ``text``, and its spelling.
+    """Last number in ``text``, and its spelling; None without a number, or if its spelling is too long.
 
     Args:
-        separator: Text between numbers; with "," as separator, 122,134 is the numbers 122 and 134.
+        separator: Text that always separates numbers. With ",", 122,134 is the numbers 122 and 134; with "", it is one number.
     """
     if separator:
         text = text.replace(separator, "\n")

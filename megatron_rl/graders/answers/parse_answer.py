@@ -96,6 +96,7 @@ _NAME = re.compile(
     '* (?: _(?: [A-Za-z0-9] | \{[^{}]*\} | \\[a-z]+ ) )? '* (?: \s*\([^()=]*\) )? (?:\s*\^\\circ)?""",
     re.VERBOSE,
 )
+_CONDITION = re.compile(r"\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:](.*[<>=].*|.*\\(?:[lg]eq?|ne|in)(?![a-z]).*)")
 _GLUED = re.compile(r"(?<=[0-9)}\]])(or|and)(?=[A-Za-z](?:\([a-z]\))?\s*=)")
 _SEGMENTS = re.compile(r"(?=.*[A-Z]).*")
 _SEGMENT_MARKS = re.compile(
@@ -109,7 +110,7 @@ def read(text: str) -> Meaning:
     """Parse the meaning of the whole ``text``.
 
     Raises:
-        Unreadable: the text is not mathematics as a whole, divides by zero, or is too large to compute.
+        ParseError: the text as a whole is not mathematics, divides by zero, or is too large to compute.
     """
     meaning = _read_once(_respell(text))
     if isinstance(meaning, str):
@@ -131,7 +132,7 @@ def _read_once(text: str) -> Meaning | str:
 
 
 def _respell(text: str) -> str:
-    """Normalize different spellings of the same notation."""
+    """Replace Unicode signs and alternative LaTeX commands by one LaTeX spelling each; drop layout commands and ``$``."""
     text = respell(text).translate(_UNICODE_TABLE)
     text = _SUPERSCRIPT.sub(lambda match: "^{" + match.group().translate(_POWERS) + "}", text)
     text = (
@@ -146,6 +147,7 @@ def _respell(text: str) -> str:
     text = _TEXT.sub(_plain_text, text)
     text = re.sub(r"\\q?quad(?=[A-Za-z](?:_|\s*=))", ", ", text)
     text = re.sub(r"\\not\s*=", r"\\ne ", text)
+    text = re.sub(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
     text = re.sub(r"^\s*\\approx(?![a-z])", "", text)
     text = _GLUED.sub(r" \1 ", text).replace("**", "^")
     text = re.sub(r"(?<![A-Za-z\\])\*", r"\\cdot ", text)
@@ -186,7 +188,7 @@ def _tokens(text: str) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _split(text: str, wanted: "frozenset[str] | set[str]") -> tuple[list[str], list[str]]:
-    """(parts of ``text`` between the wanted tokens outside brackets, those tokens)."""
+    """(parts of ``text`` between separators, the separators): a separator is a token in ``wanted`` outside brackets."""
     parts, separators, start = [], [], 0
     for token, token_start, token_end, depth in _tokens(text):
         if depth == 0 and token in wanted:
@@ -343,8 +345,10 @@ def _read_group(text: str, opening: str, closing: str, depth: int) -> Meaning | 
         return Collection("{", ())
     parts, found = _split(inner, {",", ";"})
     if kind == "{":
+        if condition := _CONDITION.fullmatch(inner):
+            return _read(condition[1], depth + 1)
         if "|" in inner or ":" in inner:
-            raise ParseError("a set by a condition")
+            raise ParseError("a set by a condition on more than one number")
         return Collection("{", tuple(_flat([_read_relation(part, depth + 1) for part in parts])))
     if kind == "{}" or (not found and kind == "()"):
         return _read(inner, depth + 1)

@@ -1,7 +1,7 @@
 """Frames of JSON: the length of a body and the body, on the sandbox's sockets and pipes.
 
 The trainer has the same framing for its own children (``system/processes/child_process.py``). The sandbox keeps a copy,
-because what confines untrusted programs imports nothing of the trainer, and because a player's frames are bounded and
+because what confines untrusted programs imports nothing of the trainer, and because a program's frames are bounded and
 written by ``values.py``.
 """
 
@@ -50,13 +50,13 @@ class PeerGone(BaseException):
 
 
 class FrameChannel:
-    """Frames of JSON objects over a pair of pipes, between a referee and a player."""
+    """Frames of JSON objects over a pair of pipes, between the test process and the program process."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self.files = (read_fd, write_fd)
 
     def send(self, message: Any) -> None:
-        """Send one frame. Raises Unsendable, before any byte is sent, if the frame is too large."""
+        """Send one frame. Raises NotSerializable, before any byte is sent, if the frame is too large."""
         body = write_text(message)
         if len(body) > _MAX_FRAME_BYTES:
             raise NotSerializable(f"more than {_MAX_FRAME_BYTES >> 20} MB")

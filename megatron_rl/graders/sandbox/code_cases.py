@@ -7,8 +7,8 @@ The comparison functions are at the end of this file; they run with the tests, n
 import inspect
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 IMPORTS = (
@@ -20,12 +20,8 @@ IMPORTS = (
 """Imports that these data sets let a program use without importing."""
 
 
-@dataclass(frozen=True)
-class Case:
-    given: Any
-    """Input text, or the list of arguments."""
-    expected: tuple[Any, ...]
-    """Accepted outputs or results."""
+Case = tuple[Any, list[Any]]
+"""Input text or list of arguments, and the accepted outputs or results."""
 
 
 def read_cases(tests: Any, function: str = "") -> tuple[list[Case], str] | None:
@@ -52,12 +48,7 @@ def read_cases(tests: Any, function: str = "") -> tuple[list[Case], str] | None:
             raise ValueError(f"expected the name of a function as fn_name, got {name!r:.40}")
         make = _call if name else _printed
         return [make(given, expected) for given, expected in zip(inputs, outputs, strict=True)], name
-    if (
-        not isinstance(tests, Sequence)
-        or isinstance(tests, str)
-        or not tests
-        or not all(isinstance(t, Mapping) for t in tests)
-    ):
+    if not isinstance(tests, Sequence) or not tests or not all(isinstance(test, Mapping) for test in tests):
         return None
     if not all("input" in test and "output" in test for test in tests):
         raise ValueError("expected cases with 'input' and 'output'")
@@ -72,7 +63,7 @@ def _printed(given: Any, expected: Any) -> Case:
     texts = ["\n".join(map(str, part)) if isinstance(part, list) else part for part in (given, expected)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected texts as input and output, got {given!r:.40} and {expected!r:.40}")
-    return Case(texts[0], (texts[1],))
+    return texts[0], [texts[1]]
 
 
 def _call(given: Any, expected: Any) -> Case:
@@ -83,16 +74,16 @@ def _call(given: Any, expected: Any) -> Case:
     if not isinstance(given, list):
         raise ValueError(f"expected a list of arguments, got {given!r:.40}")
     if not isinstance(expected, str):
-        return Case(given, (expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])))
+        return given, [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
     try:
-        return Case(given, (json.loads(expected),))
+        return given, [json.loads(expected)]
     except ValueError:
-        return Case(given, (expected,))
+        return given, [expected]
 
 
 def tests_of(cases: Sequence[Case], function: str) -> str:
     """Tests in Python source. The cases are one JSON text, which is parsed faster than Python literals."""
-    data = json.dumps([[case.given, list(case.expected)] for case in cases])
+    data = json.dumps(cases)
     check = (
         f"any(same_result(_result, right) for _result in [{function}(*given)] for right in expected)"
         if function
@@ -101,14 +92,19 @@ def tests_of(cases: Sequence[Case], function: str) -> str:
     lines = [f"given, expected = CASES[{number}]\nassert {check}" for number in range(len(cases))]
     # Tests are self-contained source text, so the comparison functions are copied into them.
     source = "\n".join(inspect.getsource(part) for part in (_close, same_output, same_result))
-    return "\n".join(["import json, math", source, f"CASES = json.loads({data!r})", *lines])
+    source += f"\n_FRACTION, _DECIMAL = {_FRACTION!r}, {_DECIMAL!r}"
+    return "\n".join(["import json, math, re", source, f"CASES = json.loads({data!r})", *lines])
 
 
 # --------------------------------------------------------------------------------------------------------- comparisons
 
 
 def _close(got: float, expected: float) -> bool:
-    return got == expected or math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9)
+    return got == expected or math.isclose(got, expected, rel_tol=1e-6, abs_tol=0 if expected else 1e-9)
+
+
+_FRACTION = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=e[-+]))(?:e[-+]?[0-9]+)?"
+_DECIMAL = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
 
 
 def same_output(got: str, expected: str) -> bool:
@@ -117,20 +113,22 @@ def same_output(got: str, expected: str) -> bool:
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
     words = [[word for line in text for word in line] for text in lines]
-    for one, other in zip(*words, strict=True):
-        if one != other:
-            # Integers must match as text; only fractions have a tolerance.
-            try:
-                if other.lstrip("+-").isdigit() or not _close(float(one), float(other)):
-                    return False
-            except ValueError:
-                return False
-    return True
+    # Words and integers must match as text; only fractions have a tolerance.
+    return all(
+        one == other
+        or (
+            bool(re.fullmatch(_FRACTION, other, re.I) and re.fullmatch(_DECIMAL, one, re.I))
+            and _close(float(one), float(other))
+        )
+        for one, other in zip(*words, strict=True)
+    )
 
 
 def same_result(got: object, expected: object) -> bool:
     """Compare results as JSON does: tuples equal lists, keys of dicts are text; fractions may differ as in
     ``same_output``."""
+    if type(got).__module__ not in ("builtins", "numpy", "collections"):
+        return False  # an object of the program
     if isinstance(got, (list, tuple)) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same_result, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):

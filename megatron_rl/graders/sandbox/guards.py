@@ -2,7 +2,7 @@
 
 - filter: Landlock confines files, and a seccomp filter allows only the system calls that computing needs. No allowed
   call starts a process, accesses another process, opens a connection or changes a file's owner, mode or times.
-- namespaces: the same, in a supervisor that bubblewrap has put into its own namespaces (sandbox.py).
+- namespaces: the same, in a supervisor that bubblewrap (sandbox.py) or itself (namespaces.py) has put into its own namespaces.
 - none: resource limits, and the parts of the filter that this kernel supports.
 
 Invariant: if the machine does not support a guard of the level, OSError or RuntimeError is raised before any program
@@ -50,29 +50,23 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # all but those that send signals, and
 
 
 @dataclass(frozen=True)
-class SandboxLimits:
-    time_s: float
-    """CPU seconds of program and tests, not counting their imports."""
-    wall_s: float
-    memory_bytes: int
-    disk_bytes: int
-    num_processes: int
+class ProgramLimits:
+    time_s: float = 3.0
+    """CPU seconds of program and tests together, not counting their imports."""
+    memory_mb: int = 512
+    """Address space of the program's process, in MiB."""
+    disk_mb: int = 16
+    num_processes: int = 64
     """Maximum number of threads; child processes cannot be started."""
+    wall_s: float = 4.5
+    """Seconds by the clock, waiting and imports included."""
 
 
 def visible_paths() -> list[str]:
     """Paths that a program may read: the Python installation and the system's libraries."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))]
-    paths += [
-        "/usr",
-        "/lib",
-        "/lib64",
-        "/bin",
-        "/sbin",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        *sysconfig.get_paths().values(),
-    ]
+    paths += "/usr /lib /lib64 /bin /sbin /etc/ld.so.cache /etc/localtime".split()
+    paths += sysconfig.get_paths().values()
     paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     paths += [os.path.realpath(path) for path in paths]  # a virtual environment may be a symlink
     paths = sorted({os.path.abspath(path) for path in paths if os.path.exists(path)})
@@ -102,14 +96,14 @@ class Guards:
         self.files = set() if self._rules is None else {self._rules._fd}
         """File descriptors that a process needs until it is confined."""
 
-    def confine(self, limits: SandboxLimits, parent_pid: int) -> None:
+    def confine(self, limits: ProgramLimits, parent_pid: int) -> None:
         os.setsid()
         os.chdir(self.folder)
-        memory = limits.memory_bytes + self.base_bytes
+        memory = (limits.memory_mb << 20) + self.base_bytes
         for what, value in (
             (resource.RLIMIT_AS, memory),
             (resource.RLIMIT_STACK, _STACK_BYTES),
-            (resource.RLIMIT_FSIZE, max(limits.disk_bytes, 1 << 20)),
+            (resource.RLIMIT_FSIZE, max(limits.disk_mb, 1) << 20),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_MEMLOCK, 0),
@@ -127,7 +121,7 @@ class Guards:
             self._rules.apply()
             os.close(self._rules._fd)
         if self.level != "none":
-            _drop_capabilities()
+            drop_capabilities()
         if self._filter is not None:
             self._filter.load()
 
@@ -141,15 +135,17 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(f"prctl({option}) failed")
 
 
-def _drop_capabilities() -> None:
+def drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()):
         raise OSError("capset failed")
 
 
 def limit_cpu(seconds: float) -> None:
-    """Limit CPU time from now on, in whole seconds. The supervisor polls more closely; this limit holds even without
-    it."""
+    """Limit this process's CPU time to ``seconds`` from now, plus 1 to 2 s, because the kernel counts whole seconds.
+
+    The supervisor enforces the limit more exactly; this one holds even without the supervisor.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))

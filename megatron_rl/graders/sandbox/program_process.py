@@ -5,36 +5,49 @@ No guard is here, because the program controls this interpreter. All messages fr
 
 import atexit
 import builtins
+import gc
 import importlib
 import io
+import operator
 import os
 import random
 import sys
 import threading
 import types
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude, record_classes
-from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple
 
 _MAX_OUTPUT_BYTES = 8 << 20
+_MAX_STACK_BYTES = 64 << 20
+"""Largest stack of a thread: contest programs ask for more than the memory limit."""
+
+
+def _plain_tuple(value: Any) -> Any:
+    parts = tuple(tuple.__iter__(value))
+    return named_tuple(type(value).__name__, value._fields)._make(parts) if hasattr(value, "_fields") else parts
+
+
 _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__index__),
     (float, float.__float__),
     (str, lambda value: str.__getitem__(value, slice(None))),
     (bytes, lambda value: bytes.__getitem__(value, slice(None))),
-    (tuple, lambda value: tuple(tuple.__iter__(value))),
+    (tuple, _plain_tuple),
+    (list, lambda value: list(list.__iter__(value))),
+    (dict, lambda value: dict(dict.items(value))),
+    (set, lambda value: set(set.__iter__(value))),
 )
+"""Plain content of instances of the program's own subclasses."""
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-
-
-def play(program: dict[str, str], wire: FrameChannel) -> None:
-    """Handle requests until the test process is gone."""
-    player = ProgramProcess(program, wire)
-    while True:
-        player.reply(wire.receive())
+_CONTEXT: dict[str, Callable[[Any], Any]] = {
+    "enter": lambda value: type(value).__enter__(value),
+    "exit": lambda value: type(value).__exit__(value, None, None, None),
+}
 
 
 class ProgramProcess:
@@ -44,6 +57,21 @@ class ProgramProcess:
         self._namespace: dict[str, Any] = {}
         self._objects: list[Any] = []
         self._records: dict[str, type] = {}
+        self._makes = False
+        self._turn = threading.RLock()
+        """Held by the thread that calls a function of the tests."""
+        self._handlers: dict[str, Callable[..., Any]] = {
+            "load": self._load, "main": self._run_script, "call": _call, "make": _call, "operate": _operate,
+            "get": getattr, "set": setattr, "next": next, "value": lambda value: value,
+        }  # fmt: skip
+
+    def serve(self) -> None:
+        """Handle requests until the test process is gone."""
+        sys.argv = ["solution.py"]
+        stack_size = threading.stack_size
+        threading.stack_size = lambda size=0: stack_size(min(size, _MAX_STACK_BYTES))
+        while True:
+            self.reply(self._wire.receive())
 
     def reply(self, request: Any) -> None:
         try:
@@ -56,12 +84,12 @@ class ProgramProcess:
     def _answer(self, request: Any) -> Any:
         """Handle one request.
 
-        Replies: {"values", "nodes"} with the result; {"raise": [name, built-in bases, message]}; {"end"}; {"fault":
-        text}.
+        Replies: {"values", "nodes"} with the result; {"raise": [name, bases, message]}; {"end"}; {"fault": text}.
         """
         try:
             values, containers = decode(request, self._import, self._records)
-            result = getattr(self, f"_do_{request['do']}")(*values)
+            result = self._handlers[request["do"]](*values)
+            self._makes = request["do"] == "make"
             # A call that returns None is expected to change its arguments, so send them back.
             return encode([result], self._export, self._records, containers if result is None else ())[0]
         except PeerGone:
@@ -75,7 +103,7 @@ class ProgramProcess:
                 return {"end": True}
             return {"raise": _describe(error)}
 
-    def _do_load(self) -> None:
+    def _load(self) -> None:
         random.seed(0)  # scores must be reproducible
         module = sys.modules["solution"] = types.ModuleType("solution")
         program, self._namespace = self._program, module.__dict__
@@ -91,24 +119,15 @@ class ProgramProcess:
         # Tests send instances of the prompt's classes; the program may have redefined a class under the same name.
         self._records = {name: own for name in self._records if isinstance(own := self._namespace.get(name), type)}
 
-    def _do_call(self, function: Any, arguments: Any, keywords: Any) -> Any:
-        return function(*arguments, **keywords)
-
-    def _do_get(self, value: Any, name: str) -> Any:
-        return getattr(value, name)
-
-    def _do_set(self, value: Any, name: str, new: Any) -> None:
-        setattr(value, name, new)
-
-    def _do_next(self, value: Any) -> Any:
-        return next(value)
-
-    def _do_value(self, value: Any) -> Any:
-        return value
-
-    def _do_main(self, text: str) -> str:
+    def _run_script(self, text: str) -> str:
         """Run the program as a script with ``text`` as standard input; returns its output."""
         random.seed(0)
+        gc.collect()  # a file object of the previous input must not close this input
+        while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # the script may have closed its streams
+            pass
+        os.close(spare)
+        if "fileinput" in sys.modules:
+            sys.modules["fileinput"]._state = None  # type: ignore[attr-defined]
         with open("stdin", "wb+") as given, open("stdout", "wb+") as printed:
             given.write(text.encode(errors="surrogatepass"))
             given.seek(0)
@@ -137,21 +156,22 @@ class ProgramProcess:
             raise NotSerializable(f"more than {_MAX_OUTPUT_BYTES >> 20} MB of output")
         return output.decode(errors="replace")
 
-    def _export(self, value: Any) -> list[Any] | tuple[Any]:
-        if isinstance(value, _Callback):
+    def _export(self, value: Any) -> list[Any] | tuple[Any, int]:
+        if type(value) in (_Callback, _Stream):
             return ["callback", value.number]
-        for base, plain in _PLAIN_BASES:
-            if isinstance(value, base):
-                return (plain(value),)
         if type(value) in _VIEWS:
             value = iter(value)
         self._objects.append(value)
+        for base, plain in _PLAIN_BASES:
+            # An instance that the tests have made stays here, because a plain copy misses changes and operators.
+            if issubclass(type(value), base) and not (self._makes and _is_more(type(value), base)):
+                return plain(value), len(self._objects) - 1
         return ["iterator" if hasattr(type(value), "__next__") else "object", len(self._objects) - 1]
 
     def _import(self, reference: list[Any]) -> Any:
         kind, key = reference
-        if kind == "callback":
-            return _Callback(self, key)
+        if kind in ("callback", "stream"):
+            return (_Callback if kind == "callback" else _Stream)(self, key)
         if kind == "import":  # from the standard library: the test process imports nothing else
             module, _, name = key.partition(":")
             return getattr(importlib.import_module(module), name)
@@ -164,29 +184,59 @@ class ProgramProcess:
             return getattr(self._namespace["Solution"](), name)
         raise NotSerializable(f"nothing: it does not define {name!r}")
 
+    def call_tests(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call a function of the tests and return its result."""
+        message, _ = encode([arguments, keywords], self._export, self._records)
+        with self._turn:
+            self._wire.send({**message, "callback": number})
+            while "do" in (reply := self._wire.receive()):  # the function may call the program in turn
+                self.reply(reply)
+        if "raise" in reply:
+            name, bases, text = reply["raise"]
+            kind = next((base for base in (name, *bases) if hasattr(builtins, base)), "Exception")
+            raise getattr(builtins, kind)(text)
+        return decode(reply, self._import, self._records)[0][0]
+
+
+def _call(function: Any, arguments: Any, keywords: Any) -> Any:
+    return function(*arguments, **keywords)
+
+
+def _operate(name: str, *operands: Any) -> Any:
+    return (_CONTEXT.get(name) or getattr(operator, name, None) or getattr(builtins, name))(*operands)
+
 
 class _Callback:
     """A function of the tests, as seen by the program."""
 
-    def __init__(self, player: ProgramProcess, number: int) -> None:
-        self._player, self.number = player, number
+    def __init__(self, process: ProgramProcess, number: int) -> None:
+        self._process, self.number = process, number
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        player = self._player
-        message, _ = encode([arguments, keywords], player._export, player._records)
-        player._wire.send({**message, "callback": self.number})
-        while "do" in (reply := player._wire.receive()):  # the function may call the program in turn
-            player.reply(reply)
-        if "raise" in reply:
-            name, bases, text = reply["raise"]
-            raise getattr(builtins, next((base for base in (name, *bases) if hasattr(builtins, base)), "Exception"))(
-                text
-            )
-        return decode(reply, player._import, player._records)[0][0]
+        return self._process.call_tests(self.number, arguments, keywords)
+
+
+class _Stream(_Callback):
+    """An iterator of the tests, as seen by the program."""
+
+    def __iter__(self) -> "_Stream":
+        return self
+
+    def __next__(self) -> Any:
+        return self()
+
+
+def _is_more(kind: type, base: type) -> bool:
+    """True if instances of ``kind`` can change, or behave unlike those of the plain type ``base``."""
+    if issubclass(base, list | dict | set):
+        return True
+    own = {name for each in kind.__mro__ if issubclass(each, base) and each is not base for name in vars(each)}
+    tuples = {"__repr__", "__getnewargs__"} if hasattr(kind, "_fields") else set()
+    return not issubclass(kind, Enum) and bool(own & set(dir(base)) - {"__new__", "__init__", "__doc__"} - tuples)
 
 
 def _describe(error: BaseException) -> list[Any]:
-    bases = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    bases = [kind.__name__ for kind in type(error).__mro__]
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)[:1000]
     except BaseException:  # the program's own __str__

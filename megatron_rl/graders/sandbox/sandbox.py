@@ -5,10 +5,10 @@ program (program_process.py), one its tests (trusted_process.py).
 
 Invariants:
 
-- A program passed only if the referee reports that all tests passed. Program and tests never share an interpreter.
+- A program passed only if the test process reports that all tests passed. Program and tests share no interpreter.
 - ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
-- The result of a program is an Outcome. BadTestsError: the tests cannot run, regardless of the program. SandboxError: the
-  sandbox failed. A program can cause neither.
+- The result of a program is a CaseResult. InvalidTests: the tests cannot run, regardless of the program. SandboxError:
+  the sandbox failed. A program can cause neither.
 - Without guards against the network, other processes and other files nothing runs, unless ``allow_unsandboxed`` is set.
 
 Thread-safe; runs are serialized.
@@ -26,17 +26,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, Self
 
 from megatron_rl.graders.sandbox.channel import pack_frame, read_frame
-from megatron_rl.graders.sandbox.guards import visible_paths
+from megatron_rl.graders.sandbox.guards import ProgramLimits, visible_paths
+from megatron_rl.graders.sandbox.source import InvalidTests, defined_in
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 """Time after the deadline in which the supervisor must kill and reply; then it counts as lost."""
 _MAX_VERDICT_BYTES = 1 << 16
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 LEVELS = ("namespaces", "filter")
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['sys_path']; "
@@ -50,34 +52,15 @@ class SandboxError(RuntimeError):
     """The sandbox could not run a program; the error implies nothing about the program."""
 
 
-class BadTestsError(ValueError):
-    """The tests cannot run with any program."""
-
-
 @dataclass(frozen=True)
 class Program:
     code: str
-    tests: str | Sequence[str]
+    tests: str
     prompt_code: str = ""
     """Text that the code continues, or that its imports and helpers come from."""
     entry_point: str = ""
     setup: str = ""
     """Code that runs before the program, and before the tests."""
-
-
-@dataclass(frozen=True)
-class ProgramLimits:
-    """Limits of one program."""
-
-    time_s: float = 3.0
-    """CPU seconds of program and tests together, not counting their imports."""
-    memory_mb: int = 512
-    """Address space of the program's process, in MiB."""
-    disk_mb: int = 16
-    num_processes: int = 16
-    """Number of threads; no process can be started."""
-    wall_s: float = 4.5
-    """Seconds by the clock, waiting and imports included."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +94,14 @@ class Sandbox:
         self._levels = [level] if level else [*LEVELS, *(["none"] if allow_unsandboxed else [])]
         self._preload = list(preload)
         self._lock = threading.Lock()
-        self._supervisor: _SupervisorHandle | None = None
+        self._supervisor: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.level = ""
         """Level in use, once started."""
 
     @property
     def pid(self) -> int | None:
         """Process id of the supervisor; None if none was started."""
-        return self._supervisor.process.pid if self._supervisor else None
+        return self._supervisor[0].pid if self._supervisor else None
 
     def start(self) -> None:
         """Start the supervisor. ``run`` also starts it, and restarts a lost one.
@@ -129,42 +112,34 @@ class Sandbox:
         failures = []
         for level in self._levels:
             self.close()
-            if level == "namespaces" and not shutil.which("bwrap"):
-                failures.append("namespaces: bubblewrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)")
-                continue
             with tempfile.TemporaryFile() as errors:
-                self._supervisor = supervisor = self._launched(level, errors)
+                self._supervisor = _, control = self._launch(level, errors)
                 try:
-                    failure = _reply(supervisor.control, time.monotonic() + _START_TIMEOUT_S)["failure"]
+                    failure = _reply(control, time.monotonic() + _START_TIMEOUT_S)["failure"]
                 except _Lost as error:
                     errors.seek(0)
-                    failure = (
-                        f"{level}: the supervisor {error}: {errors.read().decode(errors='replace').strip()[-300:]}"
-                    )
+                    output = errors.read().decode(errors="replace").strip()
+                    failure = f"{level}: the supervisor {error}: {output[-300:]}"
             if not failure:
                 self.level = level
                 return
             failures.append(failure)
         self.close()
         raise SandboxError(
-            f"programs cannot be confined on this machine ({'; '.join(failures)}); expected bubblewrap and namespaces, or "
-            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them unconfined"
+            f"programs cannot be confined on this machine ({'; '.join(failures)}); expected libseccomp, and namespaces or "
+            "a kernel with Landlock; or set allow_unsandboxed=true to run them unconfined"
         )
 
-    def _launched(self, level: str, errors: IO[bytes]) -> "_SupervisorHandle":
+    def _launch(self, level: str, errors: IO[bytes]) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         start = {"control_fd": theirs.fileno(), "level": level, "preload": self._preload, "sys_path": sys.path}
+        shown = [*visible_paths(), _PACKAGE] if level == "namespaces" else []
+        bubblewrap = _bubblewrap(shown) if shown and shutil.which("bwrap") else []
+        start["enter"] = [] if bubblewrap else shown
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         with theirs:
             process = subprocess.Popen(
-                [
-                    *(_bubblewrap() if level == "namespaces" else []),
-                    sys.executable,
-                    "-s",
-                    "-c",
-                    _BOOT,
-                    json.dumps(start),
-                ],
+                [*bubblewrap, sys.executable, "-s", "-c", _BOOT, json.dumps(start)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -174,41 +149,32 @@ class Sandbox:
                 env={
                     **kept,
                     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                    "MALLOC_ARENA_MAX": "1",  # each further arena takes 64 MiB of the address space
                     "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
                     "LANG": "C.UTF-8",
                     "PYTHONHASHSEED": "0",
                 },
             )
-        return _SupervisorHandle(process, ours)
+        return process, ours
 
-    def run(self, program: Program, limits: ProgramLimits = ProgramLimits(), *, partial: bool = False) -> CaseResult:
+    def run(self, program: Program, limits: ProgramLimits, *, partial: bool = False) -> CaseResult:
         """Run a program with its tests.
 
         Args:
             partial: Count failing asserts instead of stopping at the first failure.
 
         Raises:
-            BadTestsError: tests that do not compile, cannot run or test nothing.
+            InvalidTests: tests that do not compile, cannot run or test nothing.
             SandboxError: no verdict, for a reason that the program did not cause.
         """
         shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
-        tests = program.tests if isinstance(program.tests, str) else "\n".join(program.tests)
-        task = json.dumps({**shared, "tests": tests, "partial": partial}).encode()
-        request = json.dumps(
-            {
-                "program": {**shared, "code": program.code},
-                "limits": {
-                    "time_s": limits.time_s,
-                    "wall_s": limits.wall_s,
-                    "memory_bytes": limits.memory_mb << 20,
-                    "disk_bytes": limits.disk_mb << 20,
-                    "num_processes": limits.num_processes,
-                },
-            }
-        ).encode()
+        defined = sorted(defined_in(program.code))
+        task = json.dumps({**shared, "tests": program.tests, "defined": defined, "partial": partial}).encode()
+        # The request holds no test, because the program process is forked from the supervisor that reads it.
+        request = json.dumps({"program": {**shared, "code": program.code}, "limits": asdict(limits)}).encode()
         with self._lock:
             for is_last_try in (False, True):  # a killed supervisor is replaced once
-                if self._supervisor is None or self._supervisor.process.poll() is not None:
+                if self._supervisor is None or self._supervisor[0].poll() is not None:
                     self.start()
                 try:
                     return _outcome(*self._converse(request, task, time.monotonic() + limits.wall_s + _GRACE_S))
@@ -221,7 +187,7 @@ class Sandbox:
     def _converse(self, request: bytes, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
         """(supervisor's reply, verdict of the test process)."""
         assert self._supervisor is not None
-        control = self._supervisor.control
+        _, control = self._supervisor
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -233,8 +199,9 @@ class Sandbox:
                 ours.shutdown(socket.SHUT_WR)
             reply = _reply(control, deadline)
             text = b""
-            while len(text) <= _MAX_VERDICT_BYTES and (part := _read_some(ours)):
-                text += part
+            with contextlib.suppress(OSError):  # the reply says how the test process ended
+                while len(text) <= _MAX_VERDICT_BYTES and (part := ours.recv(1 << 14)):
+                    text += part
             return reply, text
 
     def close(self) -> None:
@@ -257,19 +224,13 @@ class Sandbox:
         self.close()
 
 
-class _SupervisorHandle(NamedTuple):
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-
-
 class _Lost(Exception):
     """The supervisor died or does not reply."""
 
 
-def _bubblewrap() -> list[str]:
-    """The command that puts a supervisor into namespaces: no network, no other process, no file except those it needs."""
-    package = str(Path(__file__).resolve().parents[2])
-    shown = [word for path in [*visible_paths(), package] for word in ("--ro-bind", path, path)]
+def _bubblewrap(paths: Sequence[str]) -> list[str]:
+    """The command that puts a supervisor into namespaces: no network, no other process, no file except ``paths``."""
+    shown = [word for path in paths for word in ("--ro-bind", path, path)]
     options = (
         "bwrap --unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev --perms 1777 --tmpfs /tmp"
         " --perms 1777 --tmpfs /dev/shm --chdir /"
@@ -294,32 +255,27 @@ def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
     return json.loads(body)
 
 
-def _read_some(channel: socket.socket) -> bytes:
-    try:
-        return channel.recv(1 << 14)
-    except OSError:
-        return b""
-
-
 def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
     if reply["failure"]:
         raise SandboxError(reply["failure"])
     if reply["ended_by"] == "busy":
         raise SandboxError("the machine is too busy to run a program within its time")
-    has_started, text = text.startswith(b"s"), text.removeprefix(b"s")
+    events, brace, text = text.partition(b"{")
     program_end, tests_end = map(_how_it_ended, reply["statuses"])
     try:
-        verdict = json.loads(text)
+        verdict = json.loads(brace + text)
     except ValueError:
         verdict = None
     if reply["ended_by"] or verdict is None:
         # The program runs only once the tests call it: any earlier failure is caused by the tests.
         how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
-        if not has_started:
-            raise BadTestsError(f"before their first use of the program: {how}")
+        if b"s" not in events:
+            raise InvalidTests(f"before their first use of the program: {how}")
+        if b"t" in events:
+            raise InvalidTests(f"their threads use the program at the same time, which takes turns here: {how}")
         return CaseResult(0, 1, how)
     if "bad_tests" in verdict:
-        raise BadTestsError(verdict["bad_tests"])
+        raise InvalidTests(verdict["bad_tests"])
     detail = verdict["detail"]
     if detail.startswith("the program ended"):
         detail = f"{program_end}; {detail}"

@@ -9,12 +9,17 @@ parser's stack, so only processes of the sandbox compile.
 import ast
 import builtins
 import re
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType
 from typing import Any
+
+from megatron_rl.graders.sandbox.code_cases import IMPORTS
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -34,11 +39,30 @@ class Tests:
     """Names that the tests use from the program."""
     constants: frozenset[str]
     """Subset of ``names`` that the tests only read."""
+    errors: frozenset[str]
+    """Subset of ``names`` that the tests use as exceptions."""
+    library: Mapping[str, bool]
+    """Names of the library that the tests use without importing them; True if the name is a module."""
+    use_arrays: bool
+    """True if the tests use numpy."""
+    expect_nan: bool
+    """True if the tests mention nan."""
+    expect_errors: bool
+    """True if the tests handle exceptions."""
+    doubt: str
+    """A use of the program's names that no verdict can rest on; "" if there is none."""
     num_asserts: int
     """Number of asserts in the source; a loop may run one assert several times."""
     lines: tuple[str, ...]
     functions: tuple[str, ...]
     """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
+
+    def check(self, defined: Sequence[str]) -> None:
+        """Raise InvalidTests if the program, which defines the names ``defined``, could judge itself."""
+        if self.doubt:
+            raise InvalidTests(self.doubt)
+        if taken := sorted(self.library.keys() & set(defined)):
+            raise InvalidTests(f"the tests use {taken[0]} without importing it, and the program defines it")
 
 
 # ------------------------------------------------------------------------------------------------------------ program
@@ -112,8 +136,8 @@ def infer_entry_point(prompt_code: str) -> str:
 
 
 def defined_in(text: str) -> set[str]:
-    """Names that definitions at the start of a line bind. Uses no parser, so any text is safe."""
-    definitions = re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)|^(\w+)\s*=", text, re.MULTILINE)
+    """Names that statements at the start of a line bind. Uses no parser, so any text is safe."""
+    definitions = re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)|^(\w+)\s*(?::[^=\n]*)?=", text, re.MULTILINE)
     return {defined or bound for defined, bound in definitions}
 
 
@@ -136,12 +160,20 @@ def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
     return {
         name: value
         for name, value in namespace.items()
-        if isinstance(value, type) and value.__module__ == namespace["__name__"] and value.__bases__ == (object,)
+        if isinstance(value, type) and value.__module__ == namespace["__name__"] and _is_record(value, namespace)
     }
 
 
+def _is_record(kind: type, namespace: Mapping[str, Any]) -> bool:
+    """True if instances have no state except attributes: ``kind`` and its bases are plain classes of the prompt."""
+    bases = kind.__mro__[:-1]
+    return kind.__dictoffset__ != 0 and all(
+        type(base) is type and namespace.get(base.__name__) is base for base in bases
+    )
+
+
 def _defined(body: Sequence[ast.stmt]) -> set[str]:
-    """Names that statements bind in their module."""
+    """Names that statements bind in their module, and the methods of ``Solution``."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -162,14 +194,13 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
-def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str = "", entry_point: str = "") -> Tests:
+def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point: str = "") -> Tests:
     """Compile tests: statements with ``assert``, ``check(candidate)`` as HumanEval has it, functions ``test_...``, or
     ``unittest`` cases. ``setup`` runs before the tests.
 
     Raises:
-        BadTests: tests that do not compile, test nothing, or need the program's interpreter.
+        InvalidTests: tests that do not compile, test nothing, or need the program's interpreter.
     """
-    text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
         tree, before = ast.parse(text), ast.parse(setup)
         shared = _prelude_statements(prompt_code, entry_point)
@@ -178,7 +209,7 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
     if not any(isinstance(node, (ast.Assert, ast.Call, ast.Compare, ast.Raise)) for node in ast.walk(tree)):
         raise InvalidTests("the tests assert nothing")
     defined = _defined(tree.body)
-    if "check" in defined and not _calls_check(tree.body):
+    if "check" in defined and not _uses_check(tree.body):
         if not entry_point:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body.append(ast.parse(f"check({entry_point})").body[0])
@@ -187,7 +218,13 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
     known = defined | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
     entry = {root_of(entry_point)} - {""} - defined
     names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
-    constants = names - _used_as_functions(tree) - _bound_somewhere(tree) - entry - {"candidate"}
+    program_names = names - _bound_somewhere(tree)
+    library = _library_names(tree, program_names - entry)
+    if not program_names - library.keys():
+        library = {}  # something must be tested
+    names, program_names = names - library.keys(), program_names - library.keys()
+    errors = _names_in(node for is_error, node in _class_uses(tree) if is_error) & program_names
+    constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
     functions = tuple(node.name for node in tree.body if _is_test(node))  # type: ignore[attr-defined]
@@ -195,7 +232,10 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
         code = compile(ast.fix_missing_locations(_MarkAsserts().visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    return Tests(code, names, constants, num_asserts, tuple(text.splitlines()), functions)
+    use_arrays = not _identifiers(tree).isdisjoint({"numpy", "np"})
+    expect_errors = any(is_error for is_error, _ in _class_uses(tree))
+    habits = (use_arrays, "nan" in text.lower(), expect_errors, _doubt(tree, program_names, constants))
+    return Tests(code, names, constants, errors, library, *habits, num_asserts, tuple(text.splitlines()), functions)
 
 
 _RUN_PROGRAM = {"run_program"}
@@ -203,13 +243,11 @@ _RUN_PROGRAM = {"run_program"}
 
 
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
-    """Reject tests that cannot run with any program. Raises BadTests."""
+    """Reject tests that cannot run with any program. Raises InvalidTests."""
     if shared := _identifiers(tree) & _ONE_INTERPRETER:
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
-    if _names_classes(tree, names):
-        raise InvalidTests(
-            "the tests use a class of the program in isinstance, in except or as a base: it stays with the program"
-        )
+    if _names_in(node for is_error, node in _class_uses(tree) if not is_error) & names:
+        raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
     guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in guarded:
@@ -222,21 +260,58 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
         raise InvalidTests(f"the tests read {unknown[0]}, which neither they nor the prompt define")
 
 
-def _calls_check(body: Sequence[ast.stmt]) -> bool:
+_LIBRARY = IMPORTS + (
+    "from copy import copy, deepcopy; from decimal import Decimal; from fractions import Fraction\n"
+    "from dataclasses import *; from datetime import date, timedelta; from operator import itemgetter, attrgetter\n"
+)
+_ALIASES = {"np": "numpy", "pd": "pandas", "numpy": "numpy", "pandas": "pandas"}
+
+
+def library_value(name: str, is_module: bool) -> Any:
+    """The module ``name``, or the value that the usual imports give to ``name``."""
+    if is_module:
+        return import_module(_ALIASES.get(name, name))
+    return _usual_imports()[name]
+
+
+@lru_cache(maxsize=1)
+def _usual_imports() -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(_LIBRARY, namespace)
+    return namespace
+
+
+def _library_names(tree: ast.AST, names: frozenset[str]) -> dict[str, bool]:
+    """The subset of ``names`` that tests use as names of the library; True for a module."""
+    nodes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    bases = {node.id for node in nodes if isinstance(node, ast.Name)}
+    modules = {name for name in names & bases if name in sys.stdlib_module_names or name in _ALIASES}
+    return {name: name in modules for name in names if name in modules or name in _usual_imports()}
+
+
+def _doubt(tree: ast.AST, names: frozenset[str], constants: frozenset[str]) -> str:
+    """The reason why the tests are in doubt: the program would choose the value that it is compared with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+            used = _names_in(parts) & names
+            read = sorted(used & constants)
+            if read and (not isinstance(node, ast.Assert) or used - constants):
+                return f"the tests use the program's own {read[0]} to check it"
+    return ""
+
+
+def _uses_check(body: Sequence[ast.stmt]) -> bool:
     statements = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
-    return any(
-        isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "check"
-        for node in statements
-        for inner in ast.walk(node)
-    )
+    return any(isinstance(inner, ast.Name) and inner.id == "check" for node in statements for inner in ast.walk(node))
 
 
 def _used_as_functions(tree: ast.AST) -> set[str]:
-    """Names that are called, accessed for attributes or passed as arguments."""
+    """Names that the code calls, passes as arguments, uses as decorators or reads attributes of."""
     found: set[str] = set()
     for node in ast.walk(tree):
         used = [node.func, *node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
-        used += [node.value] if isinstance(node, ast.Attribute) else []
+        used += [node.value] if isinstance(node, ast.Attribute) else getattr(node, "decorator_list", [])
         found |= {inner.id for inner in used if isinstance(inner, ast.Name)}
     return found
 
@@ -281,28 +356,23 @@ def _identifiers(tree: ast.AST) -> set[str]:
     return found
 
 
-def _names_classes(tree: ast.AST, names: frozenset[str]) -> bool:
-    """True if the tests use a name of the program as a class in isinstance, except or as a base."""
-
-    def uses(nodes: Sequence[ast.AST | None]) -> bool:
-        return any(
-            isinstance(inner, ast.Name) and inner.id in names for node in nodes if node for inner in ast.walk(node)
-        )
-
+def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
+    """Yield (is_exception, expression) for each expression that tests use as a class, as in ``isinstance``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and uses([node.type]):
-            return True
-        if isinstance(node, ast.ClassDef) and uses(node.bases):
-            return True
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.ExceptHandler):
+            yield True, node.type or ast.Constant(None)
+        elif isinstance(node, ast.ClassDef):
+            yield from ((False, base) for base in node.bases)
+        elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("raises", "assertRaises", "issubclass", "assertRaisesRegex") and uses(node.args[:1]):
-                return True
-            if called in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance") and uses(
-                node.args[1:2]
-            ):
-                return True
-    return False
+            if called in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
+                yield from ((True, argument) for argument in node.args[:1])
+            elif called in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
+                yield from ((False, argument) for argument in node.args[called != "issubclass" :])
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name))
 
 
 class _MarkAsserts(ast.NodeTransformer):

@@ -32,13 +32,14 @@ from typing import Any
 from megatron_rl.graders.sandbox.channel import FrameChannel, pack_frame, read_frame
 from megatron_rl.graders.sandbox.guards import (
     Guards,
-    SandboxLimits,
+    ProgramLimits,
     empty_folder,
     folder_bytes,
     limit_cpu,
     visible_paths,
 )
-from megatron_rl.graders.sandbox.program_process import play
+from megatron_rl.graders.sandbox.namespaces import enter_namespaces
+from megatron_rl.graders.sandbox.program_process import ProgramProcess
 from megatron_rl.graders.sandbox.trusted_process import judge
 
 _IDLE_FACTOR, _IDLE_S = 2.0, 1.0
@@ -51,6 +52,10 @@ _PRELOADED = (
     "fractions functools hashlib heapq io itertools json logging math operator os random re statistics string struct sys "
     "textwrap threading time types typing unicodedata unittest uuid"
 ).split()
+
+
+_Ready = Callable[[str], None]
+"""Called by a confined process with the source whose imports do not count as its time."""
 
 
 class _Child:
@@ -101,16 +106,16 @@ class Supervisor:
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run one program. The reply tells which limit ended it, and how its processes ended."""
-        limits, program = SandboxLimits(**request["limits"]), request["program"]
+        limits, program = ProgramLimits(**request["limits"]), request["program"]
         started_at = time.monotonic()
         asks, answers = os.pipe(), os.pipe()
-        children = [
-            self._start(limits, (asks[0], answers[1]), lambda ready: _player(program, ready, asks[0], answers[1]))
-        ]
-        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]  # after the fork of the program process, which must not have the socket
+        of_program, of_tests = FrameChannel(asks[0], answers[1]), FrameChannel(answers[0], asks[1])
+        children = [self._start(limits, of_program.files, lambda ready: _run_program(program, of_program, ready))]
+        # After the fork of the program process, which must not have the socket.
+        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]
         try:
-            files = (channel_fd, answers[0], asks[1])
-            children.append(self._start(limits, files, lambda ready: _referee(channel_fd, ready, answers[0], asks[1])))
+            files = (channel_fd, *of_tests.files)
+            children.append(self._start(limits, files, lambda ready: _run_tests(channel_fd, of_tests, ready)))
             for file in (*asks, *answers, channel_fd):
                 os.close(file)
             ended_by = self._wait(children, limits, started_at)
@@ -120,7 +125,7 @@ class Supervisor:
         failure = next((f"a process could not be confined: {child.failure}" for child in children if child.failure), "")
         return {"failure": failure, "ended_by": ended_by, "statuses": statuses}
 
-    def _start(self, limits: SandboxLimits, files: tuple[int, ...], body: Callable[[Callable[[str], None]], None]) -> _Child:
+    def _start(self, limits: ProgramLimits, files: tuple[int, ...], body: Callable[[_Ready], None]) -> _Child:
         read_end, write_end = os.pipe()
         own_pid = os.getpid()
         pid = os.fork()
@@ -147,8 +152,11 @@ class Supervisor:
         finally:
             os._exit(0)
 
-    def _wait(self, children: list[_Child], limits: SandboxLimits, started_at: float) -> str:
-        """Wait until the referee (the last child) ends. Returns the limit that ended it earlier, or an empty string."""
+    def _wait(self, children: list[_Child], limits: ProgramLimits, started_at: float) -> str:
+        """Wait until the test process (the last child) or the client ends, a child fails, or a limit is exceeded.
+
+        Returns the exceeded limit, "busy" if the children waited for a CPU for more than half of ``wall_s``, or "".
+        """
         end, patience_s, ready_at = children[-1].end, _FIRST_WATCH_S, 0.0
         while True:
             starting = [child for child in children if not child.is_ready]
@@ -160,17 +168,18 @@ class Supervisor:
                     ready_at = time.monotonic()
             # The client sends nothing before it has the reply, so either the test process or the client has ended.
             if end in readable or self._control in readable or any(child.failure for child in children):
-                return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_bytes else ""
+                return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_mb << 20 else ""
             now, patience_s = time.monotonic(), _WATCH_S
             if now - started_at > limits.wall_s:
-                waited_s = sum(child.times()[1] for child in children)
+                # Program and tests take turns once both are ready; before, they wait for a CPU at the same time.
+                waited_s = sum(child.times()[1] - child.ready_times[1] for child in children)
+                waited_s += max(child.ready_times[1] for child in children)
                 return "busy" if waited_s > (now - started_at) / 2 else "time limit (by the clock)"
-            if all(child.is_ready for child in children) and (
-                limit := self._exceeded(children, limits, now - ready_at)
-            ):
+            is_ready = all(child.is_ready for child in children)
+            if is_ready and (limit := self._exceeded(children, limits, now - ready_at)):
                 return limit
 
-    def _exceeded(self, children: list[_Child], limits: SandboxLimits, elapsed_s: float) -> str:
+    def _exceeded(self, children: list[_Child], limits: ProgramLimits, elapsed_s: float) -> str:
         times = [(*child.times(), *child.ready_times) for child in children]
         cpu_s = sum(cpu - before for cpu, _, before, _ in times)
         waited_s = sum(waited - before for _, waited, _, before in times)
@@ -184,22 +193,22 @@ class Supervisor:
             num_threads = 1
         if num_threads > limits.num_processes:
             return "process limit"
-        return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_bytes else ""
+        return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_mb << 20 else ""
 
 
-def _player(program: dict[str, str], ready: Callable[[str], None], read_fd: int, write_fd: int) -> None:
+def _run_program(program: dict[str, str], wire: FrameChannel, ready: _Ready) -> None:
     ready("\n".join(program.values()))
-    play(program, FrameChannel(read_fd, write_fd))
+    ProgramProcess(program, wire).serve()
 
 
-def _referee(channel_fd: int, ready: Callable[[str], None], read_fd: int, write_fd: int) -> None:
-    """Read the task up to the end of the stream; write "s" when the program starts, and then the verdict."""
+def _run_tests(channel_fd: int, wire: FrameChannel, ready: _Ready) -> None:
+    """Read the task from the channel until its end; write the events of ``judge`` to the channel, then the verdict."""
     parts = []
     while part := os.read(channel_fd, 1 << 20):
         parts.append(part)
     task = json.loads(b"".join(parts))
     ready("\n".join((task["prompt_code"], task["setup"], task["tests"])))
-    verdict = json.dumps(judge(task, FrameChannel(read_fd, write_fd), lambda: os.write(channel_fd, b"s"))).encode()
+    verdict = json.dumps(judge(task, wire, lambda text: os.write(channel_fd, text))).encode()
     while verdict:
         verdict = verdict[os.write(channel_fd, verdict) :]
 
@@ -224,15 +233,27 @@ def _keep_files(kept: set[int]) -> None:
     os.closerange(low, 1 << 16)
 
 
+def _report_start(control: socket.socket, failure: str) -> None:
+    control.sendall(pack_frame(json.dumps({"failure": failure}).encode()))
+
+
 def main(start: dict[str, Any]) -> None:
-    """Entry point. ``start`` from the client: ``control_fd``, ``level`` and ``preload`` (modules)."""
+    """Entry point. ``start`` from the client: ``control_fd``, ``level``, ``preload`` (modules) and ``enter``: paths to see in
+    namespaces that this process must enter itself, or none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles it
     control = socket.socket(fileno=start["control_fd"])
     control.set_inheritable(False)
+    try:
+        if start["enter"]:
+            enter_namespaces(start["enter"])
+    except OSError as error:
+        _report_start(control, f"namespaces: {error}; bubblewrap may be allowed to (Debian, Ubuntu: apt-get install bubblewrap)")
+        return
     for name in (*_PRELOADED, *start["preload"]):
         __import__(name)
     visible = tuple(f"{path}/" for path in visible_paths())
     sys.path[:] = [path for path in sys.path if f"{path}/".startswith(visible)]
+    sys.set_int_max_str_digits(0)  # the CPU limit bounds the time of long integers
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's CPU limit does not apply to its supervisor
     guards: Guards | None = None
@@ -241,7 +262,7 @@ def main(start: dict[str, Any]) -> None:
         failure = ""
     except (OSError, RuntimeError) as error:
         failure = f"{start['level']}: {error}"
-    control.sendall(pack_frame(json.dumps({"failure": failure}).encode()))
+    _report_start(control, failure)
     if guards is None:
         return
     os.umask(0o077)

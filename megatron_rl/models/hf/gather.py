@@ -1,11 +1,12 @@
 """Assembles full tensors from the ranks that own their shards.
 
-The tensor-parallel ranks of the stage that owns a tensor send their shards to their first rank, which sends the full
-tensor to its ``GatherTarget``. Among replicas (data- and context-parallel ranks) only the first ranks take part. Experts
-have their own split: by expert over the expert-parallel ranks, and each expert over the expert-tensor-parallel ranks.
-Consecutive tensors with the same sender, mainly a layer's experts, are sent as one message.
+The tensor-parallel ranks of the stage that owns a tensor send their shards to their first rank, which sends the
+full tensor to its ``GatherTarget``. Among replicas (data- and context-parallel ranks) only the first ranks take
+part. Experts have their own split: by expert over the expert-parallel ranks, and each expert over the
+expert-tensor-parallel ranks. Consecutive tensors with the same sender, mainly a layer's experts, are sent as one
+message.
 
-Ranks wait for each other at each message; with ``Destination.stage``, only ranks of the same stage do.
+Ranks wait for each other at each message; with ``GatherTarget.stage``, only ranks of the same stage do.
 
 A parameter's owners follow from its name in the tables: its pipeline stage, and within the stage the expert's ranks.
 """
@@ -27,7 +28,7 @@ from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
 from megatron_rl.families.transforms import Dims
 from megatron_rl.models.hf.tensor_sources import WeightsError
-from megatron_rl.models.layers.gpt import unwrap
+from megatron_rl.models.layers.torch_layers import unwrap
 from megatron_rl.parallel.topology import local_device
 
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
@@ -118,22 +119,18 @@ class GatherTarget(Enum):
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The ranks (``group``) that assemble a tensor; global rank ``first`` gets the full tensor and sends it."""
-
-    first: int
-    group: dist.ProcessGroup
-    is_here: bool
-
-
-@dataclass(frozen=True)
 class ShardedParameter:
     """A full (unsharded) parameter and the ranks that own its shards."""
 
     entry: Entry
     stage: int
     dtype: torch.dtype
-    owner: Owner
+    first: int
+    """Global rank that gets the full tensor and sends it."""
+    group: dist.ProcessGroup
+    """The ranks that assemble the tensor."""
+    is_here: bool
+    """True if this rank is in ``group``."""
 
     @property
     def num_bytes(self) -> int:
@@ -149,12 +146,13 @@ def sharded_parameters(parameters: dict[str, Tensor], hf_config: PretrainedConfi
     held = []
     for entry in entries(hf_config, role):
         stage = stage_of(entry, by_stage)
-        held.append(ShardedParameter(entry, stage, by_stage[stage][any_expert(entry.megatron)], owner_of(entry, stage, sizes)))
+        dtype = by_stage[stage][any_expert(entry.megatron)]
+        held.append(ShardedParameter(entry, stage, dtype, *owners_of(entry, stage, sizes)))
     return held
 
 
-def owner_of(entry: Entry, stage: int, sizes: Dims) -> Owner:
-    """The ranks that assemble ``entry`` on pipeline stage ``stage``."""
+def owners_of(entry: Entry, stage: int, sizes: Dims) -> tuple[int, dist.ProcessGroup, bool]:
+    """(``first``, ``group``, ``is_here``) of a ``ShardedParameter``, for ``entry`` on pipeline stage ``stage``."""
     rank, expert = dist.get_rank(), expert_of(entry.megatron)
     group = parallel_state.get_tensor_model_parallel_group()
     first = first_rank_of(stage)
@@ -162,7 +160,7 @@ def owner_of(entry: Entry, stage: int, sizes: Dims) -> Owner:
         group = parallel_state.get_expert_tensor_parallel_group()
         experts_per_rank = sizes["experts"] // parallel_state.get_expert_model_parallel_world_size()
         first += group.size() * (expert // experts_per_rank)
-    return Owner(first, group, first <= rank < first + group.size())
+    return first, group, first <= rank < first + group.size()
 
 
 def gather(
@@ -187,8 +185,8 @@ def messages(held: Iterable[ShardedParameter], to: GatherTarget) -> Iterator[lis
     num_bytes = 0
     for item in held:
         target = first_rank_of(item.stage) if to is GatherTarget.stage else 0
-        is_sent = to is GatherTarget.everywhere or item.owner.first != target
-        is_next = run and (item.stage, item.owner.first, item.dtype) == (run[0].stage, run[0].owner.first, run[0].dtype)
+        is_sent = to is GatherTarget.everywhere or item.first != target
+        is_next = run and (item.stage, item.first, item.dtype) == (run[0].stage, run[0].first, run[0].dtype)
         if run and not (is_sent and is_next and num_bytes + item.num_bytes <= MESSAGE_BYTES):
             yield run
             run, num_bytes = [], 0
@@ -202,16 +200,16 @@ def collect(
     message: Sequence[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, target: int | None
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
     """Yield each entry of one message with its full tensors on rank ``target`` (None: all ranks), and Nones elsewhere."""
-    rank, owner = dist.get_rank(), message[0].owner
-    own = [_assemble(item, parameters.get(item.entry.megatron), sizes) for item in message] if owner.is_here else []
-    has_all, is_wanted = rank == owner.first, target in (None, rank)
+    rank, first = dist.get_rank(), message[0].first
+    own = [_assemble(item, parameters.get(item.entry.megatron), sizes) for item in message] if message[0].is_here else []
+    has_all, is_wanted = rank == first, target in (None, rank)
     flat = None
-    if target is None or (owner.first != target and (has_all or is_wanted)):
+    if target is None or (first != target and (has_all or is_wanted)):
         flat = _flat(own) if has_all else _empty(message)
         if target is None:
-            dist.broadcast(flat, src=owner.first)
+            dist.broadcast(flat, src=first)
         else:
-            _send(flat, source=owner.first, target=target)
+            _send(flat, source=first, target=target)
     start = 0
     for index, item in enumerate(message):
         tensors: list[Tensor | None] = [None] * len(item.entry.hf)
@@ -245,14 +243,14 @@ def _empty(message: Sequence[ShardedParameter]) -> Tensor:
 
 
 def _assemble(held: ShardedParameter, parameter: Tensor | None, sizes: Dims) -> list[Tensor] | None:
-    """Full tensors of an entry on rank ``owner.first``, None on the group's other ranks; collective over the group."""
-    rank, owner, entry = dist.get_rank(), held.owner, held.entry
+    """Full tensors of an entry on rank ``held.first``, None on the group's other ranks; collective over the group."""
+    rank, entry = dist.get_rank(), held.entry
     if parameter is None:
         raise WeightsError(f"rank {rank} does not have Megatron's parameter {entry.megatron}, although it should")
     shards = [parameter.detach()]
-    if entry.transform.is_split and owner.group.size() > 1:
-        shards = [torch.empty_like(parameter) for _ in range(owner.group.size())] if rank == owner.first else []
-        dist.gather(parameter.detach().contiguous(), shards or None, dst=owner.first, group=owner.group)
-    if rank != owner.first:
+    if entry.transform.is_split and held.group.size() > 1:
+        shards = [torch.empty_like(parameter) for _ in range(held.group.size())] if rank == held.first else []
+        dist.gather(parameter.detach().contiguous(), shards or None, dst=held.first, group=held.group)
+    if rank != held.first:
         return None
     return [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]

@@ -29,6 +29,9 @@ from megatron_rl.families.model_facts import dims, split_sizes, takes_images, te
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
+from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.models.hf.tensor_sources import check_mtp_present
+from megatron_rl.models.hf.weights import checked_source
 from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
 
@@ -43,8 +46,8 @@ def megatron_config(
     """Keyword arguments of Megatron's TransformerConfig and of GPTModel (without layer spec and stage flags).
 
     ``overrides`` replace fields of TransformerConfig. Gradients are sums over tokens
-    (``calculate_per_token_loss``): the training loop passes the schedule a loss sum and a token count. Raises ValueError
-    if the model does not fit the parallel layout.
+    (``calculate_per_token_loss``): the training loop passes the schedule a loss sum and a token count. Raises
+    ValueError if the model does not fit the parallel layout.
     """
     check_layout(hf_config, parallel)
     sizes, rope, text = dims(hf_config), rope_parameters(hf_config), text_config(hf_config)
@@ -167,8 +170,8 @@ def _check_rope_fusion(hf_config: PretrainedConfig, is_fused: bool) -> None:
 def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Additional fields of latent attention.
 
-    "yarn" makes attention read a factor from its embedding, which models/layers/rope.py installs. The last two fields enter the
-    softmax scale.
+    "yarn" makes attention read a factor from its embedding, which models/layers/rope.py installs. The last two
+    fields enter the softmax scale.
     """
     if not family_of(hf_config).is_latent:
         return {}
@@ -220,12 +223,6 @@ def check_models(config: Config, command: str) -> None:
 
     Reads config.json and the headers of the weights.
     """
-    # Imported here, because these modules import torch and Megatron, which checking only the schema does not need.
-    from megatron_rl.models.hf.megatron_config import check_layout
-    from megatron_rl.models.hf.model_config import load_hf_config
-    from megatron_rl.models.hf.mtp import check_mtp_present
-    from megatron_rl.models.hf.weights import checked_source
-
     value_models = {"critic.path", "reward.process.path"}
     if command == "reward-train" and config.reward_train.kind is not RewardModelKind.pairwise:
         value_models.add("policy.path")

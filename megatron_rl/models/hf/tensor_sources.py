@@ -1,17 +1,26 @@
-"""Sources of weights: a folder of safetensors, or a random generator seeded by tensor names."""
+"""Sources of weights: a folder of safetensors, or a random generator seeded by tensor names.
+
+The multi-token-prediction layers of DeepSeek-V3 and GLM-4-MoE are never built and never trained. If kept, their
+tensors are copied unchanged from the source folder into every saved folder, and config.json keeps their number. If
+dropped, config.json's number is 0. After training, kept layers are still the layers of the initial model.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from megatron_rl.errors import UserError
+from megatron_rl.families.family import family_of
+from megatron_rl.families.model_facts import num_mtp_layers, text_config
 from megatron_rl.families.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,14 +35,6 @@ _MAX_MAPPED_ELEMENTS = 64 * 1024**2
 
 class WeightsError(UserError, ValueError):
     """A checkpoint whose tensors do not fit the model."""
-
-
-class TensorSource(Protocol):
-    """Source of full Hugging Face tensors by name."""
-
-    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
-        """The tensor ``name`` of ``shape``, or its slice ``part`` [shape[1:]], to be read in slices."""
-        ...
 
 
 class _Part:
@@ -64,6 +65,7 @@ class RandomSource:
         self.seed, self.std = seed, std
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Tensor:
+        """Generate the tensor ``name`` of ``shape``; with ``part``, only its slice [shape[1:]] at this index of the first dimension."""
         if part is not None:
             name, shape = f"{name}/{part}", shape[1:]
         if len(shape) == 1:
@@ -76,9 +78,10 @@ class RandomSource:
 class CheckpointSource:
     """A Hugging Face folder of safetensors, one file or several with an index; files are read in slices.
 
-    ``stacked`` maps tensors with all experts of a layer to their shapes on the hub. transformers 5 saves each expert in
-    them transposed; the layout of this folder is detected once, from all of them, because a single one may be square.
-    ``files`` maps every tensor of all files in the index to its file, including tensors that the index omits.
+    ``stacked`` maps tensors with all experts of a layer to their shapes on the hub. transformers 5 saves each
+    expert in them transposed; the layout of this folder is detected once, from all of them, because a single one
+    may be square. ``files`` maps every tensor of all files in the index to its file, including tensors that the
+    index omits.
 
     Raises:
         FileNotFoundError: no safetensors.
@@ -159,6 +162,7 @@ class CheckpointSource:
         return 0 in self._file(self.files[name]).get_slice(name).get_shape()
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
+        """Open the tensor ``name`` of ``shape``, or its slice [shape[1:]] at index ``part``, to be read in slices."""
         if name not in self.files:
             raise WeightsError(f"{self.folder} has no tensor {name}, which config.json requires")
         file = self.files[name]
@@ -204,5 +208,48 @@ class CheckpointSource:
         return self._open_files[name]
 
 
+TensorSource = RandomSource | CheckpointSource
+
+
 def _with_transposed_parts(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], *shape[:0:-1])
+
+
+def is_mtp(config: PretrainedConfig, name: str) -> bool:
+    """Return whether tensor ``name`` belongs to a multi-token-prediction layer.
+
+    Files number these layers after the decoder's layers; config.json has their number (``Family.num_mtp_layers``).
+    """
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    first, count = text_config(config).num_hidden_layers, num_mtp_layers(config)
+    return match is not None and first <= int(match[1]) < first + count
+
+
+def mtp_names(config: PretrainedConfig, source: CheckpointSource) -> list[str]:
+    """Names of the multi-token-prediction tensors of ``source``, in the order of the files."""
+    return [name for name in source.files if is_mtp(config, name)]
+
+
+def mtp_tensors(config: PretrainedConfig, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every multi-token-prediction tensor in ``folder``, with one tensor in memory at a time."""
+    source = CheckpointSource(folder)
+    for name in mtp_names(config, source):
+        yield name, source.read_whole(name)
+
+
+def check_mtp_present(config: PretrainedConfig, folder: str | Path, *, remedy: str) -> None:
+    """Raise WeightsError if ``folder`` has no multi-token-prediction tensors to keep."""
+    if not mtp_names(config, CheckpointSource(folder)):
+        raise WeightsError(
+            f"{folder} has no tensors of multi-token-prediction layers (config.json: {family_of(config).num_mtp_layers} "
+            f"{num_mtp_layers(config)}), so there is nothing to keep; {remedy}"
+        )
+
+
+def mtp_note(config: PretrainedConfig, folder: str | Path, *, keeps: bool) -> str:
+    """Note on the multi-token-prediction layers of a policy that starts from ``folder``; empty if it has none."""
+    count = len(mtp_names(config, CheckpointSource(folder)))
+    if not count:
+        return ""
+    fate = "kept unchanged, untrained (policy.mtp=keep)" if keeps else "dropped (policy.mtp=drop)"
+    return f"multi-token-prediction layers: {count} tensors of {folder} are {fate}"

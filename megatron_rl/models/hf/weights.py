@@ -1,14 +1,13 @@
 """Loads, exports and saves weights between Hugging Face folders and Megatron models, in any parallel layout.
 
-Loading needs no communication: each rank reads its own slices from the files. Exporting iterates over the tensors in the
-order of the files and assembles each from the ranks that own its shards (``gather.py``).
+Loading needs no communication: each rank reads its own slices from the files. Exporting iterates over the tensors
+in the order of the files and assembles each from the ranks that own its shards (``gather.py``).
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from transformers import PretrainedConfig
 from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, TensorSpec, entries, stacked_shapes
 from megatron_rl.families.transforms import Dims, Shard, Sliceable
-from megatron_rl.models.hf.folder import FolderWriter
+from megatron_rl.models.hf.folder import FolderWriter, SharedSave, cut, least_loaded, part_path
 from megatron_rl.models.hf.gather import (
     GatherTarget,
     ShardedParameter,
@@ -31,9 +30,7 @@ from megatron_rl.models.hf.gather import (
     named_parameters,
     sharded_parameters,
 )
-from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
-from megatron_rl.models.hf.shards import SharedSave, cut, least_loaded, part_path
-from megatron_rl.models.hf.tensor_sources import CheckpointSource, TensorSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import CheckpointSource, TensorSource, WeightsError, is_mtp, mtp_tensors
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 _LEAST_BYTES = 64 * 1024**2
@@ -54,8 +51,8 @@ def load_weights(
 ) -> list[str]:
     """Fill this rank's parameters from the safetensors in ``path``; returns the names of tensors that were not loaded.
 
-    Only the value head is not loaded, if a critic starts from a policy's checkpoint. Chunks may be wrapped. The caller
-    must update an optimizer that keeps its own copy of the weights.
+    Only the value head is not loaded, if a critic starts from a policy's checkpoint. Chunks may be wrapped. The
+    caller must update an optimizer that keeps its own copy of the weights.
 
     Raises:
         FileNotFoundError: no safetensors.
@@ -178,11 +175,12 @@ def export_weights(
     to: GatherTarget = GatherTarget.driver,
     held: Sequence[ShardedParameter] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (Hugging Face name, full tensor) of the whole model, or of this rank's stage, in the order of the files.
+    """Yield (Hugging Face name, full tensor) of the whole model, in the order of the files.
 
-    The ranks of ``to`` get the tensor, in the parameter's dtype and on its device; the others get None. Every rank must
-    exhaust the iterator, at about the same pace: all ranks (with ``stage``, all ranks of a stage) wait for each other at
-    each message, up to the groups' timeout. ``held``: cached result of ``sharded_parameters`` for the same model.
+    The ranks of ``to`` get the tensor, in the parameter's dtype and on its device; the others get None. With
+    ``GatherTarget.stage``, a rank's iterator has only the tensors of its pipeline stage. Every rank must exhaust
+    the iterator, at about the same pace: all ranks (of a stage) wait for each other at each message, up to the
+    groups' timeout. ``held``: cached result of ``sharded_parameters`` for the same model.
     """
     parameters = dict(named_parameters(chunks))
     held = sharded_parameters(parameters, hf_config, role) if held is None else held
@@ -228,23 +226,23 @@ def save_hf(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write the model as a Hugging Face folder; collective, and each rank writes its own files (``shards.py``).
+    """Write the model as a Hugging Face folder; collective, and each rank writes its own files (``folder.py``).
 
     A tensor is assembled and written by one of the ranks that own a shard of it, so no tensor leaves its stage.
     config.json and the tokenizer are copied from ``source_folder``; with ``keep_mtp``, so are the tensors of the
-    multi-token-prediction layers. ``target_folder`` must be on a file system shared by all ranks. The folder is written
-    next to it under a temporary name and renamed when complete, so that no file of the target is ever incomplete; an
-    existing target is moved aside during the renaming, then deleted. An OSError while writing is raised on every rank.
+    multi-token-prediction layers. ``target_folder`` must be on a file system shared by all ranks. The folder is
+    written next to it under a temporary name and renamed when complete, so that no file of the target is ever
+    incomplete; an existing target is moved aside during the renaming, then deleted. An OSError while writing is
+    raised on every rank.
     """
     parameters, target = dict(named_parameters(chunks)), Path(target_folder)
     held = sharded_parameters(parameters, hf_config, role)
     plan = _plan_writers(held, dims(hf_config), min(_LEAST_BYTES, max_shard_bytes))
     headers: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
-    for planned in plan:
-        entry = planned.held.entry
-        index, count = entry.part or (0, 1)
+    for parameter, rank in plan:
+        index, count = parameter.entry.part or (0, 1)
         if index == count - 1:
-            headers[planned.writer] += [TensorSpec(*item, planned.held.dtype) for item in entry.hf.items()]
+            headers[rank] += [TensorSpec(*item, parameter.dtype) for item in parameter.entry.hf.items()]
 
     files = [cut(own, max_shard_bytes) for own in headers]
 
@@ -262,14 +260,8 @@ def save_hf(
     SharedSave(target, files, finish, progress).run(own_tensors(_to_write(plan, parameters, dims(hf_config))))
 
 
-class _PlannedTensor(NamedTuple):
-    held: ShardedParameter
-    writer: int
-    """The rank that writes the parameter's tensors."""
-
-
-def _plan_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: int) -> list[_PlannedTensor]:
-    """Assign a writer to each parameter; every rank computes the same plan."""
+def _plan_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: int) -> list[tuple[ShardedParameter, int]]:
+    """Each parameter with the rank that writes its tensors; every rank computes the same plan."""
     loads = [0] * dist.get_world_size()
     plan = []
     for item in held:
@@ -277,12 +269,12 @@ def _plan_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: in
         ranks = holders(item.entry, item.stage, sizes) if item.entry.part is None else [first_rank_of(item.stage)]
         writer = least_loaded(loads, ranks, least_bytes)
         loads[writer] += item.num_bytes
-        plan.append(_PlannedTensor(item, writer))
+        plan.append((item, writer))
     return plan
 
 
 def _to_write(
-    plan: Sequence[_PlannedTensor], parameters: dict[str, Tensor], sizes: Dims
+    plan: Sequence[tuple[ShardedParameter, int]], parameters: dict[str, Tensor], sizes: Dims
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the stage's tensors: full if this rank writes them, else None; collective over the ranks that assemble them."""
 
@@ -293,9 +285,8 @@ def _to_write(
                 continue
             if held.entry.part is None:
                 # The writer may be in any replica: the writer's own group assembles the tensor.
-                size = held.owner.group.size()
-                owner = replace(held.owner, first=writer, is_here=rank // size == writer // size)
-                held = replace(held, owner=owner)
+                size = held.group.size()
+                held = replace(held, first=writer, is_here=rank // size == writer // size)
             ((entry, tensors),) = collect([held], parameters, sizes, writer)
             yield entry, tensors
 

@@ -1,9 +1,9 @@
 """Attention over packs for machines without Transformer Engine: whole sequences, and context-parallel parts.
 
-A pack of many sequences of different lengths runs as a few padded calls: sequences are sorted by length into buckets,
-each padded to its longest member, and every bucket is one call of PyTorch's attention. The gather indices depend on the
-lengths alone; a plan contains them, is made once per forward pass and shared by the layers. Padding follows each
-sequence, where the causal mask excludes it from every real token's result.
+A pack of many sequences of different lengths runs as a few padded calls: sequences are sorted by length into
+buckets, each padded to its longest member, and every bucket is one call of PyTorch's attention. The gather indices
+depend on the lengths alone; a plan contains them, is made once per forward pass and shared by the layers. Padding
+follows each sequence, where the causal mask excludes it from every real token's result.
 """
 
 import functools
@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.data.batch import moved
 from megatron_rl.models.layers.context import zigzag
 
 _BUCKET_COST_TOKENS = 64
@@ -64,14 +65,14 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
         placed += rows.numel()
         shapes.append((rows.shape[0], rows.shape[1]))
         pad.append(rows.flatten())
-    return AttentionPlan(shapes=shapes, pad=torch.cat(pad).to(device), unpad=unpad.to(device))
+    return AttentionPlan(shapes=shapes, pad=moved(torch.cat(pad), device), unpad=moved(unpad, device))
 
 
 def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Split ``order`` (ascending lengths) into buckets of minimal total cost.
 
-    The cost is padded tokens + _BUCKET_COST_TOKENS per bucket. The minimum is exact, by dynamic programming over the
-    distinct lengths.
+    The cost is padded tokens + _BUCKET_COST_TOKENS per bucket. The minimum is exact, by dynamic programming over
+    the distinct lengths.
     """
     distinct = sorted({lengths[i] for i in order})
     members: dict[int, list[int]] = {length: [] for length in distinct}
@@ -135,7 +136,7 @@ class PackedAttention(MegatronModule):
         """Attend: query [T, heads, d], key [T, groups, d], value [T, groups, e] -> [T, heads * e]; T rows of this rank."""
         if packed_seq_params is None or packed_seq_params.plan is None:
             raise ValueError(
-                f"{type(self).__name__} needs PlannedSeqParams with a plan: call the model through models.packed"
+                f"{type(self).__name__} needs PlannedSeqParams with a plan: call the model through models.packed_gpt"
             )
         return self._attended(query, key, value, packed_seq_params.plan)
 
@@ -249,13 +250,12 @@ def plan_context(lengths: tuple[int, ...], num_ranks: int, rank: int, device: to
         rows = torch.cat([offsets + r * num_rows for r in range(num_ranks)])[order]
         firsts = torch.tensor(starts)[:, None]
         shapes.append((len(starts), length))
-        positions.append(zigzag(length, num_ranks, rank).to(device))
+        positions.append(moved(zigzag(length, num_ranks, rank), device))
         query_rows.append((firsts + offsets).flatten())
         key_rows.append((firsts + rows).flatten())
     queries = torch.cat(query_rows)
-    return ContextPlan(
-        shapes, positions, queries.to(device), torch.cat(key_rows).to(device), queries.argsort().to(device)
-    )
+    indices = (queries, torch.cat(key_rows), queries.argsort())
+    return ContextPlan(shapes, positions, *(moved(index, device) for index in indices))
 
 
 class _GatherRows(torch.autograd.Function):

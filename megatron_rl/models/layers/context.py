@@ -1,12 +1,12 @@
 """Context parallelism: the tokens of every sequence are split over the ranks of a group; each rank attends to all tokens.
 
-The split is Megatron's zigzag: a sequence, padded to a multiple of 2 * ranks, is cut into 2 * ranks parts. Rank r has
-part r and part 2 * ranks - 1 - r, so that all ranks have the same work under a causal mask. A pack is split sequence by
-sequence; padding follows each sequence, where the mask excludes it from every real token's result.
+The split is Megatron's zigzag: a sequence, padded to a multiple of 2 * ranks, is cut into 2 * ranks parts. Rank r
+has part r and part 2 * ranks - 1 - r, so that all ranks have the same work under a causal mask. A pack is split
+sequence by sequence; padding follows each sequence, where the mask excludes it from every real token's result.
 
 Invariants: every token is on exactly one rank. Per-token results of the last stage are summed to whole sequences on
-every rank (``sum_over_context``), so that losses do not depend on the split. Each rank then has the gradient of its own
-tokens only; the sum over the group, computed by Megatron's gradient reduction, is the full gradient.
+every rank (``sum_over_context``), so that losses do not depend on the split. Each rank then has the gradient of its
+own tokens only; the sum over the group, computed by Megatron's gradient reduction, is the full gradient.
 """
 
 import functools
@@ -20,10 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.models.layers.precision import pack_alignment
-
 NOWHERE = -1
 """Entry of an index for padding, or for a token of another rank."""
+_FP8_ALIGNMENT = 16
+"""The number of rows of Transformer Engine's 8-bit products must be a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class PackSplit:
     """[L] int64: the pack's token in each of this rank's rows, NOWHERE for padding."""
     row_of_token: Tensor
     """[T] int64: this rank's row of each of the pack's tokens, NOWHERE for tokens of other ranks."""
+
+
+def pack_alignment(config: TransformerConfig) -> int:
+    """Number of tokens of which a pack's padded length must be a multiple, for the layers of each rank."""
+    tp_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return tp_size * (_FP8_ALIGNMENT if config.fp8 else 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,15 +73,13 @@ def zigzag(length: int, num_ranks: int, rank: int) -> Tensor:
     return torch.cat([parts[rank], parts[2 * num_ranks - 1 - rank]])
 
 
-def rows_of_tokens(lengths: Sequence[int], config: TransformerConfig, device: torch.device) -> Tensor | None:
+def rows_of_tokens(lengths: Sequence[int], config: TransformerConfig) -> Tensor | None:
     """[T] this rank's row of each token (``PackSplit.row_of_token``), or None without context parallelism."""
-    if config.context_parallel_size == 1:
-        return None
-    return split_here(tuple(lengths), config).row_of_token.to(device)
+    return split_here(tuple(lengths), config).row_of_token if config.context_parallel_size > 1 else None
 
 
 def split_here(lengths: tuple[int, ...], config: TransformerConfig) -> PackSplit:
-    """This rank's part of a pack."""
+    """This context-parallel rank's rows of a packed batch whose sequences have ``lengths`` tokens."""
     rank = parallel_state.get_context_parallel_rank()
     return split_pack(lengths, config.context_parallel_size, rank, pack_alignment(config))
 

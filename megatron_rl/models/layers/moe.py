@@ -1,12 +1,13 @@
-"""Mixture-of-experts settings: what they mean to Megatron, and which of them a model and a machine can have.
+"""Mixture-of-experts settings: translates them for Megatron, checks them, and applies them to an engine's passes.
 
-Megatron's own auxiliary loss and bias update stay off: the first depends on how an update is cut into micro-batches,
-the second counts padding and moves even if the step is skipped. ``routing.py`` has both, without these faults.
+Megatron's own auxiliary loss and bias update stay off: the loss depends on how an update is divided into
+micro-batches, and the bias update counts padding and changes the bias even if the step is skipped. ``routing.py``
+implements both.
 
-Megatron's dispatcher needs the same number of rows from every rank, and refuses configurations whose batches may differ
-in length. The dispatcher of this module pads each rank's rows to the longest in the group before the all-gather and
-removes the padding afterwards; padding is routed nowhere. The ranks of a group synchronize one more time per layer, to
-find the longest.
+Megatron's dispatcher needs the same number of rows from every rank, and refuses configurations whose batches may
+differ in length. The dispatcher of this module pads each rank's rows to the longest in the group before the
+all-gather and removes the padding afterwards; padding is routed to no expert. The ranks of a group synchronize once
+more per layer, to find the longest.
 """
 
 import importlib.util
@@ -24,6 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from megatron_rl.config.checks.model_folder import moe_problems
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import (
     Dispatcher,
@@ -36,11 +38,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
-from megatron_rl.families.family import family_of
 from megatron_rl.families.model_facts import dims
-from megatron_rl.models.layers.context import split_here
-from megatron_rl.models.layers.gpt import unwrap
-from megatron_rl.models.layers.precision import pack_alignment
+from megatron_rl.models.layers.context import pack_alignment, split_here
 from megatron_rl.models.layers.routing import (
     RoutingStats,
     RoutingTrace,
@@ -51,7 +50,7 @@ from megatron_rl.models.layers.routing import (
     routers,
     updated_bias,
 )
-from megatron_rl.models.layers.torch_layers import has_transformer_engine
+from megatron_rl.models.layers.torch_layers import has_transformer_engine, unwrap
 
 _ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtype.model: None}
 
@@ -67,13 +66,13 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig, parallel: Paral
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=0.0,
-        # Megatron's own all-gather refuses packs; ours takes its place in the built model (``install_dispatcher``).
+        # Megatron's own all-gather refuses packs; ``install_dispatcher`` replaces it in the built model.
         moe_token_dispatcher_type="flex" if settings.dispatcher is Dispatcher.flex else "alltoall",
         moe_grouped_gemm=_uses_grouped_gemm(settings.grouped_gemm),
         moe_permute_fusion=with_te,
-        # Its kernel knows no float64; what it cannot do in a pass, ``routing.TracedRouter`` sees.
+        # The fused kernel does not support float64; ``routing.TracedRouter`` disables it in passes that need expert ids.
         moe_router_fusion=with_te and settings.router_dtype is RouterDtype.fp32,
-        # With all experts on one rank there is no dispatch to hide the shared ones behind.
+        # With all experts on one rank there is no dispatch that the shared experts could overlap.
         moe_shared_expert_overlap=with_te
         and settings.dispatcher is Dispatcher.alltoall
         and bool(sizes["shared_ffn"])
@@ -85,68 +84,48 @@ def _uses_grouped_gemm(choice: GroupedGemm) -> bool:
     return choice is GroupedGemm.always or (choice is GroupedGemm.auto and has_transformer_engine())
 
 
-def check_moe(
-    settings: MoeConfig, hf_config: PretrainedConfig, parallel: ParallelConfig, *, where: str = "policy.moe"
-) -> None:
-    """Raises ModelError for settings that this model or machine cannot follow."""
+def check_moe(settings: MoeConfig, hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
+    """Raise ModelError for settings that this model or machine does not support."""
+    problems = list(moe_problems(settings, hf_config, hf_config.model_type))
+    if problems:
+        raise ModelError("\n".join(problems))
     num_experts = dims(hf_config)["experts"]
     if not num_experts:
-        changed = [
-            f"{where}.{name}={getattr(settings, name).value}"
-            for name in ("load_balancing", "routing_replay")
-            if getattr(settings, name).value != "none"
-        ]
-        if changed:
-            raise ModelError(
-                f"{', '.join(changed)}: needs a mixture-of-experts model, but {hf_config.model_type} is dense; "
-                "leave it at none"
-            )
         return
-    # Ids are stored as int16, one up.
+    # Routes are stored as int16, as expert id + 1.
     if settings.routing_replay is not RoutingReplay.none and num_experts >= torch.iinfo(torch.int16).max:
         raise ModelError(
-            f"{where}.routing_replay: at most {torch.iinfo(torch.int16).max - 1} experts, got {num_experts}"
-        )
-    if settings.load_balancing is LoadBalancing.bias and not _has_expert_bias(hf_config):
-        raise ModelError(
-            f"{where}.load_balancing=bias: {hf_config.model_type} has no expert bias, so its checkpoints and the "
-            "servers could not hold one; use aux_loss or none"
+            f"policy.moe.routing_replay: at most {torch.iinfo(torch.int16).max - 1} experts, got {num_experts}"
         )
     if settings.dispatcher is Dispatcher.flex:
-        _check_flex(settings, parallel, where)
+        _check_flex(settings, parallel)
     if settings.grouped_gemm is GroupedGemm.always and not has_transformer_engine():
         missing = (
             "Transformer Engine, which is not installed" if torch.cuda.is_available() else "a GPU; none is present"
         )
-        raise ModelError(f"{where}.grouped_gemm=always: needs {missing}; set auto or never")
+        raise ModelError(f"policy.moe.grouped_gemm=always: needs {missing}; set auto or never")
 
 
-def _check_flex(settings: MoeConfig, parallel: ParallelConfig, where: str) -> None:
+def _check_flex(settings: MoeConfig, parallel: ParallelConfig) -> None:
     if not torch.cuda.is_available():
-        raise ModelError(f"{where}.dispatcher=flex: DeepEP needs GPUs, and none is present; use alltoall or allgather")
+        raise ModelError("policy.moe.dispatcher=flex: DeepEP needs GPUs, and none is present; use alltoall or allgather")
     if importlib.util.find_spec("deep_ep") is None:
-        raise ModelError(f"{where}.dispatcher=flex: needs the package deep_ep, which is not installed; use alltoall")
+        raise ModelError("policy.moe.dispatcher=flex: needs the package deep_ep, which is not installed; use alltoall")
     if parallel.expert_parallel_size * (expert_tensor_size(parallel) or 1) < 2:
         raise ModelError(
-            f"{where}.dispatcher=flex: experts on one rank need no dispatcher; set parallel.expert_parallel_size above 1, "
+            "policy.moe.dispatcher=flex: experts on one rank need no dispatcher; set parallel.expert_parallel_size above 1, "
             "or use alltoall"
         )
     if settings.router_dtype is not RouterDtype.fp32:
         raise ModelError(
-            f"{where}.router_dtype={settings.router_dtype.value}: DeepEP takes probabilities in float32; set fp32"
+            f"policy.moe.router_dtype={settings.router_dtype.value}: DeepEP takes probabilities in float32; set fp32"
         )
 
 
-def _has_expert_bias(hf_config: PretrainedConfig) -> bool:
-    """The family's routers add a bias to the scores before they choose."""
-    experts = family_of(hf_config).experts
-    return experts is not None and experts.has_bias
-
-
 class Routing:
-    """The routers of one engine over its passes: gives each micro-batch its trace and uses what the traces saw.
+    """Routes the passes of one engine: makes the trace of each micro-batch, and balances and reports by their statistics.
 
-    For a dense model every trace is None and nothing happens.
+    For a dense model every trace is None, and no method has an effect.
     """
 
     def __init__(self, settings: MoeConfig, chunks: Sequence[nn.Module]) -> None:
@@ -170,22 +149,25 @@ class Routing:
         trains: bool,
         records: bool,
     ) -> None:
-        """A pass over ``microbatches`` on ``device``; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
+        """Reset the statistics for a pass over ``microbatches`` on ``device``; ``stand_ins``: True for dummies.
+
+        ``trains``: apply the balance loss (collective). ``records``: keep the routes for ``pop_routes``.
+        """
         if not self._has_experts:
             return
-        # A stand-in's tokens are nobody's: they take part in collectives, and count nowhere.
+        # The tokens of a dummy take part in collectives, but enter no statistic.
         self._sizes = [0 if empty else len(batch.tokens) for batch, empty in zip(microbatches, stand_ins, strict=True)]
         self._accounts, self._records, self._device, self._aux_loss_scale = [], records, device, 0.0
         if trains and self._settings.load_balancing is LoadBalancing.aux_loss:
             self._aux_loss_scale = self._settings.aux_loss_coef / max(_count_tokens(self._sizes, device), 1)
 
     def trace(self, index: int, batch: PackedBatch) -> RoutingTrace | None:
-        """For a chunk's pass over micro-batch ``index``, whose turn it is: ``batch``, in host memory."""
+        """Trace for a chunk's pass over micro-batch ``index``; None for a dense model. ``batch``: the micro-batch, in host memory."""
         if not self._has_experts:
             return None
         if index == len(self._accounts):
             if self._is_whole and index and self._accounts[-1].recorded is not None:
-                # The pass over the micro-batch before is over.
+                # The pass over the previous micro-batch has ended, so its routes may leave the device.
                 self._accounts[-1].recorded = self._accounts[-1].recorded.cpu()
             self._accounts.append(new_account(self._config, len(batch.tokens), self._device, records=self._records))
         rows = local_rows(batch.lengths.tolist(), self._config)
@@ -198,13 +180,13 @@ class Routing:
         )
 
     def pop_routes(self) -> list[Tensor]:
-        """Routes [T, L, K] int16 of each micro-batch of the recording pass just made; every model-parallel peer calls it."""
+        """Routes [T, L, K] int16 of each micro-batch of the last pass, which recorded; collective over the replica's ranks."""
         accounts, self._accounts = self._accounts, []
         return [gather_routes(account)[:size] for account, size in zip(accounts, self._sizes, strict=True)]
 
     @torch.no_grad()
     def finish_update(self, *, skipped: bool) -> dict[str, tuple[float, float]]:
-        """After an optimizer step: move the expert bias if it is to move; metrics as (sum, denominator). Collective."""
+        """Update the expert bias after an optimizer step, unless skipped; returns metrics (sum, denominator). Collective."""
         accounts, self._accounts = self._accounts, []
         if not accounts:
             return {}
@@ -214,13 +196,15 @@ class Routing:
                 if value is not None:
                     extra[index] += value
         totals = torch.cat([extra, torch.stack([account.loads for account in accounts]).sum(0).flatten()])
-        # Over all ranks, also those that share tokens: each counted its own part of them.
+        # Over all ranks, also ranks that share tokens, because each rank counted only its own part.
         dist.all_reduce(totals)
         loads = totals[2:].view(self._config.num_layers, -1)
         if self._settings.load_balancing is LoadBalancing.bias and not skipped:
             for router in self._routers:
                 rate = self._settings.bias_update_rate
                 router.expert_bias.copy_(updated_bias(router.expert_bias, loads[router.layer_number - 1], rate))
+        totals = totals.cpu()  # by one copy, because every number that is read from the device waits for it
+        loads = totals[2:].view(self._config.num_layers, -1)
         metrics = load_metrics(loads)
         aux_loss, num_replayed = totals[:2].tolist()
         if self._settings.load_balancing is LoadBalancing.aux_loss:
@@ -232,7 +216,7 @@ class Routing:
 
 
 def _count_tokens(sizes: Sequence[int], device: torch.device) -> int:
-    """Tokens of all micro-batches of all data-parallel ranks; ``sizes``: of this rank's."""
+    """Number of tokens of all data-parallel ranks; ``sizes``: tokens of each of this rank's micro-batches."""
     total = torch.tensor(float(sum(sizes)), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return int(total)

@@ -1,13 +1,14 @@
 """Rotary position embeddings with the frequencies of transformers, for every scaling.
 
-Megatron supports some of the scalings, with other parameters. Megatron's embeddings are kept; only their frequencies are
-replaced, and the factor of some scalings on cosine and sine is passed to the attention layers.
+Megatron supports some of the scalings, with other parameters. Megatron's embeddings are kept; only their
+frequencies are replaced, and the factor of some scalings on cosine and sine is passed to the attention layers.
 
 If no fused kernel rotates a pack (latent attention, positions of images, a factor, no Transformer Engine), Megatron
-reads the sequences' lengths back from the GPU in every layer. ``rotate_pack`` replaces that function: the results are
-equal, and nothing waits for the GPU.
+reads the sequences' lengths back from the GPU in every layer. ``rotate_pack`` replaces that function: the results
+are equal, and nothing waits for the GPU.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -61,11 +62,17 @@ def rotate_pack(
     ``freqs`` has one entry per position of the longest sequence, or one entry per row of the pack.
     """
     group = cp_group or parallel_state.get_context_parallel_group()
-    angles = freqs.index_select(0, _angle_of_row(cu_seqlens, len(rows), len(freqs), group.size(), group.rank()))
+    angles = _angles_of_rows(freqs, cu_seqlens, len(rows), group.size(), group.rank())
     return rope_utils._apply_rotary_pos_emb_bshd(rows.unsqueeze(1), angles, *args, **kwargs).squeeze(1)
 
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+@functools.lru_cache(maxsize=1)
+def _angles_of_rows(freqs: Tensor, cu_seqlens: Tensor, num_rows: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Each row's angles, [num_rows, 1, 1, d]; cached, because the layers of a pass share them, in queries and keys."""
+    return freqs.index_select(0, _angle_of_row(cu_seqlens, num_rows, len(freqs), cp_size, cp_rank))
 
 
 def _angle_of_row(cu_seqlens: Tensor, num_rows: int, num_angles: int, cp_size: int, cp_rank: int) -> Tensor:

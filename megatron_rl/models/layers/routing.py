@@ -1,8 +1,8 @@
 """Records, replays, counts and balances the routing of tokens to experts, one micro-batch at a time.
 
 A ``RoutingTrace`` belongs to one forward pass of one micro-batch. The trace is attached to the pack's sequence
-parameters, so that every layer gets the trace of *its* micro-batch, even with interleaved pipeline stages and when a
-layer is recomputed in backward.
+parameters, so that every layer gets the trace of *its* micro-batch, even with interleaved pipeline stages and when
+a layer is recomputed in backward.
 
 Routes are stored as ``routes`` [T, L, K]: expert id + 1 of token t in layer l, or 0 without a record. L counts all
 layers of the model, including dense layers (all 0). Rows of zeros (dummies, padding, tokens without routes from a
@@ -88,8 +88,8 @@ class RoutingTrace:
     def note(self, layer: int, routing_map: Tensor, ids: Tensor | None, wanted: Tensor | None) -> bool:
         """Count (and record) the choice of ``layer``; returns False if the layer was counted before.
 
-        ``routing_map`` [T_local, E]; ``ids`` [T_local, K]: the same choice as expert ids, best first, or None from a fused
-        router; ``wanted`` [T_local, K]: the routes to follow.
+        ``routing_map`` [T_local, E]; ``ids`` [T_local, K]: the same choice as expert ids, best first, or None from
+        a fused router; ``wanted`` [T_local, K]: the routes to follow.
         """
         account = self.account
         if layer in account.seen:
@@ -205,9 +205,9 @@ def sequence_balance_loss(
 ) -> Tensor:
     """This rank's summand of sum over sequences of T_s * sum_i f_i P_i (DeepSeek-V3 eq. 17 to 20, arXiv 2412.19437).
 
-    f_i = E / (K T_s) * (tokens of the sequence routed to expert i), a constant; P_i = mean of scores [T, E] over the
-    sequence. Even loads give T_s. ``sequences`` [T]: index of each token's sequence, -1 for padding. ``group``: ranks
-    with other tokens of the same sequences; the loss is the sum of the results over these ranks.
+    f_i = E / (K T_s) * (tokens of the sequence routed to expert i), a constant; P_i = mean of scores [T, E] over
+    the sequence. Even loads give T_s. ``sequences`` [T]: index of each token's sequence, -1 for padding. ``group``:
+    ranks with other tokens of the same sequences; the loss is the sum of the results over these ranks.
     """
     num_experts, num_sequences = scores.shape[1], len(sequence_lengths)
     # Padding is an additional sequence of weight 0.
@@ -319,8 +319,9 @@ def gather_routes(account: RoutingStats) -> Tensor:
 def load_metrics(loads: Tensor) -> dict[str, tuple[float, float]]:
     """Metrics as (sum, denominator) of loads [L, E] over the MoE layers (layers with any load); empty if there are none.
 
-    ``moe_max_load``: largest load of an expert, divided by its layer's mean. ``moe_dead_share``: fraction of experts
-    without a token. ``moe_load_entropy``: entropy of the load divided by log E (1 is even), mean over layers.
+    ``moe_max_load``: largest load of an expert, divided by its layer's mean. ``moe_dead_share``: fraction of
+    experts without a token. ``moe_load_entropy``: entropy of the load divided by log E (1 is even), mean over
+    layers.
     """
     loads = loads[loads.sum(1) > 0].double()
     if len(loads) == 0:

@@ -1,4 +1,4 @@
-"""Layers for machines without Transformer Engine, and the spec of a model that uses them."""
+"""The GPTModel subclass of this project, layers for machines without Transformer Engine, and the spec that selects them."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te_layers
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -39,13 +40,19 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and te_layers.HAVE_TE
 
 
+_CPU_NOTE = (
+    "a model in bfloat16 computes on this CPU, because torch finds no GPU. If the machine has GPUs, check that nvidia-smi lists them "
+    "(MEGATRON_RL_REQUIRE_GPU=1 makes their absence an error); if not, set policy.dtype=float32 (and critic.dtype), which is faster here"
+)
+
+
 def layers_note(config: TransformerConfig, longest: int = 0) -> str:
-    """Warning about slow layers on a GPU (no Transformer Engine, or float32), for the display; "" if there is no cost.
+    """Warning about slow layers (no Transformer Engine or float32 on a GPU, bfloat16 on a CPU), for the display; "" if there is no cost.
 
     ``longest``: tokens of the longest sequence.
     """
     if not torch.cuda.is_available():
-        return ""
+        return _CPU_NOTE if config.params_dtype is torch.bfloat16 else ""
     if has_transformer_engine():
         return _float32_note(config, longest)
     slow = ["norms, rotary embeddings and the optimizer in many small kernels"]
@@ -114,8 +121,8 @@ class _ReplicatedLinear(nn.Linear):
 class _LatentAttention(MLASelfAttention):
     """Megatron's latent attention with replicated projections to the latents, as in Transformer Engine.
 
-    Megatron's own layers split these projections over the ranks; the shared rotary key would then get the gradient of one
-    rank's heads only. With more than one rank, sequence parallelism is required for the same reason.
+    Megatron's own layers split these projections over the ranks; the shared rotary key would then get the gradient
+    of one rank's heads only. With more than one rank, sequence parallelism is required for the same reason.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -168,3 +175,22 @@ def swap_layers(spec: Any, table: dict[type, type]) -> Any:
     if isinstance(spec, list):
         return [swap_layers(item, table) for item in spec]
     return spec
+
+
+class PackedGPTModel(GPTModel):
+    """A GPTModel whose last stage returns the input of ``policy.token_logprobs`` or ``critic.token_values``."""
+
+    real_vocab_size: int
+    """Vocabulary size of the model; the output layer may be padded beyond it."""
+    fp32_head: bool = False
+    """True keeps the gradients of the logits in float32 even in a bfloat16 model; the logits always are float32."""
+    excluded_token_ids: tuple[int, ...]
+    """Ids of images, which no response contains and which have probability 0 (policy only)."""
+
+
+def unwrap(chunk: nn.Module) -> PackedGPTModel:
+    """The model inside Megatron's wrappers (distributed data parallel)."""
+    inner: Any = chunk
+    while not isinstance(inner, PackedGPTModel):
+        inner = inner.module
+    return inner

@@ -144,7 +144,10 @@ def _check_training(name: str, settings: JudgeOptions, template: str) -> None:
 
 
 async def prepare_judge(options: Mapping[str, Any]) -> None:
-    """Check that every server answers and knows the words; raises RewardError, Transient or CallFailed."""
+    """Check that every URL is an SGLang server on which each judgment word is a single token.
+
+    Raises RewardError, TemplateError, Transient or RewardCallError.
+    """
     settings = _options_of(options)
     for url in settings.urls:
         info = await get_json(f"{url}/model_info")
@@ -191,7 +194,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
     """Judge ``texts`` in one request; the servers are used in rotation.
 
     Raises:
-        Transient, CallFailed: no reply, or an invalid one.
+        Transient, RewardCallError: no reply, or an invalid one.
         UserError: judgment words that are not single tokens.
     """
     url = _next_server(settings.urls)
@@ -234,7 +237,7 @@ def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -
 
     Raises:
         Transient: the server aborted the request.
-        CallFailed: log-probs that are missing or not finite.
+        RewardCallError: log-probs that are missing or not finite, or a request that the server refused.
     """
     try:
         meta = answer["meta_info"]
@@ -251,7 +254,7 @@ def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -
 
 
 def judgement(yes_logprobs: Sequence[float], no_logprobs: Sequence[float]) -> Judgment:
-    """Softmax over (yes, no), each the log of its forms' summed probability."""
+    """Judgment from the log-probs of all forms of yes and no: P(yes) / (P(yes) + P(no)), and P(yes) + P(no) as its mass."""
     yes, no = _log_sum_exp(yes_logprobs), _log_sum_exp(no_logprobs)
     gap = no - yes
     # Use the form that cannot overflow: exp of a large positive gap would.
@@ -286,7 +289,7 @@ def _local_ids(tokenizer_path: str, words: _Words) -> _Ids:
 
 
 def _split(words: _Words, ids: Mapping[str, int]) -> _Ids:
-    """Ids of both judgments, without repetition."""
+    """Distinct token ids of the yes words and of the no words. Raises RewardError if both have an id in common."""
     yes, no = ({ids[word]: None for word in forms} for forms in words)
     shared = [word for word in words[1] if ids[word] in yes]
     if shared:

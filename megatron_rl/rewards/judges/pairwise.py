@@ -74,8 +74,10 @@ def combine_orders(forward: float, backward: float) -> tuple[float, dict[str, fl
 
 
 def _read_of_anchor(text: str, settings: JudgeOptions) -> str | None:
-    """Part of an anchor or training text that the judge reads. Such a text contains its own thought tags, if it has a
-    thought."""
+    """Text that the judge reads of an anchor or training text; None if its thought is malformed.
+
+    Such a text contains both thought tags or none, so ``require_think`` and ``opened_by_prompt`` do not apply.
+    """
     return judged_text(text, replace(settings, require_think=False, opened_by_prompt=False))
 
 
@@ -130,7 +132,7 @@ async def score(
     template: str = PAIRWISE_TEMPLATE,
     options: JudgeOptions = DEFAULT_OPTIONS,
 ) -> Score:
-    """Half the probability that the response is preferred as the first text, plus half of that as the second text.
+    """Probability that the judge prefers the response to the anchor, averaged over both orders of the two texts.
 
     Args:
         prompt: Text of the prompt; a row field.

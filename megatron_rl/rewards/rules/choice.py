@@ -26,7 +26,10 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def _picked_letter(text: str, *, in_sentence: bool = False) -> str | None:
-    """Letter, in upper case, that ``text`` starts with as a pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``."""
+    """Letter, in upper case, that ``text`` starts with as a pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``.
+
+    None if there is no such letter. ``in_sentence``: words may follow the letter, as in "(the answer is) B because".
+    """
     text = _TEXT.sub(r"\1", text)
     match = _PICK.match(text) or (_PICK_BEFORE_WORDS.match(text) if in_sentence else None)
     if match is None:
@@ -40,7 +43,9 @@ def _picked_letter(text: str, *, in_sentence: bool = False) -> str | None:
 
 @register("choice", range=(0.0, 1.0))
 def score(response: str, answer: str, *, letters: str = "ABCDEFGHIJ") -> Score:
-    """Compare the picked letter with ``answer``, which is itself a letter. A thought is ignored.
+    """Score 1.0 if the picked letter is ``answer``, else 0.0; unscored for an ``answer`` outside ``letters``.
+
+    A thought is ignored.
 
     Args:
         letters: Letters that may be picked.

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 from megatron_rl.data.code_lines import extract_code, fenced_blocks
 from megatron_rl.data.trajectory import Score
 from megatron_rl.graders.sandbox.code_cases import IMPORTS, read_cases, tests_of
-from megatron_rl.graders.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
-from megatron_rl.graders.sandbox.source import defined_in, infer_entry_point, names_of_tests
+from megatron_rl.graders.sandbox.guards import ProgramLimits
+from megatron_rl.graders.sandbox.sandbox import Program, Sandbox, SandboxError
+from megatron_rl.graders.sandbox.source import InvalidTests, defined_in, infer_entry_point, names_of_tests
 from megatron_rl.rewards.registry import RewardError, register
 
 _ROW_FIELDS = {
@@ -68,7 +70,7 @@ class CodeOptions:
     """Limit for the address space of the program, in MiB."""
     disk_limit_mb: int = 16
     """Size of the folder that a program can write to, in MiB."""
-    process_limit: int = 16
+    process_limit: int = 64
     """Maximum number of threads; child processes cannot be started."""
     partial_credit: bool = False
     """Score the share of asserts that hold, instead of all or nothing."""
@@ -135,7 +137,7 @@ def score(
     try:
         sandbox = _sandbox(os.getpid(), options.allow_unsandboxed, options.preload)
         outcome = sandbox.run(program, options.limits, partial=options.partial_credit)
-    except BadTestsError as error:
+    except InvalidTests as error:
         return Score(None, error=f"bad tests: {error}")
     except SandboxError as error:
         return Score(None, error=f"sandbox: {error}")
@@ -167,10 +169,23 @@ def _code(response: str, entry_point: str, needed: set[str]) -> str:
     that the tests use, or the concatenation of all blocks that define some of them."""
     blocks = fenced_blocks(response)
     if len(blocks) < 2 or entry_point or not needed:
-        return extract_code(response, entry_point)
+        return _with_helpers(extract_code(response, entry_point), blocks)
     defining = [(block, names) for block in blocks if (names := needed & defined_in(block))]
     whole = [block for block, names in defining if names == needed]
-    return whole[-1] if whole else "\n".join(block for block, _ in defining) or extract_code(response)
+    if whole:
+        return _with_helpers(whole[-1], blocks)
+    return "\n".join(block for block, _ in defining) or extract_code(response)
+
+
+def _with_helpers(program: str, blocks: Sequence[str]) -> str:
+    """The program after the other blocks that define or import names which it uses and does not bind."""
+    used = set(re.findall(r"\w+", program)) - _bound_in(program)
+    return "\n".join([*(block for block in blocks if block != program and used & _bound_in(block)), program])
+
+
+def _bound_in(block: str) -> set[str]:
+    imports = re.findall(r"^(?:from\s+\S+\s+)?import\s+(.+)", block, re.MULTILINE)
+    return defined_in(block) | set(re.findall(r"\w+", " ".join(imports)))
 
 
 @functools.lru_cache(maxsize=4)

@@ -25,6 +25,7 @@ from megatron_rl.graders.answers.final_answer import (
     strip_explanation,
 )
 from megatron_rl.graders.answers.number_parsing import ParsedNumber, all_numbers, last_number, parse_number
+from megatron_rl.graders.answers.units import Unit, leading_unit, split_unit, unit_behind
 from megatron_rl.rewards.registry import register
 
 Extract = Literal["auto", "last_number", "boxed", "exact"]
@@ -113,6 +114,7 @@ class _AnswerComparison:
         self._answer = answer
         self._truth = truth
         self._separator = separator
+        self._bare, self._unit = split_unit(answer)
 
     def score(self, solution: str, extract: Extract) -> Score:
         if extract == "last_number":
@@ -131,7 +133,7 @@ class _AnswerComparison:
         if boxed is not None:
             # After a box, "the answer is" counts only before a number, because the text may continue to discuss the answer.
             if phrase and "\\boxed" not in phrase and (number := _committed_number(phrase)) and self._truth is not None:
-                return Score(float(number.equals(self._truth)), f"answer is: {phrase[:200]}")
+                return Score(float(self._same_number(number, phrase)), f"answer is: {phrase[:200]}")
             return self._anchored("boxed", boxed)
         hashed = hash_answer(solution)
         if hashed is not None:
@@ -144,10 +146,13 @@ class _AnswerComparison:
         last = last_number(text, self._separator)
         if last is None or self._truth is None:
             return Score(0.0, "no number in the response")
-        return Score(float(last[0].equals(self._truth)), f"last number: {last[1]}")
+        return Score(float(self._same_number(last[0], text)), f"last number: {last[1]}")
 
     def _anchored(self, place: str, candidate: str) -> Score:
-        """Compare the text of an answer: as a number, as words, then as an expression."""
+        """Compare the text of an answer: by its unit, as a number, as words, then as an expression."""
+        bare, unit = split_unit(candidate) if self._unit else (candidate, None)
+        if self._unit and unit:
+            return Score(float(self._same_measure(bare, unit)), f"{place}: {candidate[:200]}")
         if not candidate:
             return Score(0.0, f"nothing after {place}")
         detail = f"{place}: {candidate[:200]}"
@@ -178,6 +183,20 @@ class _AnswerComparison:
             return True
         return None if comma or number.decimals or truth.decimals else False
 
+    def _same_measure(self, bare: str, unit: Unit) -> bool:
+        assert self._unit is not None
+        if unit == self._unit:
+            return _AnswerComparison(self._bare, parse_number(self._bare), "")._anchored("", bare).value == 1.0
+        measures = [f"({number}) \\cdot {size}" for number, size in ((self._bare, self._unit.size), (bare, unit.size))]
+        return unit.dimensions == self._unit.dimensions and _means_the_same(*measures)
+
+    def _same_number(self, number: ParsedNumber, text: str) -> bool:
+        """True if ``number``, the last one of ``text``, is the truth in its unit."""
+        unit = unit_behind(text) if self._unit else None
+        if unit is not None and unit != self._unit:
+            return self._same_measure(str(number.value), unit)
+        return self._truth is not None and number.equals(self._truth)
+
     def _phrase(self, sentence: str) -> Score:
         """Compare the text after "the answer is"."""
         if not sentence:
@@ -187,7 +206,8 @@ class _AnswerComparison:
             return self._last_number(sentence)
         head = strip_explanation(sentence)
         whole = self._anchored("answer is", head)
-        if whole.value == 1.0 or (self._truth is not None and _committed_number(sentence) is None):
+        has_unit = self._unit is not None and split_unit(head)[1] is not None
+        if whole.value == 1.0 or has_unit or (self._truth is not None and _committed_number(sentence) is None):
             return Score(whole.value, detail)
         formula = last_formula(head)
         if formula is not None and re.search("[0-9]", head[formula[2] :]):
@@ -195,7 +215,7 @@ class _AnswerComparison:
         if formula is not None and not hedged(head[: formula[1]] + head[formula[2] :]):
             return Score(self._anchored("answer is", formula[0]).value, detail)
         number = _committed_number(sentence)
-        return Score(float(self._truth is not None and number is not None and number.equals(self._truth)), detail)
+        return Score(float(number is not None and self._same_number(number, sentence)), detail)
 
     def _last(self, solution: str) -> Score:
         """Compare the last formula or number of a text without any marker."""
@@ -220,9 +240,9 @@ class _AnswerComparison:
 
 
 def _unit_behind(text: str) -> str:
-    """"%" if a percent sign follows a formula, else ""."""
+    """The percent sign or the known unit that follows a formula, else ""."""
     match = re.match(r"\s*(?:\\?%|percent\b|pct\b)", text)
-    return "%" if match else ""
+    return "%" if match else leading_unit(text)
 
 
 def _committed_number(sentence: str) -> ParsedNumber | None:

@@ -1,7 +1,7 @@
 """Calls of a reward, their items, and the queue that both reward runners share (``CallQueue``).
 
-Invariants: every item gets one score, the first; a call's future ends when its last item has one. Items are touched by
-the runner's own thread only.
+Invariants: every item gets exactly one score, and later scores are ignored; a call's future is done once all its items have a
+score. Only the runner's own thread uses items.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.registry import RewardError, check_options, resolve
 
 RewardItem = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
 """(response, answer), or (response, answer, row fields)."""
@@ -33,9 +33,9 @@ class RunnerSettings:
     memory_limit_mb: int = 2048
     """Megabytes that one worker may allocate on top of its size at the start."""
     max_concurrency: int = 256
-    """Number of items that an async reward scores at the same time."""
+    """Maximum number of items that an async reward scores concurrently."""
     max_retries: int = 1
-    """Retries of an item after its worker died or after a transient error. A timeout is final."""
+    """Retries of an item after a crash of its worker or a transient error. A timeout is final."""
     start_timeout_s: float = 60.0
     """Seconds for importing the reward, or for its async ``prepare``."""
 
@@ -58,7 +58,7 @@ class Item:
     done: bool = False
 
     def finish(self, score: Score) -> None:
-        """Set the score. Only the first one counts: an item that two workers had may get a second one."""
+        """Set the score. A second score is ignored; an item that was given to two workers may get one."""
         if self.done:
             return
         self.done = True
@@ -66,7 +66,7 @@ class Item:
         call.scores[self.index] = score
         call.num_open -= 1
         if call.num_open == 0:
-            with suppress(concurrent.futures.InvalidStateError):  # the caller has cancelled it meanwhile
+            with suppress(concurrent.futures.InvalidStateError):  # the caller has cancelled the call
                 call.future.set_result([score for score in call.scores if score is not None])
 
     @property
@@ -75,31 +75,48 @@ class Item:
 
 
 class CallQueue(ABC):
-    """Items that wait for a runner's own thread, and the futures of their callers.
+    """The items that wait for a runner, and the futures of their callers.
 
-    Usable from any thread and any event loop; close it when done.
+    Usable from any thread and any event loop; must be closed.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: RunnerSettings | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        row_fields: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            name: Registry name or import path of the reward.
+            options: Keyword arguments of every call.
+            row_fields: Keyword arguments in the third field of every item.
+
+        Raises:
+            RewardError: unknown reward, or wrong options or settings.
+        """
         self.name = name
+        self._options = dict(options or {})
+        self._settings = settings or RunnerSettings()
+        self._reward = resolve(name)
+        check_options(self._reward, self._options, row_fields)
+        self._check_settings()
         self._loop = asyncio.new_event_loop()
         """The event loop of the runner's own thread."""
         self._pending: deque[Item] = deque()
         self._calls: set[_Future] = set()
         self._lock = threading.Lock()
-        """Guards ``_calls`` and ``_failure``: once there is a failure, nothing more is queued."""
+        """Guards ``_calls`` and ``_failure``: nothing is queued after a failure."""
         self._failure: RewardError | None = None
 
     async def score_many(self, items: Sequence[RewardItem]) -> list[Score]:
         """Scores in the order of ``items``. Cancelling the call drops its waiting items."""
         return await asyncio.wrap_future(self.submit(items))
 
-    def score_many_blocking(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Same as score_many, for callers without an event loop."""
-        return self.submit(items).result()
-
     def submit(self, items: Sequence[RewardItem]) -> _Future:
-        """Queue ``items`` and return at once. Every item ends by its deadline, so the future ends without one.
+        """Queue ``items`` and return immediately. The future needs no timeout, because every item has a deadline.
 
         Raises:
             RewardError: an item that is not (response, answer), or a runner that is closed or has failed.
@@ -122,7 +139,7 @@ class CallQueue(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what is in progress. Calls that wait end with a RewardError. Closing twice is fine."""
+        """Stop the runner. Waiting calls end with a RewardError. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -131,25 +148,29 @@ class CallQueue(ABC):
         self.close()
 
     @abstractmethod
+    def _check_settings(self) -> None:
+        """Raise RewardError if this runner cannot run the reward with its settings."""
+
+    @abstractmethod
     def _enqueue(self, items: list[Item]) -> None:
-        """Add new items; called in the runner's own thread."""
+        """Add new items; called on the runner's own thread."""
 
     def _forget(self, future: _Future) -> None:
         with self._lock:
             self._calls.discard(future)
 
     def _refuse(self, failure: RewardError) -> None:
-        """Accept no more calls; callers see the first failure."""
+        """Refuse further calls with the first failure."""
         with self._lock:
             self._failure = self._failure or failure
 
     def _end_calls(self) -> None:
-        """End the calls that are open, once new ones are refused."""
+        """Fail the calls in progress, after new calls are refused."""
         with self._lock:
             failure = self._failure or RewardError(f"reward runner {self.name!r} has ended")
             unfinished = list(self._calls)
         for future in unfinished:
-            with suppress(concurrent.futures.InvalidStateError):  # it has its scores, or its caller has cancelled it
+            with suppress(concurrent.futures.InvalidStateError):  # the call has finished or was cancelled
                 future.set_exception(failure)
 
 

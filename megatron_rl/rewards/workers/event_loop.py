@@ -1,15 +1,14 @@
-"""Runs an async reward, one that waits for a server, and chooses the runner for any reward (``start_runner``).
+"""Runs an async reward, which waits for a server, and chooses the runner for any reward (``start_runner``).
 
 Invariants:
 
-- Every item gets exactly one Score, within ``timeout_s`` of its turn, tries and pauses between them included. Failure
-  is ``Score(None, error=...)``; it never raises in the trainer.
-- At most ``max_concurrency`` items are in progress. A reward that ignores its cancellation is left behind, and no longer
-  counts.
+- Every item gets exactly one Score, within ``timeout_s`` of its start, including retries and the pauses between them. A failure
+  is ``Score(None, error=...)`` and never raises in the trainer.
+- At most ``max_concurrency`` items are in progress. A reward that ignores its cancellation no longer counts.
 - After ``close`` no task of the reward runs and its connections are closed.
 
 Which thread waits for which: callers wait for a future. The runner's own thread runs an event loop with one task per item. A
-second thread watches the first: a reward that blocks the event loop fails the calls in progress instead of hanging them.
+second thread watches it: a reward that blocks the event loop fails the calls in progress instead of hanging them.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import OptionsHook, RewardError, check_options, resolve
+from megatron_rl.rewards.registry import OptionsHook, RewardError, resolve
 from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.rewards.workers.session import RewardCallError, Transient, close_session
@@ -28,12 +27,12 @@ from megatron_rl.rewards.workers.worker import as_result, describe, failed
 from megatron_rl.system.http.json_http import backoff_s
 
 BACKOFF_S = 0.25
-"""Pause before the second try, on average; it doubles with each further one."""
+"""Mean pause before the first retry; each later pause is twice as long."""
 BLOCKED_GRACE_S = 10.0
-"""Beyond an item's deadline, for an event loop that makes no progress."""
+"""Seconds beyond an item's timeout after which an event loop counts as blocked."""
 CLOSE_TIMEOUT_S = 5.0
 _MIN_TRY_S = 0.01
-"""With less left of the deadline, an item is not tried again."""
+"""An item is not retried with less time left."""
 
 _TRANSIENT = (Transient, ConnectionError, TimeoutError)
 
@@ -45,60 +44,42 @@ def start_runner(
     options: Mapping[str, Any] | None = None,
     row_fields: Sequence[str] = (),
 ) -> CallQueue:
-    """The runner that a reward needs: worker processes for a plain function, an event loop for an async one.
+    """Start the runner of a reward: worker processes for a plain function, an event loop for an async function.
 
     Raises:
-        RewardError: unknown reward, wrong options, or a reward that does not load.
+        RewardError: unknown reward, wrong options, or a reward that cannot be imported.
     """
     runner = AsyncRewardRunner if resolve(name).is_async else RewardRunner
     return runner(name, settings, options=options, row_fields=row_fields)
 
 
 class AsyncRewardRunner(CallQueue):
-    """One async reward on an event loop of its own.
+    """Runs one async reward on its own event loop. Raises RewardError if its ``prepare`` fails."""
 
-    Args:
-        name: Registry name or import path of the reward.
-        options: Keyword arguments of every call.
-        row_fields: Keyword arguments that items bring as their third part.
-
-    Raises:
-        RewardError: unknown or plain reward, wrong options, or a reward whose ``prepare`` fails.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        settings: RunnerSettings | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        row_fields: Sequence[str] = (),
-    ) -> None:
-        reward = resolve(name)
-        check_options(reward, options or {}, row_fields)
-        self._settings = settings = settings or RunnerSettings()
-        function = reward.function
-        if not inspect.iscoroutinefunction(function):
-            raise RewardError(f"reward {name!r} is a plain function: RewardRunner runs it in worker processes")
-        if settings.max_concurrency < 1 or settings.timeout_s <= 0 or settings.max_retries < 0:
-            raise RewardError(
-                f"reward {name!r}: expected max_concurrency >= 1, timeout_s > 0 and max_retries >= 0, "
-                f"got {settings.max_concurrency}, {settings.timeout_s} and {settings.max_retries}"
-            )
-        super().__init__(name)
-        self._function = function
-        self._options = dict(options or {})
-        self._arguments = reward.arguments(self._options)
+    def __init__(self, name: str, settings: RunnerSettings | None = None, **arguments: Any) -> None:
+        super().__init__(name, settings, **arguments)
+        self._function = self._reward.function
+        self._arguments = self._reward.arguments(self._options)
         self._in_progress: set[asyncio.Task[None]] = set()
-        self._left_behind: set[asyncio.Task[Score | Exception]] = set()
+        self._calls_of_reward: set[asyncio.Task[Score | Exception]] = set()
         self._num_beats = 0
-        """Counts turns of the event loop, for the watching thread."""
+        """Number of times that the event loop has run ``_beat``, for the watching thread."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name=f"reward-{name}", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name=f"reward-{name}-watch", daemon=True).start()
-        if reward.prepare is not None:
-            self._prepare(reward.prepare)
+        if self._reward.prepare is not None:
+            self._prepare(self._reward.prepare)
+
+    def _check_settings(self) -> None:
+        settings = self._settings
+        if not self._reward.is_async:
+            raise RewardError(f"reward {self.name!r} is a plain function: RewardRunner runs it in worker processes")
+        if settings.max_concurrency < 1 or settings.timeout_s <= 0 or settings.max_retries < 0:
+            raise RewardError(
+                f"reward {self.name!r}: expected max_concurrency >= 1, timeout_s > 0 and max_retries >= 0, "
+                f"got {settings.max_concurrency}, {settings.timeout_s} and {settings.max_retries}"
+            )
 
     def close(self) -> None:
         self._fail(RewardError(f"reward runner {self.name!r} is closed"))
@@ -143,7 +124,10 @@ class AsyncRewardRunner(CallQueue):
         self._loop.call_later(1.0, self._beat)
 
     def _watch(self) -> None:
-        """Seconds are counted here, not read from a clock: a process that was stopped has not blocked anything."""
+        """Fail all calls once the event loop is blocked.
+
+        Counts seconds instead of reading a clock, because a stopped process blocks nothing.
+        """
         num_beats, quiet_s = 0, 0
         while not self._closed.wait(1.0):
             quiet_s = quiet_s + 1 if self._num_beats == num_beats else 0
@@ -152,13 +136,13 @@ class AsyncRewardRunner(CallQueue):
                 self._fail(
                     RewardError(
                         f"reward {self.name!r} has blocked its event loop for {quiet_s} s: an async reward must await "
-                        "whatever takes time. Make it a plain function, and it runs in worker processes"
+                        "every slow call. As a plain function it would run in worker processes"
                     )
                 )
                 return
 
     async def _clean_up(self) -> None:
-        tasks = [*self._in_progress, *self._left_behind]
+        tasks = [*self._in_progress, *self._calls_of_reward]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -199,11 +183,11 @@ class AsyncRewardRunner(CallQueue):
         item.finish(outcome)
 
     async def _try(self, item: Item, deadline: float) -> Score | Exception:
-        """The score, or the transient error that keeps it away."""
+        """The score, or a transient error."""
         task = self._loop.create_task(self._call(item))
-        self._left_behind.add(task)
-        task.add_done_callback(self._left_behind.discard)
-        # Not a cancelling time-out: it would wait for a reward that ignores its cancellation.
+        self._calls_of_reward.add(task)
+        task.add_done_callback(self._calls_of_reward.discard)
+        # asyncio.timeout would wait for a reward that ignores its cancellation.
         await asyncio.wait({task}, timeout=max(0.0, deadline - self._loop.time()))
         if task.cancelled():
             return Score(*failed("the reward cancelled itself"))
@@ -217,8 +201,8 @@ class AsyncRewardRunner(CallQueue):
         try:
             return Score(*as_result(await self._function(response, answer, **self._arguments, **fields)))
         except asyncio.CancelledError:
-            raise  # by the deadline, by close, or by the reward itself: the one who waits can tell
+            raise  # by the deadline, by close or by the reward itself; the waiting task distinguishes them
         except _TRANSIENT as error:
             return error
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they would end the event loop
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt, which would end the event loop
             return Score(*failed(describe(error)))

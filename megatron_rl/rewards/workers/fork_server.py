@@ -1,7 +1,7 @@
-"""The runner's end of the fork server: start it, have it fork and kill workers, stop it.
+"""Client of the fork server: starts the server, requests forks and kills of workers, and stops the server.
 
-Every method runs in the runner's event loop and waits for the fork server at most ``_REPLY_TIMEOUT_S``
-(``start_timeout_s`` while it imports the reward). A fork server that does not answer in time is lost: ForkServerLost.
+Every method runs on the runner's event loop and waits for the fork server at most ``_REPLY_TIMEOUT_S``
+(``start_timeout_s`` while the server imports the reward). A later reply raises ForkServerLost.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from typing import Any
 
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import RunnerSettings
-from megatron_rl.rewards.workers.shared_progress import PROGRESS_BYTES, SharedProgress
+from megatron_rl.rewards.workers.worker import PROGRESS_BYTES, SharedProgress
 from megatron_rl.system.processes.child_process import receive_frame, start_module, wait_or_kill
 
 _REPLY_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 _MAX_FRAME_BYTES = 1 << 26
-"""More than any chunk of results, because the worker truncates detail and error."""
+"""Larger than any chunk of results, because the worker truncates detail and error."""
 
 
 class ForkServerLost(RuntimeError):
-    """The fork server died or does not reply; its workers died with it."""
+    """The fork server exited or does not reply; its workers were killed with it."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class RewardWorker:
     writer: asyncio.StreamWriter
 
     async def read_frame(self) -> dict[str, Any] | None:
-        """The next message; None once the worker is dead or sends no frame of JSON."""
+        """The next message, or None if the worker has exited or sent an invalid frame."""
         try:
             return await receive_frame(self.reader, _MAX_FRAME_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
@@ -46,14 +46,14 @@ class RewardWorker:
 
 
 class ForkServerClient:
-    """Starts one reward's fork server, and has it fork and kill workers.
+    """Starts the fork server of one reward and requests forks and kills of workers.
 
     Args:
         path: Import path of the reward.
     """
 
     _process: subprocess.Popen[bytes]
-    """Set by ``start``; a new process after each additional start."""
+    """Set by every call of ``start``."""
     _control: socket.socket
 
     def __init__(self, path: str, options: dict[str, Any], settings: RunnerSettings) -> None:
@@ -71,6 +71,7 @@ class ForkServerClient:
         Raises:
             RewardError: the import failed, or took longer than ``start_timeout_s``.
         """
+        # Packets keep the messages apart, so that requests need no length.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         settings = self._settings
@@ -83,7 +84,7 @@ class ForkServerClient:
             "timeout_s": settings.timeout_s,
             "memory_limit_mb": settings.memory_limit_mb,
         }
-        with theirs:  # only the child may keep its end open, or its death would not be seen here
+        with theirs:  # close it here, or the end of the child would not be detected
             self._process = start_module(
                 "megatron_rl.rewards.workers.worker",
                 message=json.dumps(start).encode(),
@@ -113,10 +114,11 @@ class ForkServerClient:
         return RewardWorker(reply["pid"], self._process.pid, SharedProgress(self._memory, slot_index), reader, writer)
 
     async def kill(self, worker: RewardWorker) -> int:
-        """Kill a worker, if it still lives, and all that it started. Returns its wait status."""
+        """Kill a worker and all processes that it started. Returns the worker's wait status."""
+        # Not close(), which would wait for a worker that reads no more.
         worker.writer.transport.abort()
         if worker.fork_server_pid != self._process.pid:
-            raise ForkServerLost("the fork server of the reward was restarted")  # and its workers died with it
+            raise ForkServerLost("the fork server of the reward was restarted")  # which killed its workers
         return (await self._ask({"do": "kill", "pid": worker.pid}))["status"]
 
     async def _ask(self, request: dict[str, Any], *files: int) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class ForkServerClient:
             async with asyncio.timeout(timeout_s):
                 body = await loop.sock_recv(self._control, 1 << 16)
         except TimeoutError as error:
-            raise ForkServerLost(f"the fork server of the reward has not answered for {timeout_s:g} s") from error
+            raise ForkServerLost(f"the fork server of the reward has not replied for {timeout_s:g} s") from error
         except OSError as error:
             raise ForkServerLost(f"the fork server of the reward is gone: {error}") from error
         if not body:
@@ -142,11 +144,11 @@ class ForkServerClient:
         return json.loads(body)
 
     def stop(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the fork server, which kills its workers first; kill it if that takes longer than ``timeout_s``."""
+        """Stop the fork server, which kills its workers first; kill the server after ``timeout_s``."""
         self._control.close()
         wait_or_kill(self._process, timeout_s, CLOSE_TIMEOUT_S, group=True)
 
     def release(self) -> None:
-        """Free the shared memory; no worker may be used afterwards."""
+        """Free the shared memory; workers cannot be used afterwards."""
         self._memory.close()
         os.close(self._memory_fd)

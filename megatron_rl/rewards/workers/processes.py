@@ -2,15 +2,16 @@
 
 Invariants:
 
-- Every item gets exactly one Score. An item that hangs, crashes its worker, eats its memory or raises gets
-  ``Score(None, error=...)``: it is never scored 0 for that, and it never raises in the trainer.
-- An item waits for a slow one only until the runner notices (``_STALL_S``): the rest of the chunk then goes to other
-  workers. If every worker hangs, the queue waits for the first deadline.
-- Whatever a reward started is dead after ``close``, and when the trainer is killed.
+- Every item gets exactly one Score. An item that hangs, crashes its worker, exceeds its memory or raises gets
+  ``Score(None, error=...)``: never 0, and it never raises in the trainer.
+- A slow item delays the rest of its chunk only for ``_STALL_S``: then the rest goes to other workers. If every worker hangs,
+  the queue waits for the first deadline.
+- All processes that a reward has started are killed by ``close``, and when the trainer is killed.
 
 Which process waits for which: callers wait for a future. The runner's own thread runs an event loop with one task per worker.
-A task waits for its worker at most until the item's deadline, then has the fork server kill and replace it. The same thread
-starts the fork server, because a child dies with the thread that started it, and this thread outlives the callers' event loops.
+A task waits for its worker at most until the item's deadline, then the fork server kills and replaces the worker. The same
+thread starts the fork server, because a child dies with the thread that started it, and this thread outlives the callers'
+event loops.
 """
 
 import asyncio
@@ -19,12 +20,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import RewardError, check_options, resolve
+from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
 from megatron_rl.rewards.workers.fork_server import (
     CLOSE_TIMEOUT_S,
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 _MAX_CHUNK_ITEMS = 64
 _MAX_CHUNK_CHARS = 1 << 20
 _STALL_S = 0.1
-"""An item that runs for longer than this gets its worker alone; the rest of the chunk moves on."""
+"""After this time an item keeps its worker alone, and the rest of the chunk goes to other workers."""
 _PICKUP_GRACE_S = 5.0
-"""Added to the deadline of a worker that scores no item yet: it reads a chunk, or starts on a busy machine."""
+"""Added to the deadline of a worker that has not started an item: it may be starting, on a busy machine."""
 _MAX_CONSECUTIVE_CRASHES = 8
-"""Workers that may end in a row without a result and without an item to blame."""
+"""Maximum number of consecutive workers that exit without a result and between items."""
 _MAX_FORK_SERVER_RESTARTS = 3
 
 
@@ -52,7 +52,7 @@ class _Chunk:
     sent_at: float
     """Monotonic seconds."""
     spread: bool = False
-    """True once the items other than the slow one are back in the queue."""
+    """True once all items except the slow one are back in the queue."""
 
     def item_at(self, position: int) -> Item | None:
         """The item at ``position``; None if the worker is between items."""
@@ -60,56 +60,40 @@ class _Chunk:
 
 
 class RewardRunner(CallQueue):
-    """Persistent worker processes for one plain reward.
+    """Runs one plain reward in persistent worker processes. Raises RewardError if a worker cannot import the reward."""
 
-    Args:
-        name: Registry name or import path of the reward.
-        options: Keyword arguments of every call.
-        row_fields: Keyword arguments that every item brings as its third part.
-
-    Raises:
-        RewardError: unknown reward, wrong options, or a reward that does not load in a worker.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        settings: RunnerSettings | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        row_fields: Sequence[str] = (),
-    ) -> None:
-        reward = resolve(name)
-        check_options(reward, options or {}, row_fields)
-        self._settings = settings = settings or RunnerSettings()
-        if reward.is_async:
-            raise RewardError(f"reward {name!r} is async: start_runner (event_loop.py) starts the runner that it needs")
-        if settings.num_workers < 1 or settings.timeout_s <= 0:
-            raise RewardError(
-                f"reward {name!r}: expected num_workers >= 1 and timeout_s > 0, "
-                f"got {settings.num_workers} and {settings.timeout_s}"
-            )
-        super().__init__(name)
-        self._fork_server = ForkServerClient(reward.path, dict(options or {}), settings)
+    def __init__(self, name: str, settings: RunnerSettings | None = None, **arguments: Any) -> None:
+        super().__init__(name, settings, **arguments)
+        self._fork_server = ForkServerClient(self._reward.path, self._options, self._settings)
         self._num_restarts = 0
         self._num_consecutive_crashes = 0
-        self._deaths_told: set[str] = set()
+        self._reported_ends: set[str] = set()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run_thread, args=(started,), name="reward-runner", daemon=True)
         self._thread.start()
         started.result()
 
+    def _check_settings(self) -> None:
+        settings = self._settings
+        if self._reward.is_async:
+            raise RewardError(f"reward {self.name!r} is async: start_runner (event_loop.py) chooses the runner")
+        if settings.num_workers < 1 or settings.timeout_s <= 0:
+            raise RewardError(
+                f"reward {self.name!r}: expected num_workers >= 1 and timeout_s > 0, "
+                f"got {settings.num_workers} and {settings.timeout_s}"
+            )
+
     def close(self) -> None:
-        """Stop all processes. Calls in progress end with a RewardError. Closing twice is fine."""
+        """Stop all processes. Calls in progress end with a RewardError. A second call does nothing."""
         with self._lock:
             if self._failure is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
-        # The fork server may use its timeout twice: to end by itself, and to end once killed.
+        # The fork server may need its timeout twice: to exit, and to exit after a kill.
         timeout_s = 3 * CLOSE_TIMEOUT_S
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise RewardError(
-                f"reward runner {self.name!r} waited {timeout_s:g} s for its processes to end; they end with this one"
+                f"reward runner {self.name!r} waited {timeout_s:g} s for its processes to exit; they exit with this process"
             )
 
     # -------------------------------------------------------------------------------------------- the runner's thread
@@ -121,7 +105,7 @@ class RewardRunner(CallQueue):
         except (RewardError, OSError) as error:
             if started.done():
                 raise
-            started.set_exception(error)  # the constructor, which waits for it, raises it
+            started.set_exception(error)  # raised by the constructor, which waits
         finally:
             self._loop.close()
 
@@ -138,7 +122,7 @@ class RewardRunner(CallQueue):
         tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._settings.num_workers)]
         stop = asyncio.create_task(self._stop.wait())
         try:
-            # A worker's task ends by an error only, and the first error is the runner's end.
+            # A worker's task ends only with an error, and the first error ends the runner.
             finished, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
             errors = [task.exception() for task in finished if task is not stop and task.exception()]
             how = f"failed: {errors[0]}" if errors else "is closed"
@@ -149,7 +133,7 @@ class RewardRunner(CallQueue):
             await asyncio.gather(stop, *tasks, return_exceptions=True)
             self._fork_server.stop()
             self._fork_server.release()
-            self._end_calls()  # last: a caller that goes on finds no process left
+            self._end_calls()  # last, so that no process is left when a caller continues
 
     def _enqueue(self, items: list[Item]) -> None:
         self._pending.extend(items)
@@ -158,14 +142,14 @@ class RewardRunner(CallQueue):
     def _requeue(self, items: list[Item], *, first: bool) -> None:
         wanted = [item for item in items if item.wanted]
         if first:
-            self._pending.extendleft(reversed(wanted))  # extendleft turns the order around
+            self._pending.extendleft(reversed(wanted))  # extendleft reverses the order
         else:
             self._pending.extend(wanted)
         if wanted:
             self._work.set()
 
     async def _take_chunk(self) -> list[Item]:
-        """Wait for items. Chunks shrink towards the end of the queue, so that the workers finish together."""
+        """Wait for items. Chunks shrink towards the end of the queue, so that the workers finish at about the same time."""
         while True:
             chunk: list[Item] = []
             num_chars = 0
@@ -181,7 +165,7 @@ class RewardRunner(CallQueue):
             await self._work.wait()
 
     async def _run_worker(self, slot_index: int) -> None:
-        """Keep one worker busy; replace it when it dies, hangs or reports that it must be replaced."""
+        """Keep one worker busy; replace a worker that exits, hangs or reports that it must be replaced."""
         worker: RewardWorker | None = None
         chunk: list[Item] = []
         try:
@@ -203,20 +187,20 @@ class RewardRunner(CallQueue):
     async def _revive(self, generation: int, error: ForkServerLost) -> None:
         async with self._reviving:
             if generation != self._num_restarts:
-                return  # another worker's task did it
+                return  # another worker's task has restarted the fork server
             if self._num_restarts == _MAX_FORK_SERVER_RESTARTS:
                 raise RewardError(
-                    f"{error}, for the {_MAX_FORK_SERVER_RESTARTS + 1}th time; is the machine out of memory?"
+                    f"{error}, for the {_MAX_FORK_SERVER_RESTARTS + 1}th time; check the memory of the machine (dmesg)"
                 )
             self._num_restarts += 1
-            logger.warning("reward %r: %s; it is started again and no response is lost", self.name, error)
+            logger.warning("reward %r: %s; it is restarted, and no response is lost", self.name, error)
             self._fork_server.stop()
             await self._fork_server.start()
 
     # --------------------------------------------------------------------------------------------- one chunk of items
 
     async def _score_chunk(self, worker: RewardWorker, items: list[Item], frame: bytes) -> bool:
-        """Score a chunk, packed in ``frame``; True if the worker can take another.
+        """Score a chunk, encoded as ``frame``. Returns True if the worker can take another chunk.
 
         Items without a score go back to the queue.
         """
@@ -246,20 +230,20 @@ class RewardRunner(CallQueue):
             reading.cancel()
 
     def _record(self, chunk: _Chunk, results: list[list[Any]]) -> None:
-        """Results are [position, value, detail, error, metrics]."""
+        """Finish the items of ``results``: [position, value, detail, error, metrics] each."""
         if results:
             self._num_consecutive_crashes = 0
         for position, *result in results:
             chunk.items[position].finish(Score(*result))
 
     async def _watch(self, worker: RewardWorker, chunk: _Chunk) -> bool:
-        """Check a worker that sent nothing: requeue the rest of its chunk if one item is slow, kill it past the deadline.
+        """Check a silent worker: requeue the rest of its chunk if an item is slow, and kill the worker after the deadline.
 
         Returns True if the worker was killed.
         """
         position, since = worker.progress.read()
         slow = chunk.item_at(position)
-        age_s = time.monotonic() - max(since, chunk.sent_at)  # it may be a time from before this chunk
+        age_s = time.monotonic() - max(since, chunk.sent_at)  # the time may be from before this chunk
         if slow is not None and age_s > min(_STALL_S, self._settings.timeout_s):
             worker.progress.set_limit(position + 1)
             self._give_back(chunk, but=slow)
@@ -268,7 +252,7 @@ class RewardRunner(CallQueue):
         await self._fork_server.kill(worker)
         if slow is None:
             self._give_back(chunk)
-            self._count_crash("did not take its work")
+            self._count_crash("did not start its work")
         elif worker.progress.read() == (position, since):
             slow.finish(Score(None, error=f"timed out after {self._settings.timeout_s:g} s"))
         else:  # the item ended between the check and the kill
@@ -276,9 +260,9 @@ class RewardRunner(CallQueue):
         return True
 
     async def _blame_crash(self, worker: RewardWorker, chunk: _Chunk) -> None:
-        """Handle a worker's death: blame the item that it was scoring, requeue the others."""
+        """Handle the exit of a worker: count it against the item in progress, and requeue the other items."""
         how = describe_end(os.waitstatus_to_exitcode(await self._fork_server.kill(worker)))
-        self._tell_of_death(how)
+        self._warn_of_end(how)
         position, _ = worker.progress.read()
         culprit = chunk.item_at(position)
         self._give_back(chunk, but=culprit)
@@ -290,19 +274,19 @@ class RewardRunner(CallQueue):
             tries = f", {culprit.num_crashes} times" if culprit.num_crashes > 1 else ""
             culprit.finish(Score(None, error=f"the worker {how} at this response{tries}"))
         else:
-            self._requeue([culprit], first=False)  # at the end: it may cost another worker
+            self._requeue([culprit], first=False)  # at the end, because it may crash another worker
 
-    def _tell_of_death(self, how: str) -> None:
-        """Warn once for each kind of end: the errors of its scores show a reward that crashes at many responses."""
-        if how not in self._deaths_told:
-            self._deaths_told.add(how)
+    def _warn_of_end(self, how: str) -> None:
+        """Warn once per kind of exit; the errors of the scores show how often a reward crashes."""
+        if how not in self._reported_ends:
+            self._reported_ends.add(how)
             logger.warning(
-                "reward %r: a worker %s; another one takes its work (said once; what stays unscored says so itself)",
+                "reward %r: a worker %s; another worker continues its work (reported once; unscored responses have their own errors)",
                 self.name, how,
             )  # fmt: skip
 
     def _give_back(self, chunk: _Chunk, *, but: Item | None = None) -> None:
-        """Requeue the unfinished items of a chunk, once, ahead of all others."""
+        """Requeue the unfinished items of a chunk, once, before all other items."""
         if not chunk.spread:
             chunk.spread = True
             self._requeue([item for item in chunk.items if item is not but], first=True)
@@ -311,17 +295,17 @@ class RewardRunner(CallQueue):
         self._num_consecutive_crashes += 1
         if self._num_consecutive_crashes > _MAX_CONSECUTIVE_CRASHES:
             raise RewardError(
-                f"{self._num_consecutive_crashes} workers in a row ended before they scored anything; the last one {how}"
+                f"{self._num_consecutive_crashes} consecutive workers ended before they scored an item; the last one {how}"
             )
 
 
 def _frame(items: list[Item]) -> tuple[list[Item], bytes]:
-    """The items that JSON can represent, and their frame; the other items stay unscored."""
+    """The items that JSON can represent, and their frame; other items are unscored."""
     try:
         return items, pack_frame([item.payload for item in items])
     except (TypeError, ValueError) as error:
         if len(items) > 1:
             return _frame([item for item in items if _frame([item])[0]])
         for item in items:
-            item.finish(Score(None, error=f"the row's fields are no plain JSON values: {error}"))
+            item.finish(Score(None, error=f"the row's fields are not plain JSON values: {error}"))
         return [], b""

@@ -1,7 +1,7 @@
-"""HTTP for rewards that ask a server: one pool of connections for each event loop, errors sorted into two kinds.
+"""HTTP for rewards that call a server: one connection pool per event loop, and two kinds of errors.
 
-``Transient``: the same question may be answered a moment later (no connection, 429, 5xx); the runner asks again.
-``RewardCallError``: it will not (a refused request, an answer that is not JSON); the response goes unscored.
+``Transient``: a retry may succeed (no connection, 429, 5xx), so the runner retries.
+``RewardCallError``: a retry cannot succeed (a refused request, a reply that is not JSON); the response is unscored.
 """
 
 import asyncio
@@ -13,21 +13,21 @@ from megatron_rl.system.http.json_http import HttpError, HttpSession, NoHttpRepl
 _MAX_ANSWER_BYTES = 1 << 24
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_SHOWN = 200
-"""Characters of a server's answer that an error shows."""
+"""Maximum number of characters of a reply in an error."""
 
 _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpSession] = WeakKeyDictionary()
 
 
 class Transient(Exception):
-    """Raised by an async reward when trying again may help."""
+    """Raised by an async reward if a retry may succeed."""
 
 
 class RewardCallError(Exception):
-    """A server refused the request, or its answer cannot be read."""
+    """A server refused the request, or its reply is invalid."""
 
 
 def _session() -> HttpSession:
-    loop = asyncio.get_running_loop()  # connections belong to the loop that made them
+    loop = asyncio.get_running_loop()  # a connection can only be used on the loop that opened it
     if loop not in _sessions:
         _sessions[loop] = HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES)
     return _sessions[loop]
@@ -41,16 +41,16 @@ async def close_session() -> None:
 
 
 async def post_json(url: str, body: Any, *, headers: dict[str, str] | None = None) -> Any:
-    """POST ``body`` as JSON and return the answer's JSON. The caller sets the deadline.
+    """POST ``body`` as JSON and return the reply's JSON. The caller sets the deadline.
 
     Raises:
-        Transient, CallFailed: see above; the message names the URL and what came.
+        Transient, RewardCallError: the message contains the URL and the start of the reply.
     """
     return await _call("POST", url, body, headers=headers)
 
 
 async def get_json(url: str) -> Any:
-    """Like post_json, but GET."""
+    """Same as ``post_json``, but GET."""
     return await _call("GET", url)
 
 

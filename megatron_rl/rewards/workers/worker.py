@@ -1,4 +1,4 @@
-"""The processes that score: a fork server that loads the reward once, and the workers it forks.
+"""The scoring processes: a fork server that imports the reward once, and its forked workers.
 
 The fork server (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It handles one request at a
 time: ``fork`` a worker, or ``kill`` one and report its wait status. Because it forks after the import, a replacement worker
@@ -19,25 +19,33 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from megatron_rl.rewards.workers.shared_progress import IDLE, SharedProgress
 from megatron_rl.system.processes import process_probe
 from megatron_rl.system.processes.child_process import pack_frame, read_frame
 from megatron_rl.system.processes.signals import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FLUSH_S = 0.02
-"""A worker buffers results for at most this long, plus the time of its present item."""
+"""Maximum time that a worker buffers results, plus the time of its current item."""
 _MAX_TEXT = 500
-"""Largest number of characters of a detail or an error."""
+"""Maximum number of characters of a detail or an error."""
 _MAX_METRICS = 32
 _MAX_SWEEPS = 100
-"""Rounds of killing orphans, so that a fork bomb cannot occupy the fork server forever."""
+"""Maximum rounds of killing orphans, so that a fork bomb cannot occupy the fork server forever."""
+
+PROGRESS_BYTES = 64
+"""A cache line, so that workers do not slow each other down."""
+IDLE = -1
+"""Position of a worker that scores no item."""
+
+_PROGRESS = struct.Struct("qd")
+_LIMIT = struct.Struct("q")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,7 +58,7 @@ def _child_pids() -> list[int]:
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN: the process group has to do
+    except FileNotFoundError:  # without CONFIG_PROC_CHILDREN only the process group is killed
         return []
 
 
@@ -88,10 +96,12 @@ class _ForkServer:
         fork_server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            # Whatever happens, the child must not come back into the fork server's loop.
+            # Even after an error the child must not return to the fork server's loop.
             try:
                 self._control.close()
+                # The fork server's handler would raise inside a reward.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                # Its own group, so that a kill also reaches the processes that a reward starts.
                 os.setpgid(0, 0)
                 die_with_parent(fork_server_pid, signal.SIGKILL)
                 _adopt_orphans()
@@ -106,7 +116,7 @@ class _ForkServer:
         """Kill a worker with its process group and its descendants. Returns its wait status."""
         try:
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it died before it had its own group
+        except ProcessLookupError:  # it exited before it had its own group
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         self._workers.discard(pid)
@@ -125,6 +135,39 @@ class _ForkServer:
 
 
 # ----------------------------------------------------------------------------------------------------------- a worker
+
+
+class SharedProgress:
+    """Shared memory in which a worker records the item that it scores and its start time.
+
+    The runner reads it without a request, so that a worker that hangs or crashes still names the item that it was scoring, and
+    no system call is needed. Each field has one writer: the worker writes the position and the time while it owns a chunk,
+    the runner writes the limit, and resets all fields between chunks.
+    """
+
+    def __init__(self, memory: mmap.mmap, index: int) -> None:
+        self._memory = memory
+        self._offset = index * PROGRESS_BYTES
+
+    def reset(self, num_items: int) -> None:
+        """Called by the runner before it sends a chunk of ``num_items``."""
+        self.set_position(IDLE)
+        self.set_limit(num_items)
+
+    def set_position(self, position: int) -> None:
+        """Called by the worker when it starts item ``position``, or becomes idle."""
+        _PROGRESS.pack_into(self._memory, self._offset, position, time.monotonic())
+
+    def read(self) -> tuple[int, float]:
+        """(position, its start in monotonic seconds); the clock is the same in all processes of a node."""
+        return _PROGRESS.unpack_from(self._memory, self._offset)
+
+    def set_limit(self, limit: int) -> None:
+        """Called by the runner: the worker then starts no item at or after ``limit``."""
+        _LIMIT.pack_into(self._memory, self._offset + _PROGRESS.size, limit)
+
+    def limit(self) -> int:
+        return _LIMIT.unpack_from(self._memory, self._offset + _PROGRESS.size)[0]
 
 
 class _Scorer:
@@ -163,7 +206,7 @@ class _Scorer:
         self._cpu_hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
     def _score_chunk(self, items: list[Any], connection: socket.socket, progress: SharedProgress) -> None:
-        """Send ``[position, value, detail, error, metrics]`` for each item, a few at a time; the last frame says done.
+        """Send ``[position, value, detail, error, metrics]`` for each item, a few at a time; the last frame has ``done``.
 
         The chunk ends early at the limit, or when the worker should be replaced (``retire``).
         """
@@ -185,7 +228,7 @@ class _Scorer:
         connection.sendall(pack_frame({"results": results, "done": True, "retire": retire}))
 
     def _score_one(self, response: str, answer: str, fields: dict[str, Any]) -> "tuple[Result, bool]":
-        """The result, and True if the worker must be replaced."""
+        """(result, True if the worker must be replaced)."""
         # The runner's deadline comes first; this one holds if the runner itself is stopped.
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
         retire = False
@@ -195,14 +238,14 @@ class _Scorer:
         except MemoryError:
             limit = self._memory_bytes >> 20
             result = failed(f"MemoryError: needs more than the worker's {limit} MB")
-            retire = True  # what it holds by now may never be given back
-        except BaseException as raised:  # SystemExit and KeyboardInterrupt too: a reward must not end the worker
+            retire = True  # its memory may never be returned
+        except BaseException as raised:  # also SystemExit and KeyboardInterrupt: a reward must not end the worker
             result = failed(describe(raised))
         process_probe.set_status("scores")
         if os.getpid() != self._pid:
-            os._exit(1)  # a fork of the reward came back here; only the worker may answer
+            os._exit(1)  # a process forked by the reward returned here; only the worker may reply
         if not self._owns_processes and _left_processes():
-            return failed("left processes running behind it"), True
+            return failed("left processes running"), True
         return result, retire
 
 
@@ -227,7 +270,7 @@ def as_result(outcome: Any) -> Result:
             pairs = [(str(name)[:_MAX_TEXT], float(number)) for name, number in outcome.metrics.items()]
             metrics = {name: number for name, number in pairs[:_MAX_METRICS] if math.isfinite(number)}
     else:
-        value, detail, error = _number(outcome), "", ""  # a numpy scalar, or a TypeError that says what came
+        value, detail, error = _number(outcome), "", ""  # a numpy scalar, or a TypeError with the type received
     if value is not None and not math.isfinite(value):
         return None, detail, f"the reward returned {value}; expected a finite number", metrics
     if value is None and not error:
@@ -236,14 +279,14 @@ def as_result(outcome: Any) -> Result:
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float. Text is refused: a reward that returns "1.0" forgot to convert its input."""
+    """``value`` as a float. Text is refused, because a reward that returns "1.0" did not convert its input."""
     if isinstance(value, (str, bytes, bytearray)):
         raise TypeError(f"the reward returned the text {value[:40]!r}; expected a number or a Score")
     return float(value)
 
 
 def _left_processes() -> bool:
-    """True if the reward left a living process behind; finished processes are reaped."""
+    """True if the reward left a running process; finished processes are reaped."""
     try:
         while True:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -257,7 +300,7 @@ def _left_processes() -> bool:
 
 
 def _silence() -> None:
-    """Point standard output and error at nothing: a reward that prints gigabytes must not fill a log."""
+    """Redirect standard streams to /dev/null: a reward that prints gigabytes must not fill a log."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
@@ -272,7 +315,7 @@ def main() -> None:
     """Entry point of the fork server; its settings come as JSON on standard input."""
     start = json.load(sys.stdin)
     signal.signal(signal.SIGTERM, _leave)
-    die_with_parent(int(sys.argv[1]), signal.SIGTERM)  # not SIGKILL: it kills its workers' descendants first
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)  # not SIGKILL, because the server must kill its workers' descendants first
     _adopt_orphans()
     _silence()
     control = socket.socket(fileno=start["control_fd"])
@@ -284,7 +327,7 @@ def main() -> None:
         reward = resolve(start["path"])
         if reward.prepare is not None:
             reward.prepare(start["options"])
-    except BaseException as error:  # any failure to load is the runner's to report
+    except BaseException as error:  # the runner reports any failure to import
         control.send(json.dumps({"error": describe(error)}).encode())
         return
     process_probe.enable_probe(f"grader {start['path']}")

@@ -1,11 +1,12 @@
 """A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process PARENT serve SOCKET FILE`` (a pid and two fds).
 
-It makes the calls that its owner sends (``worker_pool.py``), all at once, or passes them on to a worker of another node,
-and sends each reply back; it also decodes tokens. It ends when its owner closes the connection or is gone, and leaves every
-signal to it.
+The worker makes its owner's calls (``worker_pool.py``) concurrently, or forwards them to a worker on another node,
+and sends each reply back; it also decodes tokens. It exits when its owner closes the connection or exits, and
+handles no signal itself.
 
-A worker of another node (``listen`` in place of ``serve``; the secret comes on stdin) does the same for all that connect and
-know the secret, but what is large, the routes, stays in its file there. It ends with the process that started it.
+A remote worker (``listen`` instead of ``serve``; the secret comes on stdin) does the same for every process that
+connects and sends the secret, but the routes, which are large, stay in its own file. It exits with the process that
+started it.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,17 @@ from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.requests import BatchCall, BatchReply, Generation
 from megatron_rl.rollout.sglang.wire.batch_call import exchange
 from megatron_rl.rollout.workers.remote_calls import Relay, RemoteCall, RemoteWorkerInfo
-from megatron_rl.rollout.workers.worker_connection import AT_ONCE
-from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
-from megatron_rl.rollout.workers.worker_messages import (
+from megatron_rl.rollout.workers.worker_connection import (
+    MESSAGES_PER_TURN,
+    PING,
+    STREAM_BYTES,
     CallReply,
     CallRequest,
-    Cancel,
-    DetokenizeRequest,
     Free,
-    Ping,
+    RangeOf,
     SetTokenizer,
+    frame,
+    read_frame,
 )
 from megatron_rl.system.files.shared_file import ArrayRange, SharedFile
 from megatron_rl.system.http.json_http import HttpSession
@@ -41,16 +43,16 @@ from megatron_rl.system.processes import process_probe
 from megatron_rl.system.processes.child_process import SECRET_BYTES, begin_child, is_secret, read_secret
 
 _WAIT_SHARE = 0.01
-"""A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
+"""Fraction of a call's time that its reply may wait to be sent with others: waking the owner costs more than reading a reply."""
 _MAX_WAIT_S = 0.25
 _SECRET_TIMEOUT_S = 30.0
 
 
 class _CallHandler:
-    """The calls of one owner."""
+    """Handles the calls of one owner."""
 
-    def __init__(self, http: HttpSession, file: SharedFile, writer: asyncio.StreamWriter, *, is_far: bool = False) -> None:
-        self._is_far = is_far
+    def __init__(self, http: HttpSession, file: SharedFile, writer: asyncio.StreamWriter, *, is_remote: bool = False) -> None:
+        self._is_remote = is_remote
         self._relays: dict[RemoteWorkerInfo, Relay] = {}
         self._http = http
         self._file = file
@@ -58,28 +60,31 @@ class _CallHandler:
         self._loop = asyncio.get_running_loop()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Any] = []
-        """Messages that wait for others."""
+        """Messages that wait to be sent together."""
         self._writes: asyncio.TimerHandle | None = None
         self._tokenizer: tokenizers.Tokenizer | None = None
 
-    def take(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         match message:
             case CallRequest(number, BatchCall() as batch):
-                self._running[number] = asyncio.create_task(self._answer(number, exchange(self._http, batch)))
+                self._start(number, exchange(self._http, batch))
             case CallRequest(number, RemoteCall() as call):
                 relay = self._relays.setdefault(call.worker, Relay(call.worker, call.number))
-                self._running[number] = asyncio.create_task(self._answer(number, relay.call(call)))
-            case CallRequest(number, DetokenizeRequest(sequences)):
-                self._running[number] = asyncio.create_task(self._answer(number, self._texts(sequences)))
+                self._start(number, relay.call(call))
+            case CallRequest(number, list() as sequences):
+                self._start(number, self._texts(sequences))
             case SetTokenizer(tokenizer_json):
                 self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-            case Cancel(number) if number in self._running:
+            case CallRequest(number, None) if number in self._running:
                 self._running[number].cancel()
             case Free(ranges):
                 for first, num_bytes in ranges:
                     self._file.free(first, num_bytes)
-            case Ping():
+            case str() if message == PING:
                 self._send(message)
+
+    def _start(self, number: int, work: Awaitable[Any]) -> None:
+        self._running[number] = asyncio.create_task(self._reply(number, work))
 
     async def close(self) -> None:
         for task in self._running.values():
@@ -88,25 +93,25 @@ class _CallHandler:
 
     async def _texts(self, sequences: Sequence[TokenParts]) -> list[str]:
         if self._tokenizer is None:
-            raise ValueError("no tokenizer came before the first texts")
+            raise ValueError("no tokenizer was set before the first texts")
         texts = []
         for sequence in sequences:
             texts.append(self._tokenizer.decode(np.asarray(sequence).tolist(), skip_special_tokens=True))
-            await asyncio.sleep(0)  # others read and answer meanwhile
+            await asyncio.sleep(0)  # let other calls proceed
         return texts
 
-    async def _answer(self, number: int, work: Awaitable[Any]) -> None:
-        began_s = self._loop.time()
+    async def _reply(self, number: int, work: Awaitable[Any]) -> None:
+        started_s = self._loop.time()
         try:
             reply = CallReply(number, await work)
-        except Exception as error:  # whatever it is, the owner waits for it
+        except Exception as error:  # any failure must reach the owner, which waits for a reply
             reply = CallReply(number, error=error)
         finally:
             del self._running[number]
-        self._send(reply, min(_MAX_WAIT_S, _WAIT_SHARE * (self._loop.time() - began_s)))
+        self._send(reply, min(_MAX_WAIT_S, _WAIT_SHARE * (self._loop.time() - started_s)))
 
     def _send(self, message: Any, wait_s: float = 0.0) -> None:
-        """Within ``wait_s``, with others."""
+        """Send a message within ``wait_s``, together with others."""
         self._ready.append(message)
         due_s = self._loop.time() + wait_s
         if self._writes is None or due_s < self._writes.when():
@@ -116,8 +121,8 @@ class _CallHandler:
 
     def _write(self) -> None:
         ready, self._ready, self._writes = self._ready, [], None
-        for start in range(0, len(ready), AT_ONCE):
-            self._writer.writelines(self._frame(ready[start : start + AT_ONCE]))
+        for start in range(0, len(ready), MESSAGES_PER_TURN):
+            self._writer.writelines(self._frame(ready[start : start + MESSAGES_PER_TURN]))
 
     def _frame(self, messages: list[Any]) -> list[bytes | memoryview]:
         try:
@@ -126,25 +131,25 @@ class _CallHandler:
             if len(messages) > 1:
                 return [part for message in messages for part in self._frame([message])]
             (reply,) = messages
-            text = f"{type(error).__name__}: {error}, of a reply {reply.error!r}"
+            text = f"{type(error).__name__}: {error}; the reply was the error {reply.error!r}"
             return frame([CallReply(reply.number, error=RuntimeError(text))], self._file.put)
 
-    def _range_of(self, messages: Sequence[Any]) -> Callable[[memoryview], ArrayRange | None]:
-        """Puts the messages' arrays into this worker's file, unless they lie in another worker's already."""
-        if self._is_far:
+    def _range_of(self, messages: Sequence[Any]) -> RangeOf:
+        """Function that puts an array of ``messages`` into this worker's file, unless another worker's file has it."""
+        if self._is_remote:
             large = {start for message in messages for start in _routes_of(message)}
             return lambda raw: self._file.put(raw) if _start_of(raw) in large else None
 
-        def found(raw: memoryview) -> ArrayRange:
-            elsewhere = (relay.range_of(raw) for relay in self._relays.values())
-            return next(filter(None, elsewhere), None) or self._file.put(raw)
+        def put_if_local(raw: memoryview) -> ArrayRange:
+            remote = (relay.range_of(raw) for relay in self._relays.values())
+            return next(filter(None, remote), None) or self._file.put(raw)
 
-        return found if self._relays else self._file.put
+        return put_if_local if self._relays else self._file.put
 
 
 def _routes_of(message: Any) -> set[int]:
     """Memory addresses of the routes in a message."""
-    samples = message.answer.samples if isinstance(message, CallReply) and isinstance(message.answer, BatchReply) else ()
+    samples = message.result.samples if isinstance(message, CallReply) and isinstance(message.result, BatchReply) else ()
     return {_start_of(one.routes) for one in samples if isinstance(one, Generation) and one.routes is not None}
 
 
@@ -160,24 +165,24 @@ async def serve(connection: socket.socket, file: SharedFile) -> None:
         await _serve(_CallHandler(http, file, writer), reader, file)
 
 
-async def _serve(server: _CallHandler, reader: asyncio.StreamReader, file: SharedFile) -> None:
+async def _serve(handler: _CallHandler, reader: asyncio.StreamReader, file: SharedFile) -> None:
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            for message in await read_frame(reader, file):
-                server.take(message)
-    await server.close()
+            for message in await read_frame(reader, file.at):
+                handler.handle(message)
+    await handler.close()
 
 
 async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> None:
-    """For all who know the secret."""
+    """Serve calls of every process that sends the secret."""
     async with HttpSession() as http:
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError, TimeoutError):
                 async with asyncio.timeout(_SECRET_TIMEOUT_S):
                     known = is_secret(await reader.readexactly(SECRET_BYTES), secret)
-                if known:  # before the first pickle is read
-                    await _serve(_CallHandler(http, file, writer, is_far=True), reader, file)
+                if known:  # checked before the first pickle is read
+                    await _serve(_CallHandler(http, file, writer, is_remote=True), reader, file)
 
         async with await asyncio.start_server(connected, sock=listener, limit=STREAM_BYTES) as server:
             await server.serve_forever()
@@ -188,13 +193,13 @@ def main(arguments: list[str]) -> None:
     begin_child(int(parent_pid))
     process_probe.enable_probe("rollout worker")
     gc.freeze()
-    gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
+    gc.set_threshold(100_000, 50, 50)  # a reply is one list per token until it has been parsed
     connection = socket.socket(fileno=int(socket_fd))
     if mode == "listen":
         asyncio.run(listen(connection, SharedFile(int(file_fd)), read_secret()))
     else:
         asyncio.run(serve(connection, SharedFile(int(file_fd))))
-    os._exit(0)  # nothing is left to do, and modules need a while to say goodbye
+    os._exit(0)  # nothing is left to clean up, and the interpreter's exit takes time
 
 
 if __name__ == "__main__":

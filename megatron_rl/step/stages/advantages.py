@@ -1,12 +1,10 @@
 """The inputs of both losses: advantages and their masks, and the values to train on."""
 
 from megatron_rl.config.derived import effective_window_tokens, needs_greedy
-from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.config.schema import Config, TrainsOn
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step import metrics
-from megatron_rl.step.advantage_spans import ResponseRules, greedy_rewards
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loss_batches import (
     policy_batch,
@@ -17,7 +15,7 @@ from megatron_rl.step.loss_batches import (
 )
 from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.state import StepState
-from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
+from megatron_rl.step.window_advantages import ModelOutputs, ResponseRules, greedy_rewards, window_advantages
 
 
 def run(
@@ -25,28 +23,27 @@ def run(
     state: StepState,
     *,
     config: Config,
-    facts: Facts,
     grader: ResponseScorer,
     kl_penalty: KlPenalty,
     rollout: RolloutService,
     rules: ResponseRules,
     vision: ImageProcessor | None,
 ) -> None:
-    algorithm, window, batch = config.algorithm, facts.trained_window(step), state.batch
-    divergence = kl_penalty.charge(state)
+    algorithm, batch = config.algorithm, state.batch
+    token_rewards, kl_fields, kl_metrics = kl_penalty.charge(state)
     greedy = greedy_rewards(state.slots, algorithm) if needs_greedy(config) else None
-    signals = ModelOutputs(state.values, state.final_values, divergence.token_rewards, greedy)
+    signals = ModelOutputs(state.values, state.final_values, token_rewards, greedy)
     advantages = window_advantages(
-        state.trajectories, batch, signals, step=window, window_tokens=effective_window_tokens(config), algorithm=algorithm, rules=rules
+        state.trajectories, batch, signals, step=step, window_tokens=effective_window_tokens(config), algorithm=algorithm, rules=rules
     )
-    store_model_outputs(state.trajectories, batch, signals, window)
+    store_model_outputs(state.trajectories, batch, signals, step)
     state.policy_batch, found = policy_batch(
         state.trajectories,
         batch,
         state.old_logprobs,
         advantages,
         algorithm,
-        divergence.loss_fields,
+        kl_fields,
         rules,
         is_partial=bool(state.first_update),
     )
@@ -57,9 +54,9 @@ def run(
     elif state.values is not None:
         state.critic_batch = window_critic_batch(state.trajectories, batch, signals, step=step, algorithm=algorithm, rules=rules)
     state.metrics |= (
-        divergence.metrics
+        kl_metrics
         | metrics.rollout_metrics(state.slots, step=step)
-        | metrics.staleness_metrics(state.trajectories, window, rollout.weight_version)
+        | metrics.staleness_metrics(state.trajectories, state.policy_batch.fields["mask"], rollout.weight_version)
         | metrics.reward_metrics(state.finished)
         | ({"reward/greedy_mean": sum(greedy.values()) / len(greedy)} if greedy else {})
         | grader.metrics(state.finished)

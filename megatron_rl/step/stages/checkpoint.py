@@ -1,6 +1,6 @@
 """Examines the step's health, and saves weights, optimizers, pool and sampler if a checkpoint is due."""
 
-from megatron_rl.run.policy_exports import PolicyExporter
+from megatron_rl.run.checkpoints import PolicyExporter
 from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import StepSaver

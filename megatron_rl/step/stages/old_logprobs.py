@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from megatron_rl.config.schedule_facts import reuses_first_logprobs
 from megatron_rl.config.schema import Config, KlPlace, OldPolicy, RoutingReplay
 from megatron_rl.step.state import StepState
-from megatron_rl.step.updates import policy_minibatches
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup, policy_minibatches
 from megatron_rl.training.trainer_group import TrainerGroup
 
 

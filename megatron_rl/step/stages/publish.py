@@ -1,7 +1,5 @@
 """Publishes the policy to every server; if no token trained the policy, the servers only wake."""
 
-import gc
-
 from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rollout.service import RolloutService
@@ -10,6 +8,7 @@ from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import snapshot_slots
+from megatron_rl.system.processes.gc_pauses import gc_between_windows
 
 
 def run(
@@ -24,7 +23,7 @@ def run(
     evaluator: Evaluator,
     fleet: EvaluationServers | None,
 ) -> None:
-    gc.collect()  # no HTTP reply is awaited now, so a pause delays none
+    gc_between_windows(step)
     if not facts.in_flight:
         snapshot_slots(step, state, pool, kl_penalty)
     if "policy/num_updates" in state.metrics:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.step.metrics import critic_metrics
 from megatron_rl.step.state import StepState
-from megatron_rl.step.updates import train_critic
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup, critic_minibatches, update_metrics
+from megatron_rl.training.losses import counted_tokens, critic_denominators
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -19,3 +20,16 @@ def run(
     state.metrics |= critic_metrics(state.critic_batch)
     if warmup.critic_converged(state.metrics):
         stop_after(step)
+
+
+def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
+    """Train ``critic.num_epochs`` passes over whole responses. Returns metrics."""
+    results = []
+    counts = counted_tokens(batch)
+    useful = counts["mask"] > 0
+    for rows in critic_minibatches(config, batch.num_sequences, step):
+        rows = [row for row in rows if useful[row]]
+        denominators = critic_denominators(batch, config.algorithm, rows, counts)
+        if denominators["mask"]:
+            results.append(group.update("critic", batch, rows, objective="critic", denominators=denominators))
+    return update_metrics("critic", results)

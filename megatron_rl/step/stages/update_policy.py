@@ -1,18 +1,22 @@
 """The policy's updates: the policy loss on the window's tokens, once the critic is warm."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config, KlPlace
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.evaluation import EvaluationServers
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loss_batches import mismatch
 from megatron_rl.step.state import StepState
-from megatron_rl.step.updates import train_policy
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup, policy_minibatches, update_metrics
+from megatron_rl.training.engine import UpdateResult
+from megatron_rl.training.losses import counted_tokens, policy_denominators
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -43,6 +47,47 @@ def run(
     state.trained_s = recorder.elapsed_s
     if 0 < config.run.stop_after_s <= state.trained_s:
         stop_after(step)
+
+
+def train_policy(
+    config: Config, group: TrainerGroup, batch: PackedBatch, step: int, *, keeps_logprobs: bool = False
+) -> tuple[dict[str, float], Tensor | None]:
+    """Train one pass over the window's tokens; denominators cover the whole mini-batch. Returns metrics and log-probs.
+
+    ``keeps_logprobs``: the first update uses its own log-probs as the old ones, and returns them: [T], 0 outside its sequences.
+    """
+    results: list[UpdateResult] = []
+    kept: Tensor | None = None
+    temperature, counts = config.rollout.temperature, counted_tokens(batch)
+    useful = np.any(np.stack(list(counts.values())) > 0, axis=0)
+    for number, rows in enumerate(policy_minibatches(config, batch.num_sequences, step)):
+        keeps = keeps_logprobs and number == 0
+        read = _without(batch, "old_logprobs" if keeps else "window")
+        # An update that computes old log-probs needs all rows; later updates read them from all of its sequences.
+        rows = rows if keeps else [row for row in rows if useful[row]]
+        denominators = policy_denominators(batch, config.algorithm, rows, counts)
+        if denominators["mask"]:
+            results.append(
+                group.update(
+                    "policy",
+                    read,
+                    rows,
+                    objective="policy",
+                    denominators=denominators,
+                    temperature=temperature,
+                    keeps_logprobs=keeps,
+                )
+            )
+            kept = results[-1].logprobs if keeps else kept
+        elif keeps:
+            # No token trains, so no update computes the log-probs that the metrics read.
+            wanted = batch.fields.get("window", batch.fields["mask"])
+            kept = group.logprobs(batch.with_fields(mask=wanted), rows, temperature=temperature)
+    return update_metrics("policy", results), kept
+
+
+def _without(batch: PackedBatch, field: str) -> PackedBatch:
+    return replace(batch, fields={name: values for name, values in batch.fields.items() if name != field})
 
 
 def finish_own_logprobs(config: Config, state: StepState, old_logprobs: Tensor, kl_penalty: KlPenalty) -> None:

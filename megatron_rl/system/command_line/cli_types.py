@@ -13,6 +13,18 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def number_or_word(text: str) -> int | str:
+    """Parse one of an option's whole numbers above 0; a recipe or an override that follows them stays text."""
+    return text if "=" in text or text.endswith((".yaml", ".yml")) else positive_int(text)
+
+
+def keep_numbers(arguments: argparse.Namespace, option: str) -> None:
+    """Move the text that ``number_or_word`` kept from an option to ``arguments.words``."""
+    values = getattr(arguments, option) or []
+    arguments.words = [*arguments.words, *(value for value in values if isinstance(value, str))]
+    setattr(arguments, option, [value for value in values if isinstance(value, int)])
+
+
 def positive_number(text: str) -> float:
     """Parse a number above 0 and at most 1e7 (four months in seconds). Raises ArgumentTypeError."""
     try:

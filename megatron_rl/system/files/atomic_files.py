@@ -1,4 +1,4 @@
-"""Atomic files and folders: whatever appears under a target name is complete and on disk."""
+"""Atomic files and folders: content under a target name is always complete and on disk."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 
 @contextmanager
 def atomic_text_file(path: str | Path) -> Iterator[TextIO]:
-    """UTF-8 text file that takes its name if the block ends without an error; creates the folder. Raises OSError."""
+    """Open a UTF-8 text file that gets its name if the block ends without an error; creates the folder. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Each writer has its own temporary name, because a report's thread and the final report may write at the same time.
@@ -75,8 +75,10 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Temporary folder next to ``target`` that takes its name if the block succeeds and is removed otherwise. Raises
-    OSError."""
+    """Create a temporary folder next to ``target`` that gets its name if the block succeeds and is removed otherwise.
+
+    Raises OSError.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -88,8 +90,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(parent: Path, pattern: str) -> None:
-    """Remove folders left by processes killed inside ``appearing``; the caller must know that no such process is
-    running."""
+    """Remove folders left by processes killed inside ``atomic_folder``; the caller must know that no such process is running."""
     for folder in parent.glob(f".{pattern}.{'[a-z0-9_]' * 8}"):  # the name pattern of mkdtemp
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,15 +1,15 @@
 """Arrays shared by several processes of a machine: one process writes them into an unnamed file, others map it.
 
-The file (memfd) is sparse and has its final length from the start, so each process maps it once and sees all that is written
-later. Its writer gives each array a range of the file; a range's memory is free once its reader refers to it no longer: the
-writer then punches a hole. Nothing is left of the file, however its processes end, and no size of /dev/shm limits it. Arrays
-of the file are read-only.
+The file (memfd) is sparse and has its final length from the start, so each process maps it once and sees everything that is
+written later. The writer allocates a range of the file per array. When the reader has no more references to a range, the writer
+frees its memory by punching a hole. The file disappears with its processes, however they end, and the size of /dev/shm does not
+limit it. Arrays of the file are read-only.
 
-The memory address of an array says where in which file it lies (``addresses_of``). Another process of the same user on the
-same machine opens the file as /proc/PID/fd/NUMBER of a process that has mapped it, for as long as that one refers to it.
+The memory address of an array determines its file and its position there (``files_of``). Another process of the same user on
+the same machine opens the file as /proc/PID/fd/NUMBER of a process that has mapped it and still refers to it.
 
-A file of another node is mapped as addresses without memory (``MappedFile.remote``): its arrays have shape and address, and
-no content. Nodes are Nodes are numbered; 0 is the driver's.
+A file of another node is mapped as addresses without memory (``MappedFile.remote``): its arrays have shape and address, but no
+content. Nodes are numbered from 0, the driver's node.
 """
 
 import bisect
@@ -28,12 +28,12 @@ import numpy as np
 from megatron_rl.errors import UserError
 
 FILE_BYTES = 1 << 37
-"""Length of a file, without its holes at most as long as the machine's memory; a thousand of them fit an address space."""
+"""Length of a file, which without its holes is smaller than the machine's memory; an address space fits a thousand files."""
 _ALIGNMENT = 64
 _MAX_PARTS = 1024
-"""Parts of one write; POSIX systems take as many (IOV_MAX)."""
+"""Largest number of parts of one write (IOV_MAX on POSIX systems)."""
 _PUNCH_HOLE = 3
-"""With FALLOC_FL_KEEP_SIZE, see fallocate(2)."""
+"""FALLOC_FL_PUNCH_HOLE with FALLOC_FL_KEEP_SIZE, see fallocate(2)."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,14 +45,14 @@ class ArrayRange(NamedTuple):
 
 
 NODE = 1 << 32
-"""Added n times to the number of a process of node n in an address."""
+"""Factor of the node in the pid of an address: ``node * NODE + pid``."""
 
 
 class Address(NamedTuple):
     """The location of an array on this machine or on another node."""
 
     pid: int
-    """A process that has the file open, and its node: ``node * NODE + pid``."""
+    """A process that has the file open, with its node: ``node * NODE + pid``."""
     fd: int
     """The file's descriptor in that process."""
     first: int
@@ -60,14 +60,14 @@ class Address(NamedTuple):
 
 
 def new_file(name: str) -> int:
-    """The descriptor of an empty file; ``name`` is for people who look at a process's descriptors."""
+    """Create an empty file and return its descriptor; ``name`` appears in listings of a process's descriptors."""
     fd = os.memfd_create(name)
     os.ftruncate(fd, FILE_BYTES)
     return fd
 
 
 class _Area:
-    """Memory that numpy refers to, and a callback for its end."""
+    """Memory that numpy arrays refer to; calls ``on_drop`` when the last reference is gone."""
 
     __slots__ = ("__array_interface__", "_file", "_range")
 
@@ -85,7 +85,7 @@ def _keep(first: int, num_bytes: int) -> None:
 
 
 class MappedFile:
-    """The whole of a file, mapped once. ``on_drop(first, num_bytes)`` is called, on any thread, when nothing refers to a range."""
+    """A whole file, mapped once. ``on_drop(first, num_bytes)`` is called, on any thread, when a range has no more references."""
 
     def __init__(self, fd: int, on_drop: Callable[[int, int], None] = _keep) -> None:
         self.pid, self.fd, self.on_drop = os.getpid(), os.dup(fd), on_drop
@@ -96,7 +96,10 @@ class MappedFile:
 
     @classmethod
     def remote(cls, pid: int, fd: int, on_drop: Callable[[int, int], None] = _keep) -> "MappedFile":
-        """Stands for a file of another node; ``pid``: with the node, as in an address."""
+        """Return a placeholder for a file of another node: its arrays have addresses and call ``on_drop``, but no content.
+
+        ``pid`` includes the node, as in ``Address``.
+        """
         self = cls.__new__(cls)
         self.pid, self.fd, self.on_drop, self.identity = pid, fd, on_drop, (0, 0)
         self._map(-1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
@@ -108,8 +111,9 @@ class MappedFile:
         except OSError as error:
             raise UserError(
                 f"cannot map a shared file of {FILE_BYTES >> 30} GiB, of which only the used part takes memory: {error}; "
-                "see that the address space of processes is not limited (ulimit -v unlimited)"
+                "check that the address space of processes is not limited (ulimit -v unlimited)"
             ) from error
+        # Otherwise a core dump would contain the arrays of every process.
         memory.madvise(mmap.MADV_DONTDUMP)
         self.raw = np.frombuffer(memory, np.uint8)
         """[FILE_BYTES] uint8"""
@@ -120,17 +124,17 @@ class MappedFile:
         weakref.finalize(self, _unregister, self.base).atexit = False
 
     def at(self, range_: ArrayRange) -> np.ndarray:
-        """[bytes] uint8: an array of the file, which is dropped with its last view."""
+        """Return [bytes] uint8: an array of the file; its range is dropped with its last view."""
         return np.asarray(_Area(self, range_)) if range_.num_bytes else self.raw[:0]
 
     def range_of(self, raw: memoryview) -> ArrayRange | None:
-        """The range of an array of this file; None: the array lies elsewhere."""
+        """Return the range of an array in this file; None if the array is not in this file."""
         first = np.frombuffer(raw, np.uint8).__array_interface__["data"][0] - self.base
         return ArrayRange(first, raw.nbytes) if 0 <= first < FILE_BYTES else None
 
 
 _MAPPED_LOCK = threading.RLock()
-"""Reentrant: the garbage collector may end a file while another one is being registered."""
+"""Guards the registry of files. Reentrant, because the garbage collector may end a file while another one is registered."""
 _BASES: list[int] = []
 """Memory addresses of all files that this process has mapped, ascending."""
 _BY_BASE: dict[int, "weakref.ref[MappedFile]"] = {}
@@ -144,7 +148,7 @@ def _unregister(base: int) -> None:
 
 
 def files_of(arrays: Iterable[np.ndarray]) -> tuple[list[MappedFile], np.ndarray, np.ndarray]:
-    """(files, [k] which of these each array lies in, -1 in none, [k] its first byte there), of arrays without gaps."""
+    """Return (files, [k] index of each array's file or -1, [k] first byte in that file) for contiguous arrays."""
     pointers = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
     with _MAPPED_LOCK:
         bases = np.array(_BASES, np.int64)
@@ -159,19 +163,19 @@ def files_of(arrays: Iterable[np.ndarray]) -> tuple[list[MappedFile], np.ndarray
 
 
 def address_of(array: np.ndarray) -> Address | None:
-    """The address of an array without gaps; None: the array lies in this process's own memory."""
+    """Return the address of a contiguous array; None if the array is in this process's own memory."""
     files, _, (first,) = files_of([array])
     return Address(files[0].pid, files[0].fd, int(first), array.nbytes) if files else None
 
 
 def map_file(pid: int, fd: int) -> MappedFile:
-    """The file that process ``pid`` has open as ``fd``, mapped once.
+    """Map the file that process ``pid`` has open as ``fd``; each file is mapped once.
 
-    Raises OSError where this process cannot open the file: the other process is of another user or machine, or gone.
+    Raises OSError if the other process has exited, or belongs to another user or machine.
     """
     path = f"/proc/{pid % NODE}/fd/{fd}"
     found, status = _OPENED.get((pid, fd)), os.stat(path)
-    # The number of a closed file may be another file's by now.
+    # The descriptor may have been closed and reused for another file.
     if found is None or found.identity != (status.st_dev, status.st_ino):
         own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -182,21 +186,21 @@ def map_file(pid: int, fd: int) -> MappedFile:
 
 
 def bytes_at(addresses: np.ndarray) -> list[np.ndarray]:
-    """The bytes of arrays at ``addresses`` [k, 4] of this node, each the fields of an ``Address``. Raises as ``map_file``."""
+    """Return the bytes of arrays on this node at ``addresses`` [k, 4], rows of ``Address`` fields. Raises as ``map_file``."""
     files = {(pid, fd): map_file(pid, fd).raw for pid, fd in np.unique(addresses[:, :2], axis=0).tolist()}
     return [files[pid, fd][first : first + num_bytes] for pid, fd, first, num_bytes in addresses.tolist()]
 
 
 class SharedFile:
-    """The writing end of a file. It allocates ranges one behind the other, at the end of the file from its start again."""
+    """The writer of a file. Ranges are allocated in order, and from the start again at the end of the file."""
 
     def __init__(self, fd: int) -> None:
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._live: OrderedDict[int, int] = OrderedDict()
-        """First byte -> bytes of each allocated range; of those that lie ahead of ``_end``, the nearest is the first entry."""
+        """Maps the first byte of each allocated range to its bytes; the first entry is the next range after ``_end``."""
         self._users: dict[int, int] = {}
-        """Page -> number of ranges that begin or end there."""
+        """Maps each page to the number of ranges that begin or end there."""
         self._end = 0
         self._take_over()
 
@@ -219,20 +223,20 @@ class SharedFile:
         return found
 
     def at(self, range_: ArrayRange) -> bytes:
-        """A copy: the reader may drop the range while a call still needs its content."""
+        """Return a copy of a range, because the reader may drop the range while a call still needs its content."""
         return os.pread(self._fd, range_.num_bytes, range_.first)
 
     def free(self, first: int, num_bytes: int) -> None:
-        """Give back the memory of a range that its reader has dropped, whichever process wrote it."""
+        """Free the memory of a range that its reader has dropped, regardless of the process that wrote it."""
         start, end = first // mmap.PAGESIZE, (first + num_bytes - 1) // mmap.PAGESIZE + 1
         if self._live.get(first) == num_bytes:
             del self._live[first]
-            # Neighbors on the first or the last page keep it.
+            # Neighbors on the first or the last page still need that page.
             keeps_first = self._leave(start)
             keeps_last = keeps_first if start == end - 1 else self._leave(end - 1)
             start, end = start + keeps_first, end - keeps_last
         else:
-            # The range of an earlier writer, whose neighbors are unknown.
+            # An earlier writer allocated this range, so its neighbors are unknown.
             start, end = -(-first // mmap.PAGESIZE), (first + num_bytes) // mmap.PAGESIZE
         if start < end:
             _punch(self._fd, start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE)
@@ -253,7 +257,7 @@ class SharedFile:
                 self._live.move_to_end(obstacle)
         raise UserError(
             f"a shared file of {FILE_BYTES >> 30} GiB has no range of {num_bytes} bytes left; use more rollout workers "
-            "(rollout.num_workers), which have a file each, or fewer responses per step"
+            "(rollout.num_workers), each with its own file, or fewer responses per step"
         )
 
     def _add(self, first: int, num_bytes: int) -> None:
@@ -265,20 +269,20 @@ class SharedFile:
                 self._users[last] = self._users.get(last, 0) + 1
 
     def _leave(self, page: int) -> bool:
-        """A range on the page has gone. True if the page has others."""
+        """Remove a range from its page. Returns True if the page has other ranges."""
         number = self._users.pop(page) - 1
         if number:
             self._users[page] = number
         return number > 0
 
     def _take_over(self) -> None:
-        """Keep what an earlier writer has left in the file."""
+        """Register the ranges that an earlier writer has left in the file."""
         end = 0
         while True:
             try:
                 start = os.lseek(self._fd, end, os.SEEK_DATA)
             except OSError as error:
-                if error.errno != errno.ENXIO:  # no data behind ``end``
+                if error.errno != errno.ENXIO:  # ENXIO: no data after ``end``
                     raise
                 return
             end = os.lseek(self._fd, start, os.SEEK_HOLE)
@@ -286,7 +290,7 @@ class SharedFile:
 
 
 def _aligned(end: int, num_bytes: int) -> int:
-    """The start of the next range behind ``end``: on a page of its own, unless the rest of the page is enough."""
+    """Return the start of the next range after ``end``: on a new page, unless the rest of the page is large enough."""
     start = -(-end // _ALIGNMENT) * _ALIGNMENT
     return start if start % mmap.PAGESIZE + num_bytes <= mmap.PAGESIZE else -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -294,16 +298,16 @@ def _aligned(end: int, num_bytes: int) -> int:
 def _punch(fd: int, first: int, num_bytes: int) -> None:
     if _LIBC.fallocate(fd, _PUNCH_HOLE, ctypes.c_long(first), ctypes.c_long(num_bytes)):
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot give back memory of a shared file: {os.strerror(number)}")
+        raise OSError(number, f"cannot free memory of a shared file: {os.strerror(number)}")
 
 
 def empty_file(fd: int) -> None:
-    """Give back the memory of all ranges of a file."""
+    """Free the memory of all ranges of a file."""
     _punch(fd, 0, FILE_BYTES)
 
 
 class SharedArrays:
-    """Arrays of this process that others of the machine can map; each lives as long as something here refers to it."""
+    """Arrays of this process that other processes of the machine can map; each exists while this process refers to it."""
 
     def __init__(self) -> None:
         fd = new_file("megatron_rl_arrays")
@@ -312,14 +316,14 @@ class SharedArrays:
         os.close(fd)
 
     def put(self, array: np.ndarray) -> np.ndarray:
-        """``array`` with an address: itself, or a copy."""
+        """Return ``array`` with an address: the array itself, or a copy."""
         if not array.nbytes or (array.flags.c_contiguous and address_of(array) is not None):
             return array
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return self.put_together([raw]).view(array.dtype).reshape(array.shape)
 
     def put_together(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """[bytes] uint8: copies of ``arrays`` without gaps, one behind the other; some of them have bytes."""
+        """Return [bytes] uint8: copies of ``arrays``, concatenated; at least one of them is not empty."""
         with self._lock:
             range_ = self._file.put_together(arrays)
         return self._mapped.at(range_)
@@ -330,7 +334,7 @@ def _freeing(file: SharedFile, lock: threading.Lock) -> Callable[[int, int], Non
 
     def drop(first: int, num_bytes: int) -> None:
         dropped.append((first, num_bytes))
-        # The garbage collector may call this inside ``put``, which has the lock: then the next drop gives the range back.
+        # The garbage collector may call this inside ``put``, which has the lock: then the next drop frees the range.
         if lock.acquire(blocking=False):
             try:
                 while dropped:

@@ -15,8 +15,9 @@ from megatron_rl.errors import UserError
 REQUIRE_GPU = "MEGATRON_RL_REQUIRE_GPU"
 """Variable that, set to 1, makes a process without a GPU end with an error. Otherwise such a process computes on the
 CPU."""
-NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Defaults of NCCL variables. Multi-node NVLink (GB200, GB300) needs 1 for both, for the trainer and the servers."""
+NCCL_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
+"""Values of NCCL variables if neither is set: SGLang's. NCCL's own values are 1; multi-node NVLink (GB200, GB300) needs
+them. An NCCL_CUMEM_ENABLE that is not set follows NCCL_NVLS_ENABLE."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
 
@@ -24,7 +25,7 @@ _EXPANDABLE = "expandable_segments"
 def set_gpu_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set variables that training on GPUs needs and the user has not set; must be called before CUDA is in use."""
     # Megatron overlaps tensor-parallel communication with computation only when kernels are queued in order.
-    for name, value in {**NCCL_DEFAULTS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+    for name, value in {**nccl_values(environ), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
         environ.setdefault(name, value)
 
 
@@ -40,7 +41,8 @@ def own_cuda_home() -> dict[str, str]:
 
 def nccl_values(environ: Mapping[str, str]) -> dict[str, str]:
     """NCCL variables that both ends of a communicator must share, with defaults for unset ones."""
-    return {name: environ.get(name, default) for name, default in NCCL_DEFAULTS.items()}
+    nvls = environ.get("NCCL_NVLS_ENABLE", NCCL_DEFAULTS["NCCL_NVLS_ENABLE"])
+    return {"NCCL_CUMEM_ENABLE": environ.get("NCCL_CUMEM_ENABLE", nvls), "NCCL_NVLS_ENABLE": nvls}
 
 
 def check_required_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -141,7 +141,7 @@ def _version(distribution: str) -> str:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """Standard output of a command; None if it is missing, fails or does not end."""
+    """Standard output of a command; None if the command is missing, fails or exceeds ``_COMMAND_TIMEOUT_S``."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -150,7 +150,7 @@ def _output(command: Sequence[str]) -> str | None:
 
 
 def _main(folder: str, needed_mib: str) -> int:
-    """Print one line per fact; returns 1 if a required one is missing."""
+    """Print one line per requirement, among them ``needed_mib`` free in ``folder``; returns 1 if a needed one is not met."""
     is_bad = False
     for fact in machine_facts(folder, int(needed_mib)):
         if fact.remedy and fact.is_needed:

@@ -1,8 +1,8 @@
-"""Hides a Transformer Engine that is installed but does not load, because a shared library or symbol is missing.
+"""Hides a Transformer Engine that is installed but does not load, for example because a shared library is missing.
 
-Megatron Core expects Transformer Engine complete or missing: some of its modules catch only ModuleNotFoundError, and a
-library that ``ctypes`` does not find is an OSError. A package that does not load therefore counts as missing, and the
-reason is recorded.
+Megatron Core expects Transformer Engine complete or missing: some of its modules catch only ModuleNotFoundError, but the
+import of Transformer Engine may raise anything. A package that does not load therefore counts as missing, and the reason
+is recorded.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def disable_if_broken() -> None:
         if (error.name or "").partition(".")[0] == _PACKAGE:
             return
         problem = f"{type(error).__name__}: {error}"
-    except (ImportError, OSError) as error:
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     else:
         return

@@ -1,1 +1,1 @@
-"""HTTP: sessions, addresses, and what names servers."""
+"""HTTP: sessions, addresses, and lists of server URLs."""

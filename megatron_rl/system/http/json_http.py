@@ -1,11 +1,11 @@
 """HTTP with JSON bodies: sessions for an event loop (``HttpSession``) and for plain threads (``HttpThread``).
 
-Invariants: every request has a deadline; an answer of any status comes back as an ``HttpReply``, and what is no answer
-raises one of two errors; redirects are not followed; machines are reached directly, without a cluster's HTTP proxy,
-unless ``use_proxy`` says otherwise.
+Invariants: every request has a deadline; a reply of any status is returned as an ``HttpReply``; a missing or unreadable reply
+raises one of two errors; redirects are not followed; connections are direct, without a cluster's HTTP proxy, unless
+``use_proxy`` is set.
 
-``NoHttpReply``: not reached, the connection broke, or the deadline passed. Asking again may help.
-``HttpError``, its base: no HTTP, a malformed URL, an answer that is too long. Asking again will not help.
+``NoHttpReply``: the server was not reached, the connection broke, or the deadline passed. A retry may help.
+``HttpError``, its base: not HTTP, a malformed URL, or a reply that is too long. A retry does not help.
 """
 
 import asyncio
@@ -23,19 +23,20 @@ import aiohttp
 _KEEPALIVE_S = 2.0
 """SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
 _CHUNK_BYTES = 1 << 16
-_MAX_ONCE_BYTES = 1 << 26
+_MAX_ANSWER_BYTES = 1 << 26
+"""Longest answer by default; a server could send without an end."""
 
 Result = TypeVar("Result")
 
 
 class HttpError(Exception):
-    """The request did not get an answer that can be read. Its text is the cause's type and words."""
+    """The request got no readable reply. The text has the type and message of the cause."""
 
 
 class NoHttpReply(HttpError):
-    """No answer came. ``timed_out``: the deadline passed; False where no connection was made in its time."""
+    """No reply came. ``timed_out``: the deadline passed on an open connection; False if none was established, or it broke."""
 
-    def __init__(self, reason: str, *, timed_out: bool = False) -> None:  # without it, no pickle could make one
+    def __init__(self, reason: str, *, timed_out: bool = False) -> None:  # the default lets pickle restore the error
         super().__init__(reason)
         self.timed_out = timed_out
 
@@ -44,27 +45,27 @@ class NoHttpReply(HttpError):
 class HttpReply:
     status: int
     reason: str
-    """The status in words."""
+    """Reason phrase of the status."""
     content: bytes
     retry_after_s: float | None = None
-    """Seconds that the server asks the client to wait; None if it gives no number of seconds."""
+    """Seconds from the Retry-After header; None without such a number."""
 
     @property
     def text(self) -> str:
         return self.content.decode(errors="replace")
 
     def json(self) -> Any:
-        """Raises ValueError (RecursionError where it is nested too deeply)."""
+        """Parse the content. Raises ValueError, or RecursionError if it is nested too deeply."""
         return json.loads(self.text)
 
 
 class HttpSession:
-    """Kept-alive connections for one event loop; the number of requests in progress has no limit here."""
+    """Keep-alive connections for one event loop, without a limit on the number of requests in progress."""
 
     def __init__(
-        self, *, connect_timeout_s: float = 30.0, max_answer_bytes: int | None = None, use_proxy: bool = False
+        self, *, connect_timeout_s: float = 30.0, max_answer_bytes: int = _MAX_ANSWER_BYTES, use_proxy: bool = False
     ) -> None:
-        """``use_proxy``: as HTTP_PROXY and its like say."""
+        """``use_proxy``: follow HTTP_PROXY and related variables."""
         self._connect_timeout_s = connect_timeout_s
         self._max_answer_bytes = max_answer_bytes
         self._use_proxy = use_proxy
@@ -88,11 +89,10 @@ class HttpSession:
         headers: dict[str, str] | None = None,
         max_answer_bytes: int | None = None,
     ) -> HttpReply:
-        """One request and its whole answer.
+        """Send one request and read the whole reply. Raises NoHttpReply or HttpError.
 
-        ``body``: bytes that are JSON already, or what JSON can be made of; None sends none. ``timeout_s`` covers
-        connecting, sending and reading; None: the caller ends the wait. ``max_answer_bytes``: None: the session's.
-        Raises NoHttpReply or HttpError.
+        ``body``: bytes of JSON, or a JSON-serializable object; None sends no body. ``timeout_s`` covers connecting, sending
+        and reading; None: the caller ends the wait. ``max_answer_bytes``: None takes the session's limit.
         """
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
@@ -104,7 +104,7 @@ class HttpSession:
                 wait_s = _seconds_of(response.headers.get("Retry-After", ""))
                 return HttpReply(response.status, response.reason or "", content, wait_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
-            # That of connecting is a TimeoutError too, but the machine was not reached: another fault, another remedy.
+            # A connection timeout is a TimeoutError too, but its cause and remedy differ: the machine was not reached.
             timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
             raise NoHttpReply(_described(error), timed_out=timed_out) from error
         except (aiohttp.ClientError, ValueError) as error:
@@ -122,7 +122,7 @@ class HttpSession:
         await self.close()
 
     def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:  # not in __init__: aiohttp wants the running event loop
+        if self._session is None:  # not in __init__, because aiohttp needs the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 headers={"Content-Type": "application/json"},
@@ -130,35 +130,34 @@ class HttpSession:
             )
         return self._session
 
-    async def _read(self, response: aiohttp.ClientResponse, max_bytes: int | None) -> bytes:
-        if max_bytes is None:
-            return await response.read()
+    async def _read(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         content = bytearray()
         async for part in response.content.iter_chunked(_CHUNK_BYTES):
             content += part
             if len(content) > max_bytes:
+                # A connection with the rest of a reply in it cannot be used again.
                 response.close()
-                raise HttpError(f"the answer is longer than {max_bytes} bytes")
+                raise HttpError(f"the reply is longer than {max_bytes} bytes")
         return bytes(content)
 
 
 class HttpThread:
-    """HTTP for callers without an event loop: the requests run on the loop of a thread of its own.
+    """HTTP for callers without an event loop: requests run on an event loop in a separate thread.
 
-    Usable from any thread. Not across a fork: the child has no such thread. ``close`` cancels requests in progress.
+    Usable from any thread, but not in a forked child, which lacks that thread. ``close`` cancels requests in progress.
     """
 
     def __init__(self, session: HttpSession | None = None) -> None:
-        """``session``: one that nobody has used yet, with other settings than the defaults."""
+        """``session``: an unused session, for other settings than the defaults."""
         self.session = session or HttpSession()
-        """For coroutines given to ``submit`` only."""
+        """For use in coroutines passed to ``submit`` only."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run ``work``, which uses ``session``, on the thread; returns at once."""
+        """Run ``work``, which uses ``session``, on the thread; returns immediately."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def submit_all(self, works: Iterable[Coroutine[Any, Any, Result]]) -> list[Future[Result]]:
@@ -170,7 +169,7 @@ class HttpThread:
     def _begin(self, works: Sequence[tuple[Coroutine[Any, Any, Result], Future[Result]]]) -> None:
         for work, future in works:
             task = self._loop.create_task(work)
-            self._tasks.add(task)  # the loop itself may forget it
+            self._tasks.add(task)  # the event loop has only weak references to its tasks
             task.add_done_callback(partial(self._pass_on, future))
 
     def _pass_on(self, future: Future[Result], task: asyncio.Task[Result]) -> None:
@@ -203,21 +202,20 @@ class HttpThread:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # their connections go back to the session first
+        await asyncio.gather(*tasks, return_exceptions=True)  # first, so that their connections return to the session
         await self.session.close()
 
 
 def get_once(url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> HttpReply:
-    """GET from a thread without an event loop, over a connection of its own. Raises NoHttpReply or HttpError."""
-    with HttpThread(HttpSession(max_answer_bytes=_MAX_ONCE_BYTES)) as http:
+    """Send one GET request from a thread without an event loop, over a new connection. Raises NoHttpReply or HttpError."""
+    with HttpThread() as http:
         return http.submit(http.session.get(url, timeout_s=timeout_s, headers=headers)).result()
 
 
 def backoff_s(num_retries: int, first_s: float, *, jitter: float = 0.0) -> Iterator[float]:
-    """Seconds to wait before each further try: ``first_s``, then twice as long as the one before.
+    """Yield the seconds to wait before each retry: ``first_s``, then twice the previous pause.
 
-    ``jitter`` 0.5 draws each from half to one and a half times its length, so that many callers do not come back at
-    the same moment.
+    ``jitter`` 0.5 draws each pause between 0.5 and 1.5 times its length, so that many callers do not retry at the same time.
     """
     for retry in range(num_retries):
         pause_s = first_s * 2**retry
@@ -225,19 +223,19 @@ def backoff_s(num_retries: int, first_s: float, *, jitter: float = 0.0) -> Itera
 
 
 class ApiKey(str):
-    """Shown as *** in messages that print what holds it."""
+    """An API key, printed as *** in the representation of objects that contain it."""
 
     def __repr__(self) -> str:
         return "'***'" if self else "''"
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that carries an API key; none for an empty key."""
+    """Return the header with an API key; no header for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _seconds_of(text: str) -> float | None:
-    # A date is allowed there too; a server that sends one is asked again after the usual pause.
+    # The header may have a date instead of seconds; the usual pause applies then.
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 

@@ -5,19 +5,22 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rl.errors import UserError
+from megatron_rl.system.files.probes import read_regular
 from megatron_rl.system.http.addresses import address_problem
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 
 _ANSWER_S = 10.0
+_MAX_BYTES = 2**20
+"""Largest list: 1 MiB, tens of thousands of servers."""
 _SCHEMES = ("http://", "https://")
 
 
 def named_urls(where: str | Path, key: str = "") -> list[str]:
-    """Each URL once, of a file, of all ``*.urls`` files of a folder, or of an address; nothing where there is no file (yet).
+    """Return each URL once, from a file, from all ``*.urls`` files of a folder, or from an address; empty without a file (yet).
 
-    An address without a path is a router's (sglang-router), which is asked for its /workers, with the API key ``key``; what any
-    other says is JSON (a list of URLs, or one under ``workers``) or a URL per line. Empty lines and lines that begin with # say
-    nothing. Raises UserError for what names no servers, and OSError where nobody answers, or answers with 5xx.
+    An address without a path belongs to a router (sglang-router): its /workers are requested, with the API key ``key``. Another
+    address returns JSON (a list of URLs, also under ``workers``) or one URL per line. Empty lines and lines that begin with #
+    are ignored. Raises UserError for content other than server URLs, and OSError without a reply or for status 5xx.
     """
     if str(where).startswith(_SCHEMES):
         return _asked(str(where).rstrip("/"), key)
@@ -25,8 +28,8 @@ def named_urls(where: str | Path, key: str = "") -> list[str]:
     urls: dict[str, None] = {}
     for file in sorted(path.glob("*.urls")) if path.is_dir() else [path]:
         try:
-            urls |= dict.fromkeys(_of_lines(file.read_text(encoding="utf-8", errors="replace"), str(file)))
-        except FileNotFoundError:  # gone since it was listed
+            urls |= dict.fromkeys(_of_lines(read_regular(file, _MAX_BYTES).decode(errors="replace"), str(file)))
+        except FileNotFoundError:  # removed since it was listed
             continue
     return list(urls)
 
@@ -50,7 +53,7 @@ def _asked(address: str, key: str) -> list[str]:
     if answer.status >= 500:
         raise OSError(f"{address} answered {answer.status}: {answer.text[:200]}")
     if answer.status != 200:
-        server = "; an address without a path is a router's: name a server in rollout.urls" if is_router else ""
+        server = "; an address without a path belongs to a router: list servers in rollout.urls" if is_router else ""
         raise UserError(f"{address} answered {answer.status}: {answer.text[:200]!r}, expected the URLs of servers{server}")
     try:
         content = json.loads(answer.text)
@@ -58,7 +61,7 @@ def _asked(address: str, key: str) -> list[str]:
         return _of_lines(answer.text, address)
     urls = urls_of_workers(content)
     if urls is None or (wrong := next(filter(None, map(address_problem, urls)), "")):
-        problem = f"{answer.text[:80]!r} is no list of URLs" if urls is None else wrong
+        problem = f"{answer.text[:80]!r} is not a list of URLs" if urls is None else wrong
         raise UserError(f"{address}: {problem}")
     return list(dict.fromkeys(urls))
 

@@ -1,17 +1,17 @@
-"""Child processes of a run: how one starts, authenticates its peers, frames its messages, ends with its parent, and is killed.
+"""Child processes of a run: starts, authenticates and kills them, frames their messages, and ties their lives to the parent's.
 
-Reward fork servers, rollout workers, the array server and SGLang servers start here. Each child gets a session of its own, so
-that a Ctrl-C in the terminal reaches the driver alone, and dies when the *thread* that started it ends (the kernel's
-parent-death signal is tied to that thread): a caller whose thread is short-lived uses ``start_on_own_thread``. Secrets and
-settings go over standard input, because a command line is public.
+Reward fork servers, rollout workers, the array server and SGLang servers start here. Each child has its own session, so that a
+Ctrl-C in the terminal reaches only the driver. It dies when the *thread* that started it ends, because the kernel's
+parent-death signal is tied to that thread; a caller on a short-lived thread uses ``start_on_own_thread``. Secrets and settings
+travel over standard input, because command lines are public.
 
-A frame is the length of its body and the body. Rewards send JSON in it, because a worker that an untrusted response has
-touched must not make its reader run code. Two channels differ. Rollout workers (``rollout/workers/worker_frames.py``) send
-pickles with a table of arrays, which stay in shared memory. The sandbox (``graders/sandbox/channel.py``) frames JSON in the
-same way by its own code: the code that confines untrusted programs imports nothing of the trainer.
+A frame is the length of its body, then the body. Rewards send JSON, because a worker that an untrusted response has
+compromised must not make its reader execute code. Two channels differ. Rollout workers (``rollout/workers/worker_connection.py``)
+send pickles with a table of arrays, which stay in shared memory. The sandbox (``graders/sandbox/channel.py``) has its own code
+for the same frames, because the code that confines untrusted programs imports nothing of the trainer.
 
-When a child is started again is its owner's decision; the four owners count deaths against different events (a reply, ten
-minutes of life, a run's restarts, none).
+The owner of a child decides when to restart it; the four owners count crashes against different events (a reply, ten minutes
+of life, a run's restarts, none).
 """
 
 import asyncio
@@ -49,8 +49,8 @@ def start_module(
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module PARENT_PID arguments...`` with one thread for linear algebra.
 
-    ``message`` becomes the child's whole standard input. A child that ends before it has read the message shows that by its
-    end, not here. ``environment`` is added to this process's.
+    ``message`` becomes the child's whole standard input. A child that ends before it has read the message raises nothing here.
+    ``environment`` is added to this process's environment.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", module, str(os.getpid()), *map(str, arguments)],
@@ -67,7 +67,7 @@ def start_module(
 
 
 def start_on_own_thread(start: Callable[[], subprocess.Popen[bytes]], name: str) -> subprocess.Popen[bytes]:
-    """Call ``start`` on a thread that lives as long as the process which it starts; raises the OSError of ``start``."""
+    """Call ``start`` on a thread that lives as long as the process that it starts. Raises the OSError of ``start``."""
     started: list[subprocess.Popen[bytes] | OSError] = []
     ready = threading.Event()
 
@@ -80,7 +80,7 @@ def start_on_own_thread(start: Callable[[], subprocess.Popen[bytes]], name: str)
             return
         started.append(process)
         ready.set()
-        # Not process.wait(): it holds a lock under which poll() calls a dead process alive.
+        # Not process.wait(), which holds a lock with which poll() reports a dead process as running.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
@@ -92,7 +92,7 @@ def start_on_own_thread(start: Callable[[], subprocess.Popen[bytes]], name: str)
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], timeout_s: float, end_timeout_s: float | None = None, *, group: bool = False) -> None:
-    """Wait for the end of ``process``; kill it, or its whole process ``group``, after ``timeout_s``.
+    """Wait for ``process`` to end, and kill it, or its whole process ``group``, after ``timeout_s``.
 
     Raises TimeoutExpired if the killed process has not ended ``end_timeout_s`` later (None: waits without a limit).
     """
@@ -118,7 +118,7 @@ def describe_end(exit_code: int) -> str:
 
 
 def begin_child(parent_pid: int) -> None:
-    """Tie this process's life to its parent's, and leave every stop signal to the parent."""
+    """End this process when its parent ends, and ignore stop signals, which the parent handles."""
     die_with_parent(parent_pid, signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -132,31 +132,31 @@ def new_secret() -> bytes:
 
 
 def read_secret() -> bytes:
-    """The secret that the parent has sent as ``message``."""
+    """Read the secret that the parent sent as ``message``."""
     return sys.stdin.buffer.read(SECRET_BYTES)
 
 
 def is_secret(found: bytes, secret: bytes) -> bool:
-    """True if both are equal. The comparison takes the same time wherever they differ."""
+    """True if both are equal. The duration does not depend on where they differ."""
     return hmac.compare_digest(found, secret)
 
 
 def pack_frame(message: Any) -> bytes:
-    """``message`` as a frame. Lone surrogates and NUL bytes survive: JSON escapes them."""
+    """Encode ``message`` as a frame. Lone surrogates and NUL bytes survive, because JSON escapes them."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return _HEADER.pack(len(body)) + body
 
 
 def read_frame(stream: BinaryIO) -> Any:
-    """The next message; None at the end of the stream."""
+    """Read the next message; None at the end of the stream."""
     header = stream.read(_HEADER.size)
     return json.loads(stream.read(*_HEADER.unpack(header))) if header else None
 
 
 async def receive_frame(reader: asyncio.StreamReader, max_bytes: int) -> Any:
-    """The next message, on an event loop.
+    """Read the next message on an event loop.
 
-    Raises IncompleteReadError or ConnectionError at the end, ValueError for a frame that is too long or no JSON.
+    Raises IncompleteReadError or ConnectionError at the end of the stream, ValueError for a frame that is too long or not JSON.
     """
     (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     if length > max_bytes:

@@ -1,9 +1,9 @@
-"""Shows other processes what this process is doing: its own status note and the stacks of its threads.
+"""Shows other processes what this process is doing: its own status notes and the stacks of its threads.
 
-``enable_probe`` makes a file in memory that the process holds open. Its first ``_NOTE_BYTES`` are a note, what the process says it is at
-(``set_status``). Stacks come after it: Python's faulthandler appends those of all threads on ``ASK``, also while no Python runs
-because a library's call does not return. ``probe`` reads both, of another process of the same user on this machine. A process
-without such a file, which the signal would end, is not sent any.
+``enable_probe`` creates a file in memory that stays open in the process. Its first ``_NOTE_BYTES`` are the notes that
+``set_status`` writes. At the signal ``ASK`` Python's faulthandler appends the stacks of all threads, even while a library call
+does not return. ``probe`` reads both from another process of the same user on this machine. A process without such a file
+gets no signal, because the signal would end it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _NAME = "megatron_rl-doing"
 _NOTE_BYTES = 4096
 _MAX_TEXT = 300
 _ANSWER_S = 2.0
-"""The signal is answered in milliseconds by whatever is not stopped."""
+"""Time limit for stacks; a process that is not stopped writes them within milliseconds."""
 _QUIET_S = 0.05
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -48,7 +48,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class ProcessSnapshot:
-    """A process, looked at once."""
+    """The state of a process at one moment."""
 
     pid: int
     host: str
@@ -57,15 +57,15 @@ class ProcessSnapshot:
     command: str = ""
     """Command line of the process."""
     state: str = ""
-    """psutil's word: running, sleeping, stopped, ...; gone where there is no such process."""
+    """State as psutil names it (running, sleeping, stopped, ...); gone if there is no such process."""
     cpu_share: float = 0.0
     """Fraction of one core used while the process was observed."""
     notes: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """Key -> (what it says, since when as Unix time)."""
+    """Maps each key to (text of the note, Unix time at which it was set)."""
     frames: tuple[Frame, ...] = ()
     """Frames of the main thread, innermost first; empty if the process wrote none."""
     text: str = ""
-    """All threads, as faulthandler writes them."""
+    """Stacks of all threads, as faulthandler writes them."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ProcessSnapshot":
@@ -74,17 +74,17 @@ class ProcessSnapshot:
 
 
 def enable_probe(role: str) -> None:
-    """From now on this process, and what is forked from it, answers ``observe``. Again: under another role."""
+    """Let ``probe`` see this process and processes forked from it. A further call changes the role."""
     global _memory, _role
     first, _role = _memory < 0, role
     if first:
-        os.register_at_fork(after_in_child=_listen_again)
+        os.register_at_fork(after_in_child=_reopen_after_fork)
         _open()
     _write()
 
 
 def set_status(key: str, text: str = "") -> None:
-    """Say what this process is at, beside what it says under other keys; nothing: it is done with it."""
+    """Set this process's status note ``key``, which ``probe`` shows to other processes; an empty text removes the note."""
     if text:
         _notes[key] = (text[:_MAX_TEXT], time.time())
     else:
@@ -93,8 +93,8 @@ def set_status(key: str, text: str = "") -> None:
         _write()
 
 
-def _listen_again() -> None:
-    """After a fork: the parent's file is the parent's."""
+def _reopen_after_fork() -> None:
+    """Create an own file after a fork, because the inherited one belongs to the parent."""
     with contextlib.suppress(OSError):
         os.close(_memory)
         _notes.clear()
@@ -110,16 +110,17 @@ def _open() -> None:
 
 
 def _write() -> None:
-    said = json.dumps({"role": _role, "main": threading.main_thread().ident, "notes": dict(_notes)}).encode()
-    if len(said) < _NOTE_BYTES:
-        os.pwrite(_memory, said.ljust(_NOTE_BYTES), 0)
+    note = json.dumps({"role": _role, "main": threading.main_thread().ident, "notes": dict(_notes)}).encode()
+    if len(note) < _NOTE_BYTES:
+        # Of fixed length, so that a reader never sees the rest of an older note.
+        os.pwrite(_memory, note.ljust(_NOTE_BYTES), 0)
 
 
 # ------------------------------------------------------------------------------------------------------- from outside
 
 
 def probe(pids: Iterable[int], host: str) -> list[ProcessSnapshot]:
-    """Each process as it is now, asked for its stacks where it listens. Takes about a second, or two for those that do not answer."""
+    """Return the state of each process, with stacks if its probe is enabled. Takes about a second, or two if a process does not answer."""
     processes = {pid: _process(pid) for pid in dict.fromkeys(pids)}
     before, started_s = {pid: _cpu_s(process) for pid, process in processes.items()}, time.monotonic()
     files = {pid: _file_of(pid) for pid in processes}
@@ -128,33 +129,36 @@ def probe(pids: Iterable[int], host: str) -> list[ProcessSnapshot]:
         with contextlib.suppress(OSError):
             os.kill(pid, ASK)
     _wait_for_answers({pid: files[pid] for pid in sizes}, sizes)
-    time.sleep(max(0.0, 0.5 - (time.monotonic() - started_s)))  # long enough to tell what computes from what waits
+    time.sleep(max(0.0, 0.5 - (time.monotonic() - started_s)))  # long enough to distinguish computing from waiting
     elapsed_s = time.monotonic() - started_s
     return [
-        _seen(pid, process, host, files[pid], sizes.get(pid, 0), (_cpu_s(process) - before[pid]) / elapsed_s)
+        _snapshot(pid, process, host, files[pid], sizes.get(pid, 0), (_cpu_s(process) - before[pid]) / elapsed_s)
         for pid, process in processes.items()
     ]
 
 
-def _seen(pid: int, process: psutil.Process | None, host: str, file: Path | None, size: int, cpu_share: float) -> ProcessSnapshot:
+def _snapshot(pid: int, process: psutil.Process | None, host: str, file: Path | None, size: int, cpu_share: float) -> ProcessSnapshot:
     state, command = "gone", ""
     if process is not None:
         with contextlib.suppress(psutil.Error):
             state, command = process.status(), " ".join(process.cmdline())[:_NOTE_BYTES] or process.name()
-    said: dict[str, Any] = {}
+    note: dict[str, Any] = {}
     text = ""
     if file is not None:
         with contextlib.suppress(OSError, ValueError):
             content = file.read_bytes()
-            said = json.loads(content[:_NOTE_BYTES])
+            note = json.loads(content[:_NOTE_BYTES])
             text = content[size:].decode(errors="replace")
-    notes = {key: (what, since_s) for key, (what, since_s) in said.get("notes", {}).items()}
-    frames = main_frames(text, said.get("main") or 0)
-    return ProcessSnapshot(pid, host, said.get("role", ""), command, state, max(0.0, cpu_share), notes, frames, text)
+    notes = {key: (what, since_s) for key, (what, since_s) in note.get("notes", {}).items()}
+    frames = main_frames(text, note.get("main") or 0)
+    return ProcessSnapshot(pid, host, note.get("role", ""), command, state, max(0.0, cpu_share), notes, frames, text)
 
 
 def main_frames(text: str, main_thread: int) -> tuple[Frame, ...]:
-    """Innermost first, of what faulthandler wrote; the last thread where none has that ident: the first one is written last."""
+    """Return the frames of ``main_thread`` from faulthandler's text, innermost first.
+
+    If no thread has that ident, takes the last one of the text, because faulthandler writes the main thread last.
+    """
     threads = dict(_threads(text))
     frames = threads.get(main_thread) or (list(threads.values())[-1] if threads else [])
     return tuple(frames)
@@ -186,17 +190,18 @@ def _cpu_s(process: psutil.Process | None) -> float:
 
 
 def _file_of(pid: int) -> Path | None:
-    """The memory that the process listens with."""
+    """Find the probe's file of a process; None if its probe is not enabled."""
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
+                # The kernel appends " (deleted)" to the name.
                 if os.readlink(path).startswith(f"/memfd:{_NAME}"):
                     return path
     return None
 
 
 def _wait_for_answers(files: Mapping[int, Path | None], sizes: Mapping[int, int]) -> None:
-    """Wait until every process has written its stacks and writes no more."""
+    """Wait until every process has written all its stacks, at most ``_ANSWER_S``."""
     deadline_s, last, quiet_since_s = time.monotonic() + _ANSWER_S, dict(sizes), time.monotonic()
     while time.monotonic() < deadline_s:
         now = {pid: _size(file, sizes[pid]) for pid, file in files.items()}
@@ -208,7 +213,7 @@ def _wait_for_answers(files: Mapping[int, Path | None], sizes: Mapping[int, int]
 
 
 def _size(file: Path | None, gone: int) -> int:
-    """``gone`` + 1 for a process that has ended: nobody waits for it."""
+    """Return the file's size, or ``gone`` + 1 for a process that has ended, so that the wait does not include it."""
     try:
         return file.stat().st_size if file is not None else gone + 1
     except OSError:

@@ -1,8 +1,8 @@
 """Lists the processes of a run by rank (``processes.json`` in its folder), and probes them, also on other machines.
 
-The driver writes the file once all ranks are there. Who asks looks at the processes of its own machine itself (``process_probe.py``). For
-the others it leaves a question in the folder: the first rank of each machine looks for one every ``_POLL_S`` seconds, and leaves
-what it sees beside it.
+The driver writes the file once all ranks have started. ``probe_run`` probes the processes of its own machine directly
+(``process_probe.py``). For other machines it writes a request into the folder. The first rank of each machine polls for requests
+every ``_POLL_S`` seconds, and writes its reply next to the request.
 """
 
 import json
@@ -22,27 +22,27 @@ from megatron_rl.errors import UserError
 from megatron_rl.system.files.atomic_files import is_locked, write_atomic
 from megatron_rl.system.processes.process_probe import ProcessSnapshot, probe
 
-_FILE, _QUESTION, _ANSWERS = "processes.json", "processes.ask", "processes-{}.answer"
+_FILE, _REQUEST, _REPLIES = "processes.json", "processes.ask", "processes-{}.answer"
 _POLL_S = 5.0
 _PROBE_TIMEOUT_S = 20.0
 _SAME_START_S = 2.0
-"""Start times of one process, as two clocks' roundings give them."""
+"""Tolerance of comparing start times of one process, which two clocks round differently."""
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A trainer rank, and below it what it has started."""
+    """The process of a trainer rank."""
 
     rank: int
     host: str
     pid: int
     started_s: float
-    """Start time by the kernel; another process with the same pid has another one."""
+    """Start time from the kernel, which distinguishes processes that had the same pid."""
 
 
 @dataclass(frozen=True)
 class ProcessTree:
-    """A rank's process first, then all that it has started, with the number of each one's parent."""
+    """The process of a rank first, then all its descendants, with the parent pid of each."""
 
     member: RankProcess
     seen: tuple[ProcessSnapshot, ...]
@@ -54,82 +54,83 @@ def this_process(rank: int) -> RankProcess:
 
 
 def write_members(folder: Path, members: Sequence[RankProcess]) -> None:
-    """Nothing where another run is writing to the folder, which will be said later. Raises OSError."""
+    """Write the file, unless another run has locked the folder, which is reported later. Raises OSError."""
     if is_locked(folder / ".lock"):
         return
     write_atomic(folder / _FILE, json.dumps([asdict(member) for member in members]))
 
 
 def read_members(folder: Path) -> list[RankProcess]:
-    """Raises UserError where the folder names none."""
+    """Read the file. Raises UserError if it is missing or unreadable."""
     path = folder / _FILE
     try:
         return [RankProcess(**member) for member in json.loads(path.read_text())]
     except FileNotFoundError as error:
         raise UserError(
-            f"{folder} holds no {_FILE}: expected the output folder of a run (run.output_dir) whose ranks have started. Of a run "
-            "that has not come so far, the log of its launcher says more"
+            f"{folder} has no {_FILE}: expected the output folder of a run (run.output_dir) whose ranks have started. For a run "
+            "that failed earlier, see the log of its launcher"
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def probe_run(folder: Path, members: Sequence[RankProcess]) -> tuple[list[ProcessTree], list[str]]:
-    """All processes of ``members``, and the machines that gave no answer. Takes seconds."""
+    """Return all processes of ``members``, and the hosts that did not reply. Takes seconds."""
     here = socket.gethostname()
     elsewhere = sorted({member.host for member in members} - {here})
-    question = uuid.uuid4().hex if elsewhere else ""
-    if question:
-        write_atomic(folder / _QUESTION, question)
-    trees = _look_here(members, here)
+    request = uuid.uuid4().hex if elsewhere else ""
+    if request:
+        write_atomic(folder / _REQUEST, request)
+    trees = _probe_here(members, here)
     deadline_s = time.monotonic() + _PROBE_TIMEOUT_S
     try:
         while elsewhere and time.monotonic() < deadline_s:
             for host in list(elsewhere):
-                found = _answer_of(folder, host, question)
+                found = _reply_of(folder, host, request)
                 if found is not None:
                     trees += found
                     elsewhere.remove(host)
             time.sleep(0.2 if elsewhere else 0.0)
     finally:
-        for path in folder.glob(_ANSWERS.format("*")) if question else ():
+        for path in folder.glob(_REPLIES.format("*")) if request else ():
             path.unlink(missing_ok=True)
-        if question:
-            (folder / _QUESTION).unlink(missing_ok=True)
+        if request:
+            (folder / _REQUEST).unlink(missing_ok=True)
     return sorted(trees, key=lambda tree: tree.member.rank), elsewhere
 
 
 def serve_probes(folder: Path) -> None:
-    """From now on, of this machine's ranks, on a thread of its own: for the first rank of a machine."""
-    threading.Thread(target=_answer_forever, args=(folder,), name="processes", daemon=True).start()
+    """Reply to probe requests for this machine's ranks on a separate thread; called by the first rank of each machine."""
+    threading.Thread(target=_serve_forever, args=(folder,), name="processes", daemon=True).start()
 
 
-def _answer_forever(folder: Path) -> None:
+def _serve_forever(folder: Path) -> None:
     answered = ""
     while True:
         time.sleep(_POLL_S)
+        # A request that is missing or still being written is read again at the next poll.
         with suppress(OSError, ValueError, TypeError, UserError):
-            question = (folder / _QUESTION).read_text()
-            if question == answered:
+            request = (folder / _REQUEST).read_text()
+            if request == answered:
                 continue
             here = socket.gethostname()
-            trees = [asdict(tree) for tree in _look_here(read_members(folder), here)]
-            write_atomic(folder / _ANSWERS.format(here), json.dumps({"question": question, "trees": trees}))
-            answered = question
+            trees = [asdict(tree) for tree in _probe_here(read_members(folder), here)]
+            write_atomic(folder / _REPLIES.format(here), json.dumps({"request": request, "trees": trees}))
+            answered = request
 
 
-def _answer_of(folder: Path, host: str, question: str) -> list[ProcessTree] | None:
+def _reply_of(folder: Path, host: str, request: str) -> list[ProcessTree] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        said = json.loads((folder / _ANSWERS.format(host)).read_text())
-        if said["question"] == question:
+        reply = json.loads((folder / _REPLIES.format(host)).read_text())
+        if reply["request"] == request:
             return [
                 ProcessTree(RankProcess(**tree["member"]), tuple(map(ProcessSnapshot.from_json, tree["seen"])), tuple(tree["parents"]))
-                for tree in said["trees"]
+                for tree in reply["trees"]
             ]
     return None
 
 
-def _look_here(members: Sequence[RankProcess], here: str) -> list[ProcessTree]:
+def _probe_here(members: Sequence[RankProcess], here: str) -> list[ProcessTree]:
     pids = {member: list(_pids_of(member)) for member in members if member.host == here}
     seen = {one.pid: one for one in probe([pid for tree in pids.values() for pid, _ in tree], here)}
     return [
@@ -143,9 +144,10 @@ def _look_here(members: Sequence[RankProcess], here: str) -> list[ProcessTree]:
 
 
 def _pids_of(member: RankProcess) -> Iterator[tuple[int, int]]:
-    """(process, its parent) of the rank and all below it; nothing where it is gone."""
+    """Yield (pid, parent pid) of the rank and all its descendants; nothing if the rank has exited."""
     with suppress(psutil.Error):
         process = psutil.Process(member.pid)
+        # The system may have given an exited rank's id to another process.
         if abs(process.create_time() - member.started_s) > _SAME_START_S:
             return
         yield member.pid, process.ppid()

@@ -1,12 +1,10 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP: how a process that is asked to end does so.
+"""Handles Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP.
 
-A training run stops in order (``StopSignals``): where it says that it can, it finishes or abandons what it does, saves,
-and leaves with the exit status ``STOPPED``, for which a scheduler starts it again. The requester waits at most
-the grace and ``LEAVE_S``. A second Ctrl-C ends it at once. Other commands leave their context managers on the first
-signal (``clean_stop``).
+A training run stops in order (``StopSignals``): inside ``defer_signals`` it completes or abandons its stages, saves, and exits
+with status ``STOPPED``, which tells a scheduler to restart it. This takes at most the grace period plus ``LEAVE_S``. A second
+Ctrl-C ends the run immediately. Other commands leave their context managers on the first signal (``clean_stop``).
 """
 
-import asyncio
 import contextlib
 import ctypes
 import os
@@ -20,11 +18,11 @@ from types import FrameType
 from typing import Any
 
 STOPPED = 75
-"""Exit status of a run that was asked to stop and goes on with run.resume (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status of a stopped run that run.resume continues (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
-"""Exit status of what was interrupted and does not go on: 128 + SIGINT, as shells have it."""
+"""Exit status of an interrupted command that cannot resume: 128 + SIGINT, the convention of shells."""
 LEAVE_S = 20.0
-"""After the grace: report, trackers and servers are closed in this time, or the process ends without them."""
+"""Seconds after the grace period in which report, trackers and servers must close; then the process is ended."""
 
 _PR_SET_PDEATHSIG = 1
 _NO_SIGNAL = 0
@@ -33,16 +31,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequested(KeyboardInterrupt):
-    """The run was asked to end and can go on later; its text is for the user."""
+    """A stop signal ended the run, which can resume later. The exception's text is for the user."""
 
 
 class StopSignals:
-    """Hears the stop signals of this process, also while its main thread is inside a library's call.
+    """Receives the stop signals of this process, also while its main thread is inside a library call.
 
-    The first one raises ``StopRequested`` on the main thread. Inside ``deferred`` it only wakes who looks at
-    ``requested``, and is raised once the grace has passed. A process that still runs ``LEAVE_S`` after that is killed. Later
-    signals say nothing, but for a second Ctrl-C, which ends the process at once: what it started dies with it. Without
-    the parent that started this process there is no grace.
+    The first signal raises ``StopRequested`` on the main thread. Inside ``defer_signals`` it only calls ``wake`` and sets
+    ``requested``, and the exception follows at the end of the grace period. A process that still runs ``LEAVE_S`` later is
+    ended. Later signals are ignored, except a second Ctrl-C, which ends the process and all its children immediately. If the
+    parent of this process has died, there is no grace period.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -50,13 +48,14 @@ class StopSignals:
         self._wake: Callable[[], None] | None = None
         self._process, self._parent = os.getpid(), os.getppid()
         self.requested = ""
-        """The name of the signal that came first; empty before that."""
+        """Name of the first signal; empty before it."""
 
     @contextmanager
     def handling_signals(self) -> Iterator["StopSignals"]:
-        """On the main thread only. SIGHUP stays ignored where it is (nohup)."""
+        """Install the handlers (main thread only). SIGHUP stays ignored if it was ignored (nohup)."""
         numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         read, write = os.pipe()
+        # ``set_wakeup_fd`` accepts no other descriptor: a full pipe would block the signal handler.
         os.set_blocking(write, False)
         before = {number: signal.signal(number, self._on_signal) for number in (*numbers, signal.SIGALRM)}
         wakeup_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -65,7 +64,7 @@ class StopSignals:
         try:
             yield self
         finally:
-            if not self.requested:  # else nothing may cut the way out short, and it still has its limit
+            if not self.requested:  # after a signal the handlers stay, so that the clean-up is neither interrupted nor unlimited
                 for number, handler in before.items():
                     signal.signal(number, handler)
                 signal.set_wakeup_fd(wakeup_before)
@@ -75,7 +74,7 @@ class StopSignals:
 
     @contextmanager
     def defer_signals(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``wake`` is called on another thread when a signal has come: the main thread has the grace to leave."""
+        """Call ``wake`` on another thread when a signal arrives inside the block; the main thread then has the grace period to leave it."""
         self._wake = wake
         try:
             yield
@@ -83,8 +82,8 @@ class StopSignals:
             self._wake = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """On the main thread, once it runs Python again."""
-        if os.getpid() != self._process:  # a process forked from this one is its parent's to end
+        """Handle a signal on the main thread, once it executes Python code again."""
+        if os.getpid() != self._process:  # a forked process is ended by its parent
             return
         if number == signal.SIGALRM:
             if self._wake is not None:
@@ -95,7 +94,7 @@ class StopSignals:
                 raise StopRequested(self.requested)
 
     def _listen(self, pipe: int) -> None:
-        """Python writes the number of every signal into the pipe, whatever the main thread is doing."""
+        """Read the number of each signal from the pipe; Python writes it there even while the main thread is inside a library call."""
         number = os.read(pipe, 1)[0]
         if number != _NO_SIGNAL:
             threading.Thread(target=self._end_in_time, args=(number,), name="end-in-time", daemon=True).start()
@@ -112,19 +111,19 @@ class StopSignals:
         time.sleep(0.0 if orphaned else self._grace_s)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
         time.sleep(LEAVE_S)
-        _end(f"not gone {LEAVE_S:g} s after the grace that followed {signal.Signals(number).name}: ended", STOPPED)
+        _end(f"still running {LEAVE_S:g} s after the grace period that followed {signal.Signals(number).name}: ended", STOPPED)
 
 
 @contextmanager
 def clean_stop() -> Iterator[None]:
-    """Inside, the first SIGINT or SIGTERM raises KeyboardInterrupt on the main thread; further ones are ignored.
+    """Raise KeyboardInterrupt on the main thread at the first SIGINT or SIGTERM inside the block, and ignore further ones.
 
-    The launcher repeats its signal while it waits; a second one must not cut the stopping of servers short.
+    A launcher repeats its signal while it waits, and the second signal must not interrupt the clean-up of servers.
     """
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
         for number in _SIGNALS:
-            signal.signal(number, _take_no_notice)
+            signal.signal(number, _ignore)
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, stop) for number in _SIGNALS}
@@ -136,12 +135,14 @@ def clean_stop() -> Iterator[None]:
 
 
 def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run(work)``, cancelled by the first SIGINT or SIGTERM; KeyboardInterrupt once it has ended.
+    """Run ``asyncio.run(work)`` and cancel it at the first SIGINT or SIGTERM. Raises KeyboardInterrupt once it has ended.
 
-    An exception that a signal handler raises strikes whichever task runs at that moment, which may be one that nobody
-    looks at. So the loop itself takes the signals here, and ``work`` leaves its context managers as on any
-    cancellation. On the main thread only, inside ``clean_stop``: as there, further signals are ignored.
+    An exception from a signal handler would be raised in the task that runs at that moment, and possibly be lost with it. The
+    event loop therefore handles the signals, and ``work`` leaves its context managers as on any cancellation. Must be called
+    on the main thread, inside ``clean_stop``; further signals are ignored.
     """
+    import asyncio  # a twentieth of a second, which a command's help need not take
+
     stopped = False
 
     async def cancellable() -> None:
@@ -164,20 +165,20 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
         finally:
             for number, handler in before.items():
                 loop.remove_signal_handler(number)
-                signal.signal(number, _take_no_notice if stopped else handler)
+                signal.signal(number, _ignore if stopped else handler)
 
     asyncio.run(cancellable())
     if stopped:
         raise KeyboardInterrupt
 
 
-def _take_no_notice(signal_number: int, frame: FrameType | None) -> None:
-    """In SIG_IGN's place: Python prints a traceback for a signal that has come and finds it there."""
+def _ignore(signal_number: int, frame: FrameType | None) -> None:
+    """Replaces SIG_IGN, with which Python prints a traceback for a signal that has already arrived."""
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Inside, a stop signal raises ``StopRequested``: for what has nothing to save and started nothing yet."""
+    """Raise ``StopRequested`` at a stop signal inside the block, for code that has nothing to save and has started nothing."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(number).name)
@@ -191,23 +192,23 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def leave_signals_to_the_driver() -> None:
-    """For the other ranks: a signal may reach every process of a job, but the driver decides how to stop.
+    """Ignore stop signals on a rank other than the driver: a signal may reach every process of a job, but the driver decides.
 
-    They end when it says so or is gone, and when the launcher dies.
+    Such a rank ends when the driver ends it or exits, and when the launcher dies.
     """
     die_with_parent(signal_number=signal.SIGKILL)
     for number in STOP_SIGNALS:
-        signal.signal(number, _take_no_notice)
+        signal.signal(number, _ignore)
 
 
 def _end(text: str, status: int) -> None:
-    """Without any clean-up; servers and graders are killed by the kernel when this process is gone."""
+    """Exit without any clean-up; the kernel then kills servers and reward workers."""
     print(text, file=sys.stderr, flush=True)
     os._exit(status)
 
 
 def _leave_the_parents_signals() -> None:
-    """In a forked process: what it gets is not for the pipe of its parent."""
+    """Disconnect a forked process from its parent's signal pipe."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
@@ -216,10 +217,9 @@ os.register_at_fork(after_in_child=_leave_the_parents_signals)
 
 
 def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.SIGTERM) -> None:
-    """``signal_number`` for this process when its parent ends, so that nothing is left behind (Linux).
+    """Have the kernel send ``signal_number`` to this process when the parent thread that started it ends (Linux).
 
-    Precisely: when the thread ends that started this process. With ``parent_pid``, a parent that ended before the
-    kernel knew of this ends the process at once.
+    With ``parent_pid``, the process exits immediately if that parent has already ended.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:

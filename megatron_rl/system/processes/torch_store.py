@@ -1,7 +1,7 @@
-"""Key-value stores of torch.distributed that listen on one address, and torchrun's meeting place made of one.
+"""Key-value stores of torch.distributed that listen on a single address, and a rendezvous for torchrun based on such a store.
 
-torch's TCPStore has no authentication, and as the master it listens on all addresses of the machine, whichever it is
-given. It takes a socket that listens already, though. Importing this imports torch.
+torch's TCPStore has no authentication, and a master store listens on all addresses of the machine, regardless of the given
+one. It accepts a socket that listens already, though. Importing this module imports torch.
 """
 
 import socket
@@ -23,7 +23,7 @@ _TIMEOUT_S = 600.0
 
 
 def listening_store(address: str, *, world_size: int, timeout_s: float) -> TCPStore:
-    """A store of this process on a free port of ``address`` only. Raises OSError for an address of another machine."""
+    """Create a store on a free port of ``address`` alone. Raises OSError for an address of another machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((address, 0))
@@ -40,7 +40,7 @@ def listening_store(address: str, *, world_size: int, timeout_s: float) -> TCPSt
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The ranks of one machine meet at 127.0.0.1. Its one node is complete at once."""
+    """Rendezvous of the ranks of one machine at 127.0.0.1, complete from the start."""
 
     use_agent_store = True
 
@@ -58,7 +58,7 @@ class LocalRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """Do nothing, because no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -71,5 +71,5 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def register_local_rendezvous() -> None:
-    """Teach torchrun LOCAL_RENDEZVOUS; more than once does no harm."""
+    """Register ``LocalRendezvous`` with torchrun under the name LOCAL_RENDEZVOUS; may be called repeatedly."""
     rendezvous_handler_registry.register(LOCAL_RENDEZVOUS, LocalRendezvous)

@@ -1,7 +1,7 @@
-"""Starting the trainer ranks of one machine with torchrun when nobody else has. Also a command, for launch/torchrun.sh.
+"""Starts the trainer ranks of one machine with torchrun, if no other launcher has. Also a command, for launch/torchrun.sh.
 
-A stop signal is not torchrun's here (it would kill all ranks 30 s later): it is handed to the driver, rank 0, which
-decides how to stop within its grace, and torchrun goes on until its ranks are gone. A second Ctrl-C kills the ranks.
+Stop signals are forwarded to the driver (rank 0), which decides how to stop within its grace period; torchrun itself would kill
+all ranks after 30 s. The launcher runs until its ranks have exited. A second Ctrl-C kills the ranks.
 """
 
 import logging
@@ -34,28 +34,30 @@ LAUNCHER_VARIABLES = frozenset(
 
 
 def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run ``megatron-rl <arguments>`` on num_ranks ranks of this machine; returns the exit status of what ended the run."""
+    """Run ``megatron-rl <arguments>`` on ``num_ranks`` ranks of this machine. Returns the exit status of the cause of the end."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     return launch(["--standalone", "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """torchrun with ``arguments`` (``--standalone``, where it is there, comes first); the exit status as in ``run_under_torchrun``."""
+    """Run torchrun with ``arguments``, in which ``--standalone`` may only come first. Returns the status as ``run_under_torchrun``."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     from megatron_rl.system.processes.torch_store import LOCAL_RENDEZVOUS, register_local_rendezvous
 
-    # The ranks say themselves why they failed; the launcher's own account of it only buries that.
+    # Ranks report their own failures, which the launcher's summary would push off the screen.
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     if arguments[:1] == ["--standalone"]:
-        # torchrun's own store for one machine listens on all of its addresses.
+        # torchrun's own store for one machine listens on all addresses.
         register_local_rendezvous()
-        arguments = ["--rdzv-backend", LOCAL_RENDEZVOUS, "--rdzv-id", uuid.uuid4().hex, *arguments[1:]]
+        # Without an endpoint, which this rendezvous does not read, torchrun warns about its own default address.
+        endpoint = ["--rdzv-backend", LOCAL_RENDEZVOUS, "--rdzv-endpoint", "localhost"]
+        arguments = [*endpoint, "--rdzv-id", uuid.uuid4().hex, *arguments[1:]]
     with _temporary_folder() as folder, _Forwarder().installed() as forwarder:
         try:
-            # SIGQUIT alone is left to torchrun, which insists on one.
+            # torchrun requires at least one signal to handle.
             torchrun(["--signals-to-handle", "SIGQUIT", "--log-dir", str(folder), *arguments])
         except ChildFailedError as failure:
             return _status_of(failure, forwarder)
@@ -73,18 +75,18 @@ def _status_of(failure: "ChildFailedError", forwarder: "_Forwarder") -> int:
     if forwarder.requested:
         status = failure.failures.get(0, first).exitcode
         return status if status > 0 else STOPPED  # a rank that was still starting had nothing to save
-    if -first.exitcode in STOP_SIGNALS:  # sent to a rank that did not listen yet
+    if -first.exitcode in STOP_SIGNALS:  # sent to a rank before it had a handler
         print(f"stopped: rank {rank} was sent {signal.Signals(-first.exitcode).name}", file=sys.stderr, flush=True)
         return STOPPED
     if first.exitcode < 0:
         print(_killed_by(rank, -first.exitcode), file=sys.stderr, flush=True)
         return 1
-    # What one rank refuses may cost another its connection: the user's mistake is the cause.
+    # An error on one rank may break another rank's connection: report the user error, which is the cause.
     return _USERS_MISTAKE if _USERS_MISTAKE in [f.exitcode for f in failure.failures.values()] else first.exitcode
 
 
 class _Forwarder:
-    """Hands stop signals to the driver."""
+    """Forwards stop signals to the driver."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -110,12 +112,12 @@ class _Forwarder:
             self.requested = True
             if not ranks:
                 raise StopRequested(signal.Signals(number).name)
-            if 0 in ranks:  # else the driver is on another machine, whose launcher has heard the signal too
+            if 0 in ranks:  # otherwise the driver is on another machine, whose launcher has received the signal too
                 ranks[0].send_signal(signal.SIGTERM)
 
 
 def _ranks() -> dict[int, psutil.Process]:
-    """The ranks on this machine, by number."""
+    """Map the number of each rank on this machine to its process."""
     found = {}
     for process in psutil.Process().children():
         with suppress(psutil.Error, KeyError, ValueError):
@@ -125,7 +127,7 @@ def _ranks() -> dict[int, psutil.Process]:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Gone at the end; so are those of launchers that were killed."""
+    """Create a folder and remove it at the end, together with folders that killed launchers have left."""
     folder = new_temporary_folder("ranks")
     try:
         yield folder

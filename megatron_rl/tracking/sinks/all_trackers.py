@@ -49,6 +49,7 @@ class TensorBoardStore:
         writers = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Listed before the new file exists and removed after it, so that a reader always finds the run.
         earlier = list(self._folder.glob(f"events.out.tfevents.*{_SUFFIX}"))
         self._writer = writers.EventFileWriter(str(self._folder), filename_suffix=f".{time.time_ns()}{_SUFFIX}")
         for path in earlier:
@@ -214,7 +215,10 @@ def start_new_runs(folder: Path, prefix: str) -> None:
 
 @contextmanager
 def tracked_evaluation(config: Config, warn: Callable[[str], None]) -> Iterator[Tracker | None]:
-    """A tracker for metrics of kept policies, by step: a child of the run in MLflow. None if the run is not in MLflow."""
+    """Yield a tracker for evaluations of a run's exported policies, by step, or None if the run is not in MLflow.
+
+    The tracker's metrics go to a child of the run in MLflow.
+    """
     folder = Path(config.run.output_dir)
     if not config.tracking.mlflow or not (folder / "mlflow_run.json").is_file():
         yield None

@@ -64,6 +64,7 @@ class Tracker:
     ):
         """``before``: rows of the run so far; the store skips those that it already has."""
         self._store = store
+        # Earlier rows must not take the places of new ones.
         self._max_queue = _MAX_QUEUE + len(before)
         self._warn = warn
         self._warned = False
@@ -170,6 +171,7 @@ class Tracker:
                 head = self._head()
             if not head:
                 return
+            # Outside the lock, so that ``log`` never waits for the store.
             problem = self._store.send_file(head) if isinstance(head, Path) else self._store.send(head)
             num_sent = 1 if isinstance(head, Path) else len(head)
             if problem:

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.algorithms import sequences, token_sums
+from megatron_rl.algorithms import cpu_loops, sequences
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -10,5 +10,5 @@ def small_blocks() -> Iterator[None]:
     """Use blocks of few tokens, so that small batches are processed in several blocks, with compiled loops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequences, "BLOCK_TOKENS", 5)
-        patch.setattr(token_sums, "FEWEST", 0)
+        patch.setattr(cpu_loops, "FEWEST", 0)
         yield

@@ -1,4 +1,4 @@
-"""Algorithm plugins as users write them, given in a recipe by import path (see test_plugins.py)."""
+"""Algorithm plugins as users write them, given in a recipe by import path (see test_register.py)."""
 
 import torch
 from torch import Tensor

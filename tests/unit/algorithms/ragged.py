@@ -7,6 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_rl.algorithms.loss import Loss
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -59,3 +61,12 @@ def assert_close(actual: Tensor, expected: Tensor | list[float] | float, toleran
     """Compare in float64."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.detach().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def gradient(loss: Loss, leaf: Tensor) -> list[float]:
+    (found,) = torch.autograd.grad(loss.sum, leaf)
+    return found.tolist()
+
+
+def vectors(*rows: list[float]) -> list[Tensor]:
+    return [torch.tensor(row, dtype=torch.float64) for row in rows]

@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import mismatch_correction, mismatch_metrics, off_policy_sequence_mask, policy_loss
+from megatron_rl.algorithms import (
+    mismatch_correction,
+    mismatch_metrics,
+    off_policy_sequence_mask,
+    policy_loss,
+)
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
 WEIGHTS = ["none", "token", "sequence", "icepop"]
@@ -274,3 +279,11 @@ def test_correction_reports_the_index_of_a_nan_log_prob(pair_of_logprobs: tuple[
     with pytest.raises(ValueError, match="expected numbers everywhere in the mask, got .* at token 3"):
         mismatch_correction(rollout, old, torch.ones(5), BOUNDS, weight="token")
     mismatch_correction(rollout, old, torch.tensor([1, 1, 1, 0, 1]), BOUNDS, weight="token")
+
+
+def test_off_policy_sequence_mask_as_weights_keeps_the_denominator():
+    old, new = torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0])
+    advantages, mask, bounds = torch.tensor([-1.0, -1.0]), torch.ones(2), torch.tensor([0, 2])
+    left = off_policy_sequence_mask(old, new, advantages, mask, bounds, 0.5)
+    loss = policy_loss(new, old, advantages, mask, weights=left.float(), clip_low=0.2, clip_high=0.28)
+    assert loss.sum == 0.0 and loss.denominator == 2.0

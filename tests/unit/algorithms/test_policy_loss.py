@@ -16,11 +16,9 @@ from megatron_rl.algorithms import (
     gmpo_loss,
     gspo_loss,
     loss_denominator,
-    off_policy_sequence_mask,
     policy_loss,
     sapo_loss,
     token_coefficients,
-    value_loss,
 )
 from megatron_rl.algorithms.loss import Loss
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
@@ -258,18 +256,3 @@ def test_policy_loss_accepts_factors_of_either_precision():
     factors = {"weights": torch.full((3,), 0.5), "coefficients": torch.full((3,), 2.0)}
     loss = policy_loss(new, new, ones.double(), ones, **factors, **CLIP)
     assert loss.sum == -3.0 and loss.sum.dtype == torch.float64 and loss.denominator == 6.0
-
-
-def test_value_loss_accepts_token_coefficients():
-    values, zeros = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
-    coefficients = token_coefficients(torch.ones(3), torch.tensor([0, 2, 3]), "sequence_mean")
-    loss = value_loss(values, zeros, zeros, torch.ones(3), coefficients=coefficients)
-    assert loss.sum == 0.5 * ((1.0 + 4.0) / 2 + 9.0) and loss.denominator == 2.0
-
-
-def test_off_policy_sequence_mask_as_weights_keeps_the_denominator():
-    old, new = torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0])
-    advantages, mask, bounds = torch.tensor([-1.0, -1.0]), torch.ones(2), torch.tensor([0, 2])
-    left = off_policy_sequence_mask(old, new, advantages, mask, bounds, 0.5)
-    loss = policy_loss(new, old, advantages, mask, weights=left.float(), **CLIP)
-    assert loss.sum == 0.0 and loss.denominator == 2.0

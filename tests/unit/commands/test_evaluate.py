@@ -58,7 +58,7 @@ def test_evaluate_skips_folders_measured_with_the_same_settings(tmp_path):
     done, open_ = tmp_path / "done", tmp_path / "open"
     for folder in (done, open_):
         folder.mkdir()
-    (done / "evaluation.json").write_text(json.dumps({"settings": evaluate_policies._settings(config), "metrics": {}}))
+    (done / "evaluation.json").write_text(json.dumps({"settings": evaluate_policies.evaluation_settings(config), "metrics": {}}))
     assert evaluate_policies.missing_evaluations(config, [done, open_]) == [open_]
     config.eval.num_samples = 4
     assert evaluate_policies.missing_evaluations(config, [done, open_]) == [done, open_]

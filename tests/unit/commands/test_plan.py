@@ -30,7 +30,7 @@ def test_plan_tables_fit_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = said(capsys, "--model", MODELS / "qwen3-30b-a3b", "--gpus", 16, *SMALL)
     assert "…" not in text
-    for word in ("s a", "what binds", "plan 1", "policy: gradients", "KV cache", "refused", "TP does not divide", "binds:"):
+    for word in ("s per", "bottleneck", "plan 1", "policy: gradients", "server: KV cache", "refused", "TP does not divide", "bottleneck:"):
         assert word in text
     table = [line for line in text.splitlines() if line.startswith(("   1", "   2", "   3", "plan "))]
     assert len(table) >= 4 and max(map(len, table)) <= 80
@@ -100,9 +100,9 @@ def test_plan_reads_gpus_from_a_user_file(capsys, tmp_path):
         (["--gpus", "20"], "expected whole nodes of 8 H100-80G, 16 or 24"),
         (["--gpus", "8", "--slots", "17"], "expected a multiple of batch.num_samples_per_prompt=16"),
         (["--gpus", "8", "--preset", "nope"], "preset"),
-        (["--gpus", "8", "--windows", "99999999"], "longer than a response may become"),
+        (["--gpus", "8", "--windows", "99999999"], "longer than the longest response"),
         (["--gpus", "8", "--preset", "ppo", "--windows", "64"], "schedule.mode=sync generates whole responses"),
-        (["--gpus", "8", "--lengths", "gauss:mean=3"], "no distribution and no file"),
+        (["--gpus", "8", "--lengths", "gauss:mean=3"], "neither a distribution nor a file"),
         (["--gpus", "8", "--choose", "999", "--slots", "512"], "expected a number up to"),
         (["--gpus", "8", "rollout.server_args.mem-fraction-static=7"], "mem-fraction-static: expected a number"),
         (["--gpus", "8", "parallel.tensor_paralel_size=2"], "unknown key"),
@@ -125,17 +125,44 @@ def test_plan_rejects_unsupported_models_with_the_reason(capsys, tmp_path):
 
 def test_plan_reports_the_fewest_gpus_for_a_model_that_does_not_fit(capsys, tmp_path):
     said_32b = refused(capsys, "--model", MODELS / "qwen2.5-32b", "--gpus", 4, "rollout.placement=colocated")
-    for words in ("too little memory in the stage", "nearest:", "the fewest H100-80G that something fits:"):
+    for words in ("not enough memory in the stage", "nearest:", "the smallest number of H100-80G with a layout that fits:"):
         assert words in said_32b
     tiny = ("--gpu", "mine", "--gpu-file", gpu_file(tmp_path, hbm_bytes=8e9, per_machine=8))
     deepseek = refused(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 512, *tiny)
-    assert "no number of mine is enough: a server is spread over 8 machines of 8 at most" in deepseek
+    assert "no number of mine is enough: a server spans at most 8 nodes of 8" in deepseek
     assert "7 h100-80g" in refused(capsys, "--model", MODELS / "qwen3-30b-a3b", "--gpus", 7, "--gpu", "h100-80g")
 
 
 def test_plan_serves_a_large_model_over_several_nodes(capsys):
     plan = said(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 256, "--gpu", "h200", "--top", 1)
     assert "8 x tp16" in plan and "ROLLOUT_NODES=16 SERVER_NODES=2 sbatch --nodes 32" in plan
+
+
+def test_a_refusal_names_the_changes_that_help(capsys):
+    words = ("rollout.placement=colocated", "parallel.tensor_parallel_size=1", "parallel.pipeline_parallel_size=1")
+    text = refused(capsys, "--model", MODELS / "qwen2.5-32b", "--gpus", 16, *words)
+    assert "16 H100-80G are enough with: parallel.tensor_parallel_size not given" in text
+    assert "schedule.mode=sync or async" in text and "rollout.placement=disaggregated" in text
+
+
+def test_a_plan_shows_the_limit_other_schedules_and_the_cost_of_the_run(capsys, tmp_path):
+    written = tmp_path / "mine.yaml"
+    words = ("--gpus", 8, "--sequence-tokens", 4096, "--windows", 1024, "run.num_steps=36", "--write", written, "--schedules", *SMALL)
+    text = said(capsys, "--model", MODELS / "qwen2.5-math-7b", *words)
+    for word in ("times the limit", "36 steps: ", "GPU-hours", "algorithm.correction.old_policy=rollout", "schedule.mode=async"):
+        assert word in text
+    assert f"megatron-rl train --config {written}" in text and "RECIPE" not in text + written.read_text()
+    pinned = said(capsys, "--model", MODELS / "qwen2.5-math-7b", "schedule.mode=tppo", *words)
+    assert "schedule.mode=async" not in pinned.partition("not looked at")[0]
+
+
+def test_pinned_keys_stay_pinned(capsys):
+    words = ("parallel.pipeline_parallel_size=7", "--gpus", 32, "--json", *SMALL)
+    for plan in json.loads(said(capsys, "--model", MODELS / "qwen2.5-math-7b", *words)):
+        assert plan["parallel"]["pipeline_parallel_size"] == 7
+    nested = ("parallel={pipeline_parallel_size: 3, pipeline_layers: [9, 10, 9]}", "--gpus", 6, "--json", *SMALL)
+    for plan in json.loads(said(capsys, "--model", MODELS / "qwen2.5-math-7b", *nested)):
+        assert plan["parallel"]["pipeline_layers"] == [9, 10, 9]
 
 
 def test_planning_a_thousand_gpus_takes_seconds(capsys):

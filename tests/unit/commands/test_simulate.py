@@ -48,6 +48,12 @@ def test_windows_option_compares_with_sync(folder, capsys):
     assert found["96"]["prefix_share"] > found["300"]["prefix_share"] > found["sync"]["prefix_share"] == 0
 
 
+def test_an_override_may_follow_the_windows(folder, capsys):
+    words = ("--run", folder, "--steps", 40, "--windows", 96)
+    changed = numbers(capsys, *words, "batch.num_prompts_per_step=32")
+    assert changed == numbers(capsys, "batch.num_prompts_per_step=32", *words) != numbers(capsys, *words)
+
+
 def test_windows_of_a_recipe_without_a_critic_are_those_of_the_recipe_with_that_window(tmp_path, capsys):
     """In windows and without a critic whole groups train, also where the recipe that is compared generates full responses."""
     costs = tmp_path / "costs.yaml"
@@ -67,7 +73,7 @@ def test_stages_without_costs_are_named(folder, capsys, tmp_path):
     costs.write_text("stages: {update_policy: {token_s: 3.0e-5}}")
     assert main(["simulate", "--run", str(folder), "--timing", str(costs), "--steps", "12"]) == 0
     text = capsys.readouterr().out.replace("\n", " ")
-    assert "--timing gives no costs of score, values" in text and "update_policy" not in text.partition("which take")[0]
+    assert "--timing has no costs of score, values" in text and "update_policy" not in text.partition("these stages take")[0]
 
 
 def test_a_cost_of_an_unknown_stage_is_refused(folder, capsys, tmp_path):
@@ -108,9 +114,9 @@ def test_overlap_guess_from_a_synchronous_run_is_reported(tmp_path, capsys):
     sync = make_run(tmp_path / "sync", make_config("sync", num_prompts=8), num_steps=12)
     words = ["simulate", "--run", str(sync), "--steps", "20"]
     assert main([*words, "schedule.mode=tppo", "batch.window_tokens=96"]) == 0
-    assert "nothing overlapped in the run" in capsys.readouterr().out
+    assert "no stages overlapped in the run" in capsys.readouterr().out
     assert main(words) == 0
-    assert "nothing overlapped" not in capsys.readouterr().out
+    assert "no stages overlapped" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -120,11 +126,11 @@ def test_overlap_guess_from_a_synchronous_run_is_reported(tmp_path, capsys):
         (["RUN/config.yaml"], "expected --run RUN, --timing FILE or --gpu NAME"),
         (["--replay"], "expected --run RUN, the run to replay"),
         (["--run", "/nowhere"], "expected the output folder of a run"),
-        (["--run", "RUN", "--lengths", "gauss:mean=3"], "no distribution and no file"),
-        (["--run", "RUN", "--windows", "5000"], "longer than a response may become (batch.max_response_tokens=900)"),
+        (["--run", "RUN", "--lengths", "gauss:mean=3"], "neither a distribution nor a file"),
+        (["--run", "RUN", "--windows", "5000"], "longer than the longest response (batch.max_response_tokens=900)"),
         (["--run", "RUN", "batch.window_token=5"], "batch.window_token"),
         (["--run", "RUN", "algorithm.dynamic_sampling.enabled=true"], "depends on rewards"),
-        (["--run", "RUN", "batch.window_tokens=5000"], "batch.window_tokens=5000 is longer than a response may become"),
+        (["--run", "RUN", "batch.window_tokens=5000"], "batch.window_tokens=5000 is longer than the longest response"),
         (["RUN/config.yaml", "--gpu", "H100-80G", "--lengths", "fixed:length=9"], "parallel.num_ranks=0"),
         (["--run", "RUN", "batch.num_prompts_per_step=0"], "batch.num_prompts_per_step"),
     ],

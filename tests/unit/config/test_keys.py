@@ -1,4 +1,4 @@
-"""Every key says what it means and what it may be, and a value out of its bound is refused with key and expectation."""
+"""Every key has a meaning and a bound, and a value out of its bound is rejected with key and expectation."""
 
 import pytest
 
@@ -15,28 +15,28 @@ UNBOUNDED = {
 }
 
 
-def test_every_key_has_a_line():
+def test_every_key_has_a_meaning():
     assert [name for name, key in KEYS.items() if not key.meaning] == []
 
 
-def test_every_choice_has_a_line():
+def test_every_choice_has_a_meaning():
     assert [f"{name}={value}" for name, key in KEYS.items() for value, text in key.choices.items() if not text] == []
 
 
-def test_every_section_says_what_it_is():
+def test_every_section_has_a_docstring():
     # A dataclass without a docstring gets one from its signature.
     assert [section.name for section in sections() if not section.meaning or "(" in section.meaning.split()[0]] == []
 
 
-def test_every_number_has_a_bound_or_a_reason_for_none():
+def test_every_number_has_a_bound_or_a_stated_reason():
     assert {name for name, key in KEYS.items() if key.type in ("int", "float") and not key.bound} == UNBOUNDED
 
 
-def test_the_keys_are_those_of_a_configuration():
+def test_keys_cover_every_key_of_a_configuration():
     assert set(flat_params(Config())) <= set(KEYS)
 
 
-def test_defaults_lie_within_their_bounds():
+def test_defaults_are_within_their_bounds():
     assert list(bound_problems("", Config())) == []
     for section in sections():
         assert list(bound_problems(section.name, section.schema())) == []
@@ -95,7 +95,7 @@ def changed(key: str, value: object) -> Config:
         ),
     ],
 )
-def test_a_value_out_of_its_bound_is_told_with_key_expectation_and_value(key, value, message):
+def test_value_out_of_bounds_is_reported_with_key_and_expectation(key, value, message):
     assert list(bound_problems("", changed(key, value))) == [message]
 
 
@@ -113,5 +113,5 @@ def test_values_at_the_edge_of_their_bounds_pass():
         ("batches", "batch"),
     ],
 )
-def test_a_misspelt_name_finds_the_key_or_section_that_was_meant(name, meant):
+def test_misspelled_name_finds_the_intended_key_or_section(name, meant):
     assert near_misses(name) == [meant]

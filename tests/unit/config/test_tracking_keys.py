@@ -1,4 +1,4 @@
-"""What a store lacks is told before anything starts."""
+"""Tracking and profiling keys are checked before anything starts: packages, accounts, names."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def problems(**tracking):
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path):
-    """What is installed: tests add to it."""
+    """Names of the installed packages; tests add to the set."""
     installed = set()
     monkeypatch.setattr(tracking_keys, "find_spec", lambda name: object() if name in installed else None)
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
@@ -24,12 +24,12 @@ def packages(monkeypatch, tmp_path):
     return installed
 
 
-def test_nothing_is_asked_of_those_who_use_neither(packages):
+def test_runs_without_tensorboard_and_wandb_need_no_package(packages):
     assert problems() == [] and problems(mlflow=False) == []
 
 
 @pytest.mark.parametrize(("package", "tracking"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WandbMode.offline})])
-def test_a_missing_library_is_named_with_its_remedy(packages, package, tracking):
+def test_missing_tracking_package_is_reported_with_its_remedy(packages, package, tracking):
     (problem,) = problems(**tracking)
     assert f"tracking.{package}" in problem and f"pip install -e '.[{package}]'" in problem
     packages.add(package)
@@ -50,6 +50,6 @@ def test_wandb_online_needs_an_account(packages, monkeypatch, tmp_path):
     assert problems(wandb=WandbMode.online) == []
 
 
-def test_names_in_mlflow_need_mlflow(packages):
+def test_mlflow_names_are_rejected_without_mlflow(packages):
     assert len(problems(mlflow=False, mlflow_model="m", mlflow_parent="p")) == 2
     assert problems(mlflow_model="m", mlflow_parent="p") == []

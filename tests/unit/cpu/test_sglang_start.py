@@ -1,7 +1,11 @@
 """A server's start skips only parts that it never uses."""
 
+import ast
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +50,37 @@ def test_transformers_skips_sklearn_and_scipy_but_others_can_import_them():
         "import importlib.util\nassert is_scipy_available() == (importlib.util.find_spec('scipy') is not None)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_server_processes_cannot_import_megatron(has_gpu):
+    program = (
+        f"import sys, torch\nfrom megatron_rl.cpu import sglang_platform as platform\ntorch.cuda.is_available = lambda: {has_gpu}\n"
+        "platform._fork_workers = platform.process_probe.enable_probe = lambda *name: None\n"
+        f"assert (platform.activate() is None) is {has_gpu} and 'megatron' not in sys.modules\n"
+        "sys.orig_argv = ['python', '-m', 'sglang.launch_server']\nplatform.activate()\n"
+        "try:\n    import megatron.core\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('imported after all')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def unguarded_imports(node: ast.AST, package: str, guarded: bool = False) -> Iterator[int]:
+    """Lines of a source that import from ``package`` when the module is imported, outside "except ImportError"."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        catches = isinstance(child, ast.Try) and any("ImportError" in ast.dump(handler) for handler in child.handlers)
+        names = [child.module or ""] if isinstance(child, ast.ImportFrom) else []
+        names += [alias.name for alias in child.names] if isinstance(child, ast.Import) else []
+        if not guarded and any(name.split(".")[0] == package for name in names):
+            yield child.lineno
+        yield from unguarded_imports(child, package, guarded or catches)
+
+
+def test_sglang_runs_without_megatron_wherever_it_imports_it():
+    root = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
+    sources = {path: path.read_text() for path in root.rglob("*.py")}
+    importing = {path: text for path, text in sources.items() if "from megatron" in text or "import megatron" in text}
+    assert [path.name for path in importing] == ["dumper.py"]
+    for path, text in importing.items():
+        assert not list(unguarded_imports(ast.parse(text), "megatron")), path

@@ -50,6 +50,13 @@ def test_prompts_keep_ids_answers_and_sources(tmp_path, tokenizer):
     assert two.id == f"{files[0]}:3" == two.source
 
 
+def test_a_prompt_is_encoded_once(tmp_path, tokenizer, monkeypatch):
+    encoded, encode = [], tokenizer._tokenizer.encode
+    monkeypatch.setattr(tokenizer._tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options))
+    load(write(tmp_path, {"prompt": "1+1=", "answer": 2}, {"prompt": "2+2=", "answer": 4}), tokenizer)
+    assert encoded == ["1+1=", "2+2="]
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

@@ -37,7 +37,6 @@ TWO_TURNS = (
 def test_masks_separate_generated_tokens_messages_and_windows():
     t = dialogue(*TWO_TURNS)
     assert t.generated_mask().tolist() == [True] * 4 + [False] * 3 + [True] * 3
-    assert t.window_mask(1).tolist() == [False] * 3 + [True] + [False] * 3 + [True] * 2 + [False]
     assert t.hot_mask().tolist() == [True] + [False] * 9
     assert (t.num_response_tokens, t.num_generated_tokens) == (10, 7)
     assert [t.window_tokens(step) for step in range(3)] == [3, 3, 1]
@@ -54,7 +53,6 @@ def test_turns_span_windows_and_end_in_the_step_of_their_last_token():
     )  # fmt: skip
     assert (verifier.role, verifier.start, tuple(verifier.token_ids.tolist()), verifier.ended) == ("verifier", 7, (0, 1, 0), True)
     assert [turn.index for turn in t.turn_ended(1)] == [0] and [turn.index for turn in t.turn_ended(2)] == [1]
-    assert [verifier.tokens_of(step) for step in range(3)] == [0, 2, 1]
 
 
 def test_the_last_turn_is_open_until_it_stops_or_a_budget_ends_it():
@@ -99,13 +97,12 @@ def test_masks_cover_the_response_and_agree_with_its_turns(parts):
             message(num_tokens, step, turn) if is_message else generated(num_tokens, step, turn=turn, reason=reason)
         )
     assert len(t.generated_mask()) == len(t.rollout_logprobs()) == t.num_response_tokens == len(t.hot_mask())
-    assert np.array_equal(sum(t.window_mask(step) for step in range(3)) > 0, t.generated_mask())
+    assert sum(t.window_tokens(step) for step in range(3)) == t.num_generated_tokens == t.generated_mask().sum()
     of_turns = np.zeros(t.num_response_tokens, dtype=bool)
     for turn in t.turns():
         assert not of_turns[turn.start : turn.start + len(turn.token_ids)].any()
         of_turns[turn.start : turn.start + len(turn.token_ids)] = True
         assert t.response_ids[turn.start :][: turn.num_tokens].tolist() == turn.token_ids.tolist()
-        assert sum(turn.tokens_of(step) for step in range(3)) == len(turn.token_ids)
     assert np.array_equal(of_turns, t.generated_mask())
 
 
@@ -117,6 +114,29 @@ def test_a_dialogue_survives_a_checkpoint():
     state = json.loads(as_json(t))
     assert as_json(Trajectory.from_dict(state)) == as_json(t)
     assert [part.dtype for part in Trajectory.from_dict(state).old_values] == [np.float32] * 2
+
+
+def test_a_state_without_deferred_steps_tells_by_its_values_what_has_trained():
+    whole, by_window = dialogue(*TWO_TURNS), dialogue(*TWO_TURNS, old_values=[np.array([0.1] * 6, np.float32)])
+    restored = []
+    for t in (whole, by_window):
+        state = json.loads(as_json(t))
+        del state["deferred_steps"]
+        restored.append(Trajectory.from_dict(state))
+    assert [t.training_tokens(2) for t in restored] == [7, 1] and [t.training_tokens(3) for t in restored] == [7, 0]
+
+
+@given(segments, st.frozensets(st.integers(0, 2)))
+def test_every_generated_token_trains_in_one_step_with_tokens_or_at_the_end(parts, deferred):
+    t = dialogue(deferred_steps=tuple(deferred))
+    for num_tokens, step, is_message, reason in sorted(parts, key=lambda part: part[1]):
+        turn = t.current_turn
+        t.segments.append(
+            message(num_tokens, step, turn) if is_message else generated(num_tokens, step, turn=turn, reason=reason)
+        )
+    steps = [step for step in range(4) if step == 3 or (step not in deferred and any(s.step == step for s in t.segments if s.generated))]
+    trained = [id(s) for step in steps for s in t.training_segments(step)]
+    assert sorted(trained) == sorted(id(s) for s in t.segments if s.generated)
 
 
 def as_json(t):

@@ -1,4 +1,4 @@
-"""The fenced blocks and the code in running text of every page."""
+"""Fenced blocks and inline code of every page."""
 
 import re
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Code:
     page: Path
     line: int
     language: str
-    """As its fence says; "span" in running text."""
+    """Language of the fence; "span" for inline code."""
     file: str
-    """Its name, where the fence has one after the language."""
+    """File name after the language, or ""."""
     text: str
 
     def __str__(self) -> str:
@@ -25,7 +25,7 @@ class Code:
 
 
 def fences(page: Path) -> list[Code]:
-    """Blocks of a page in their order, without the indentation that a list gives them."""
+    """Blocks of a page in order, without the indentation of a list."""
     text, found = page.read_text(encoding="utf-8"), []
     for match in _FENCE.finditer(text):
         indent, (language, _, file) = match[1], match[2].partition(" ")
@@ -35,12 +35,12 @@ def fences(page: Path) -> list[Code]:
 
 
 def prose(page: Path) -> str:
-    """A page with its blocks empty, on the same lines."""
+    """A page with empty blocks; line numbers stay."""
     return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
 
 
 def spans(page: Path) -> list[Code]:
-    """Code in running text, on one line each."""
+    """Inline code, each on one line."""
     text = prose(page)
     return [Code(page, _line(text, match.start()), "span", "", " ".join(match[1].split())) for match in _SPAN.finditer(text)]
 

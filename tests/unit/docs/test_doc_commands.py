@@ -1,8 +1,8 @@
-"""Every command that a page shows is one that the program accepts, and every recipe in it loads.
+"""Every command on a page is accepted by its program, and every recipe on a page loads.
 
-Blocks and code in running text are run by bash with programs replaced by ones that note their arguments; those are
-then held against the real parsers, schemas and files. A program that is neither replaced nor listed fails the test, so no
-new kind of command comes in unseen. docs/tutorial.md is run as it stands by ``tests/integration/test_tutorial.py``.
+Bash runs blocks and inline code with programs replaced by scripts that record their arguments; these are then checked
+with the real parsers, schemas and files. A program that is neither replaced nor listed fails the test, so a new kind of
+command cannot be overlooked. ``tests/integration/test_tutorial.py`` runs docs/tutorial.md.
 """
 
 import ast
@@ -28,7 +28,7 @@ from megatron_rl.errors import ConfigError
 from tests.unit.docs.fences import PAGES, ROOT, Code, fences, prose, spans
 
 COMMAND_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
-"""A changelog tells of commands as they were."""
+"""A changelog may contain commands of earlier versions."""
 LANGUAGES = {"bash", "text", "python", "yaml", "json"}
 ELSEWHERE = {
     "apptainer": "makes an image of a cluster's own kind",
@@ -42,13 +42,14 @@ ELSEWHERE = {
     "mkdocs": "tests/unit/docs/test_site.py builds the site",
     "pytest": "runs these tests",
 }
-"""Programs that are not looked into, and why."""
+"""Programs whose arguments are not checked, with the reason."""
 NOT_RUN = {
+    ".ci/": "run and gpu_torch set everything up for the whole suite",
     "launch/setup.sh": "installs packages; tests/unit/examples/test_setup_script.py",
     "launch/slurm.sbatch": "needs SLURM; tests/unit/tools/test_launch_env.py",
     "examples/": "tests/unit/examples/test_run_scripts.py and test_judge_script.py run them",
 }
-"""Scripts whose flags alone are looked up in their text; the others are run with the same replaced programs."""
+"""Scripts of which only the flags are checked, against their text; other scripts run with the replaced programs."""
 PROGRAMS = ("megatron-rl", "python", "pip", "bash", "sbatch", "pdsh", *ELSEWHERE)
 IN_VENV = ("megatron-rl", "python", "pip", "mkdocs")
 NOTE = """#!/bin/bash
@@ -56,27 +57,30 @@ printf '%s\\0' "${0##*/}" "$@" >> "$NOTES"; printf '\\036\\0' >> "$NOTES"
 """
 BEFORE = """
 cd() { :; }; ulimit() { :; }; source() { :; }
-command_not_found_handle() { echo "the page's $1 is not known to this test: see its PROGRAMS" >&2; return 127; }
+command_not_found_handle() { echo "$1 is not in PROGRAMS of this test" >&2; return 127; }
 set -e
 """
 READERS = "recipe.yaml"
-"""What a page calls a recipe of the reader's."""
+"""Name of the reader's own recipe on a page."""
 STAND_INS = {
     "": "examples/gpu/tppo.yaml",
     "label-lines": "examples/reward_models/label_lines.yaml",
     "reward-train": "examples/reward_models/bradley_terry.yaml",
     "select-prompts": "examples/prompt_selection/select.yaml",
 }
-"""Which of ours stands for it, by command."""
+"""Recipes of the repository in place of the reader's, by command."""
 USERS_OWN = re.compile(r"does not exist|config\.json|there is no folder /shared")
-"""What a check may say of a command whose files are the reader's."""
+"""Errors that are allowed because the files are the reader's."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The repository's root as a command sees it, without a .venv that does anything."""
-    root = tmp_path_factory.mktemp("root")
-    for name in ("examples", "launch", "megatron_rl", "requirements", "tests", "tools"):
+    return fake_root(tmp_path_factory.mktemp("root"))
+
+
+def fake_root(root: Path) -> Path:
+    """Make ``root`` the repository's root as a command sees it, without a .venv that does anything."""
+    for name in (".ci", "examples", "launch", "megatron_rl", "requirements", "tests", "tools"):
         (root / name).symlink_to(ROOT / name)
     for place, names in ((root / "bin", PROGRAMS), (root / ".venv" / "bin", IN_VENV)):
         place.mkdir(parents=True)
@@ -89,7 +93,7 @@ def folder(tmp_path_factory):
 
 
 def noted(folder: Path, words: list[str], path: str) -> list[list[str]]:
-    """The arguments of every program that ``words`` call."""
+    """Arguments of every program that ``words`` call."""
     notes = folder / "notes"
     notes.unlink(missing_ok=True)
     environment = {"PATH": path, "NOTES": str(notes), "HOME": str(folder), "PWD": str(folder), "LANG": "C.UTF-8"}
@@ -102,7 +106,7 @@ def noted(folder: Path, words: list[str], path: str) -> list[list[str]]:
 
 
 def called(folder: Path, shell: str) -> list[list[str]]:
-    """Those that lines of shell call; no other program is there."""
+    """Calls of a shell text; no other program is on its path."""
     return noted(folder, ["/bin/bash", "-c", BEFORE + shell], str(folder / "bin"))
 
 
@@ -142,6 +146,8 @@ def is_placeholder(word: str) -> bool:
 
 
 def check_megatron_rl(words: list[str], code: Code, folder: Path) -> None:
+    if words == ["--version"]:
+        return
     assert words[0] in COMMANDS, f"{code}: megatron-rl has no command {words[0]}; it has {', '.join(COMMANDS)}"
     if code.language == "span":
         check_flags(words, code)
@@ -161,7 +167,7 @@ def check_megatron_rl(words: list[str], code: Code, folder: Path) -> None:
 
 
 def check_flags(words: list[str], code: Code) -> None:
-    """Of a command in running text, which may leave out what its program needs."""
+    """Check the flags of inline code, which may omit required arguments."""
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
         _parse([words[0], "--help"])
@@ -171,7 +177,7 @@ def check_flags(words: list[str], code: Code) -> None:
 
 
 def check_recipe(words: list[str], arguments: dict, code: Code, folder: Path) -> None:
-    """The recipe with its overrides: complete but for files of the reader's."""
+    """Check the recipe with its overrides, except for the reader's files."""
     given = [*arguments.get("overrides", []), *arguments.get("words", [])]
     recipes = [*(arguments.get("config") or []), *(word for word in given if "=" not in word)]
     overrides = [word for word in given if "=" in word]
@@ -227,7 +233,7 @@ def check_script(words: list[str], code: Code, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_fence_says_what_is_in_it(page):
+def test_every_fence_names_its_language(page):
     text = page.read_text()
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(fences(page))
     bare = re.findall(rf"^ +(?:\.venv/bin/)?(?:{'|'.join(PROGRAMS)}) .*$", prose(page), re.MULTILINE)
@@ -240,7 +246,7 @@ def test_every_fence_says_what_is_in_it(page):
 
 
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_ones_that_the_program_accepts(page, folder, monkeypatch):
+def test_commands_on_a_page_are_accepted_by_their_programs(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SGLANG_KEY", "key")
     for code in fences(page):
@@ -249,7 +255,7 @@ def test_commands_are_ones_that_the_program_accepts(page, folder, monkeypatch):
             (folder / code.file).write_text(code.text)
         if code.language == "bash":
             calls = called(folder, code.text)
-            assert calls or re.search("^export", code.text), f"{code}: calls nothing"
+            assert calls or re.search("^(export|eval)", code.text), f"{code}: calls nothing"
             check_all(calls, code, folder)
     for code in spans(page):
         if re.match(rf"(\w+=(\S+|\".*?\") )*(\.venv/bin/)?({'|'.join(PROGRAMS)}) \S", code.text):
@@ -257,7 +263,7 @@ def test_commands_are_ones_that_the_program_accepts(page, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_data_and_programs_of_a_page_can_be_read(page, tmp_path):
+def test_json_python_and_yaml_on_a_page_parse(page, tmp_path):
     for code in fences(page):
         if code.language == "json":
             assert all(isinstance(json.loads(line), dict) for line in code.text.splitlines()), code
@@ -268,13 +274,13 @@ def test_data_and_programs_of_a_page_can_be_read(page, tmp_path):
             load_config(tmp_path / "recipe.yaml")
 
 
-def test_what_is_not_looked_into_is_still_shown():
+def test_unchecked_programs_still_appear_on_pages():
     text = "\n".join(page.read_text() for page in PAGES)
     assert [name for name in ELSEWHERE if name not in text] == []
     assert all((ROOT / name).exists() for name in NOT_RUN)
 
 
-def test_a_mistake_is_found(folder, monkeypatch):
+def test_mistakes_in_commands_are_found(folder, monkeypatch):
     monkeypatch.chdir(folder)
     page = ROOT / "docs" / "data.md"
     mistakes = {

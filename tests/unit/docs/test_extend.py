@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md do what the page says, through the code that a run takes."""
+"""The examples of docs/extend.md behave as documented, in the code paths of a run."""
 
 import json
 import re
@@ -12,8 +12,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.environments.base import TurnView
-from megatron_rl.environments.environment_registry import build
+from megatron_rl.environments.base import TurnView, build
 from megatron_rl.errors import ConfigError
 from megatron_rl.rewards.score_file import score_file
 from megatron_rl.step.packing import window_batch
@@ -46,7 +45,7 @@ def response(score, group, id, tokens=3):
     return Trajectory(id, Prompt(id=str(group), token_ids=(1, 2)), group, 0, 100, [segment], score=Score(score))
 
 
-def test_the_page_has_all_five():
+def test_the_page_has_five_examples():
     assert [name.rpartition("/")[2] for name in FILES] == [
         "advantages.py", "losses.py", "rewards.py", "environments.py", "mistral.py",
     ]  # fmt: skip
@@ -68,13 +67,13 @@ def test_all_pieces_together_are_checked_before_a_run(recipe):
         ("algorithm.advantage=my_rl.advantages:mean_advantages", "my_rl.advantages has no 'mean_advantages'"),
     ],
 )
-def test_a_mistake_is_named_before_a_run(recipe, override, says):
+def test_a_mistake_is_reported_before_a_run(recipe, override, says):
     with pytest.raises(ConfigError) as error:
         check_config(load_config(recipe, ["policy.path=/nowhere", override]), command="train", world_size=1)
     assert says in str(error.value)
 
 
-def test_the_advantage_is_that_of_the_window(recipe):
+def test_the_advantage_applies_to_the_window(recipe):
     algorithm = load_config(recipe, ["algorithm.normalization=none", "algorithm.advantage_clamp=0"]).algorithm
     rewards = [1.0, 0.0, 0.0, 5.0, 1.0, 3.0]
     trajectories = [response(reward, index // 3, index) for index, reward in enumerate(rewards)]
@@ -84,7 +83,7 @@ def test_the_advantage_is_that_of_the_window(recipe):
     assert torch.equal(found.advantages[found.mask], expected)
 
 
-def test_the_loss_is_the_formula_and_does_not_depend_on_the_cut(recipe):
+def test_the_loss_equals_its_formula_for_any_micro_batches(recipe):
     algorithm = load_config(recipe, ["algorithm.aggregation=token_mean", "algorithm.kl.place=none"]).algorithm
     torch.manual_seed(0)
     sizes, total = [4, 3, 5], 12
@@ -112,7 +111,7 @@ def test_the_loss_is_the_formula_and_does_not_depend_on_the_cut(recipe):
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_the_reward_grades_a_file_in_worker_processes(recipe, tmp_path):
+def test_the_reward_scores_a_file_in_worker_processes(recipe, tmp_path):
     rows = ["(a[b])", "(a", "no bracket", "()" * 200]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"response": r, "answer": ""}) + "\n" for r in rows))
     reward = load_config(recipe).reward

@@ -1,4 +1,4 @@
-"""The site of docs/ builds without a warning, every link in it leads somewhere, and it needs nothing from other hosts."""
+"""The site of docs/ builds without warnings, all of its links have targets, and it loads nothing from other hosts."""
 
 import importlib.util
 import os
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: bash launch/setup.sh"
 )
 LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "srcset")}
-"""What a browser fetches by itself."""
+"""Elements that a browser loads automatically."""
 PICTURES_OF = ("only-light", "only-dark")
-"""Fragments that say on which background a picture is shown."""
+"""Fragments that select a picture for a background."""
 
 
 class Html(HTMLParser):
-    """A page's ids, links, and what it loads."""
+    """Ids, links and loaded resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def leads_nowhere(link: str, path, pages) -> bool:
     return not target.is_file() or bool(parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids)
 
 
-def test_links_and_anchors_lead_somewhere(site, pages):
+def test_links_and_anchors_have_targets(site, pages):
     wrong = [
         f"{path.relative_to(site)}: {link}"
         for path, page in pages.items()
@@ -92,15 +92,22 @@ def test_nothing_is_loaded_from_other_hosts(site, pages):
     assert not any(re.search(r'class="[^"]*mermaid', path.read_text()) for path in pages)  # its script would come from elsewhere
 
 
-def test_markdown_is_read_as_github_reads_it(site, pages):
-    """What Python-Markdown leaves as text where a list is not indented by four, or a fence or a table is not seen as one."""
+def test_search_needs_no_web_server(site):
+    """A page from a folder can load scripts, but neither the index as JSON nor a worker."""
+    assert (site / "search" / "search_index.js").is_file()
+    for path in site.rglob("*.html"):
+        assert re.search(r'<script src="[^"]*iframe-worker.js"', path.read_text()), path.relative_to(site)
+
+
+def test_markdown_renders_as_on_github(site, pages):
+    """Python-Markdown leaves lists, fences and tables as text if they are not indented by four."""
     for path in pages:
         text = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
         text = re.sub(r"<[^>]*>", "", text)
         assert not re.search(r"```|^\s*\|.*\|\s*$|\*\*\w|\]\(|^(?:[-*]|\d+\.) ", text, re.MULTILINE), path.relative_to(site)
 
 
-def test_the_api_has_what_its_pages_name(site):
+def test_the_api_has_the_names_of_its_pages(site):
     for page in ROOT.glob("docs/api/*.md"):
         text = (site / page.relative_to(ROOT).with_suffix(".html")).read_text() if page.name != "README.md" else ""
         for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.environments import base, calculator, environment_registry
+from megatron_rl.environments import base, calculator
 from megatron_rl.environments.base import EnvironmentFault, Message, TurnView, turn_views, turns_to_score
 from megatron_rl.environments.calculator import Calculator, answer
 from megatron_rl.environments.pag import REVISE_PROMPT, VERIFY_PROMPT, Pag
 from megatron_rl.rollout.generation import make_dialogue, make_fire
-from megatron_rl.system import plugins
 from tests.tiny_models import make_tokenizer
 
 PROMPT = Prompt("p", (1,), answer="7")
@@ -219,10 +218,10 @@ def test_dialogue_that_ends_with_a_call_has_no_answer():
 
 
 def test_environments_are_found_by_name_and_import_path():
-    assert environment_registry.available() == ["calculator", "pag"]
-    assert isinstance(environment_registry.build("pag", {"max_attempts": 3}), Pag)
-    assert isinstance(environment_registry.build("megatron_rl.environments.calculator:Calculator", {}), Calculator)
-    assert environment_registry.build("pag", {"bonus": 2}).bonus == 2
+    assert base.available() == ["calculator", "pag"]
+    assert isinstance(base.build("pag", {"max_attempts": 3}), Pag)
+    assert isinstance(base.build("megatron_rl.environments.calculator:Calculator", {}), Calculator)
+    assert base.build("pag", {"bonus": 2}).bonus == 2
 
 
 @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ def test_environments_are_found_by_name_and_import_path():
 )
 def test_bad_environments_are_rejected_before_a_run_starts(name, options, names):
     with pytest.raises(EnvironmentFault, match=names):
-        environment_registry.build(name, options)
+        base.build(name, options)
 
 
 class Needy(Calculator):
@@ -262,9 +261,10 @@ class Roleless(Calculator):
 
 
 def test_every_builtin_environment_option_has_a_checked_type():
-    for name in environment_registry.available():
-        for parameter in inspect.signature(environment_registry.resolve(name)).parameters.values():
-            assert parameter.annotation in plugins._WORDS
+    for name in base.available():
+        for option in inspect.signature(base.resolve(name)).parameters:
+            with pytest.raises(EnvironmentFault, match=f"{option} must be"):
+                base.build(name, {option: object()})
 
 
 def dialogue_with(*segments, **fields):

@@ -1,7 +1,8 @@
-"""Laws of examples/long_tail/compare.py: what is read from run folders, what is left out, what is refused."""
+"""Laws of examples/long_tail/compare.py: what is read from run folders, what is left out, what is refused, what is published."""
 
 import json
 import math
+import re
 import sys
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.unit.examples.test_examples import ROOT
 
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "long_tail")]
 import compare as comparison  # noqa: E402
+from comparison_picture import HEADLINE, PUBLISHED, published  # noqa: E402
 
 
 def write_policy(folder, accuracy, note=None):
@@ -119,11 +121,35 @@ def test_more_seeds_of_one_arm_leave_the_pairs_to_those_that_both_have(folder):
     assert found["times_faster"]["tppo-25"][-1]["value"] == pytest.approx(2.0)
 
 
+def test_of_several_baselines_the_best_counts_at_every_level_and_in_every_resample(folder):
+    """A second baseline starts fast and ends low: it holds the first level, ``ppo`` the last."""
+    for seed, shift in enumerate((0.0, 0.01, -0.01), start=1):
+        curve = {4.0: 0.3 + shift, 8.0: 0.35 + shift, 20.0: 0.36 + shift}
+        write_run(folder / "runs" / f"ppo-32-{seed}", curve, finished=(5.0,))
+    assert run(folder, "--baselines", "ppo", "ppo-32", "--points", "20") == 0
+    found = json.loads((folder / "comparison.json").read_text())
+    times = {name: [one["value"] for one in found["time_to_level"][name]] for name in ("ppo", "ppo-32", "tppo-25")}
+    best = [min(pair) for pair in zip(times["ppo"], times["ppo-32"], strict=True)]
+    assert best[0] == times["ppo-32"][0] and best[2] == times["ppo"][2]
+    faster = found["times_faster"]["tppo-25"]
+    assert [one["value"] for one in faster] == pytest.approx([a / b for a, b in zip(best, times["tppo-25"], strict=True)])
+    assert all(one["low"] <= one["value"] <= one["high"] for one in faster) and "ppo-32" not in found["times_faster"]
+    assert found["times_finished"]["tppo-25"]["value"] == pytest.approx(8.0 / 5.0)
+
+
+def test_a_reader_can_compute_the_figures_from_the_numbers_of_each_run(folder):
+    assert run(folder) == 0
+    found = json.loads((folder / "comparison.json").read_text())
+    runs = found["runs"]["tppo-25"]
+    assert runs["1"]["trained_s"] == [0.0, 5.0, 10.0, 20.5] and runs["2"]["accuracy"] == [0.2, 0.31, 0.41, 0.51]
+    assert np.mean([one["finished_per_s"] for one in runs.values()]) == found["speed"]["tppo-25"]["finished_per_s"]["value"]
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "words"),
     [
         (lambda f: (f / "sft" / "evaluation.json").unlink(), (), "sft/evaluation.json is missing"),
-        (lambda f: None, ("--baseline", "grpo"), "no run of 'grpo' among ppo, tppo-25"),
+        (lambda f: None, ("--baselines", "grpo"), "no run of 'grpo' among ppo, tppo-25"),
         (lambda f: None, ("--arms", "ppo", "async"), "no finished run of async"),
         (lambda f: None, ("--seconds", "60"), "has trained for 20.0 s only"),
         (lambda f: write_run(f / "runs" / "x-1", {20.0: 0.5}, num_steps=2), (), "its first 2 are no steady state"),
@@ -141,6 +167,48 @@ def test_a_run_that_has_not_come_to_its_end_is_no_run(folder):
     (unfinished / "policy").rmdir()
     assert run(folder) == 0
     assert json.loads((folder / "comparison.json").read_text())["num_seeds"]["ppo"] == 3
+
+
+def read_published():
+    """The published comparison with the classes that compare.py prints."""
+
+    def restored(value):
+        if isinstance(value, dict) and value.keys() == {"value", "low", "high", "relation"}:
+            bounds = {"low": -math.inf, "high": math.inf}
+            return comparison.Estimate(**{key: bounds.get(key) if one is None else one for key, one in value.items()})
+        if isinstance(value, dict):
+            return {name: restored(one) for name, one in value.items()}
+        return [restored(one) for one in value] if isinstance(value, list) else value
+
+    return comparison.Comparison(**restored(json.loads(PUBLISHED.read_text())))
+
+
+def test_published_pictures_are_drawn_from_the_published_comparison():
+    """Stale? python examples/long_tail/comparison_picture.py"""
+    assert len(HEADLINE) <= 4
+    for name, content in published().items():
+        assert PUBLISHED.with_name(name).read_text() == content, f"{name} is stale"
+
+
+def test_published_tables_are_those_of_the_published_comparison():
+    rows = [line for line in comparison.tables(read_published()).splitlines() if line.startswith("|")]
+    task, benchmarks = ((ROOT / name).read_text() for name in ("examples/long_tail/README.md", "docs/benchmarks.md"))
+    assert [row for row in rows if row not in task] == []
+    assert [row for row in rows[11:] if row not in benchmarks] == []
+
+
+def test_quoted_speedups_are_those_of_the_published_comparison():
+    found = read_published()
+    quotes = {name: found.times_finished[name].value for name in ("tppo-384", "whole-96")}
+    better = [max(1.0, one.value) for one in found.times_faster["ppo-32"]]
+    ratios = [[one.value / by for one, by in zip(found.times_faster[name], better, strict=True)] for name in quotes]
+    sooner = [f"{min(times):.1f} to {max(times):.1f} times" for times in ratios]
+    one = found.times_finished["tppo-384"]
+    page = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{one.value:.2f} times" in page and f"95 % interval {one.low:.2f} to {one.high:.2f}" in page
+    assert f"{quotes['whole-96']:.2f} times" in page and all(words in page for words in sooner)
+    for name in ("docs/benchmarks.md", "examples/long_tail/README.md"):
+        assert re.search(rf"{one.value:.2f}\b.*windows of 384, {quotes['whole-96']:.2f}\b", " ".join((ROOT / name).read_text().split()))
 
 
 def test_numbers_say_what_is_a_bound():

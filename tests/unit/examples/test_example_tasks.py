@@ -65,7 +65,7 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_what_a_recipe_names_is_written_and_readable(recipe, tasks, monkeypatch):
+def test_files_named_by_a_recipe_are_written_and_readable(recipe, tasks, monkeypatch):
     monkeypatch.chdir(tasks)
     config, command = load_config(recipe), command_of(recipe)
     files = files_of(config)
@@ -85,7 +85,7 @@ def test_what_a_recipe_names_is_written_and_readable(recipe, tasks, monkeypatch)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_scripts_and_readme_name_is_written(name, tasks):
+def test_files_named_by_scripts_and_readme_are_written(name, tasks):
     folder = ROOT / "examples" / name
     texts = [path.read_text() for path in (*folder.glob("*.sh"), folder / "README.md", *folder.glob("*.yaml"))]
     named = {found for text in texts for found in re.findall(rf"(?:\$O|outputs/{name})/(task/[\w./]*\w)(?!\w|\.?\$)", text)}

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.describe import batch_arithmetic
-from megatron_rl.config.load import load_config, preset_names
+from megatron_rl.config.load import flat_params, load_config, preset_names
 from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
@@ -47,13 +47,18 @@ def test_every_preset_has_an_example():
     assert {load_config(layers(recipe)).preset for recipe in RECIPES} >= set(preset_names())
 
 
+def test_partial_rollouts_differ_from_tppo_in_what_trains_together_alone():
+    one, two = (flat_params(load_config(None, [f"preset={name}"])) for name in ("tppo", "partial_rollout_ppo"))
+    assert {key for key in one if one[key] != two[key]} == {
+        "preset", "schedule.training_window_tokens", "algorithm.correction.old_policy", "algorithm.ignore_boundary_tokens",
+    }  # fmt: skip
+
+
 def test_there_are_recipes():
     assert len(RECIPES) >= 3
 
 
 def test_the_ppo_baseline_differs_from_tppo_in_the_mode_alone():
-    from megatron_rl.config.load import flat_params
-
     one, two = (flat_params(load_config(ROOT / "examples" / "arithmetic" / f"{mode}.yaml")) for mode in ("tppo", "ppo"))
     differing = {key for key in one if one[key] != two[key] and not key.startswith(("sft.", "critic_pretrain."))}
     assert differing == {

@@ -82,7 +82,7 @@ def test_a_signal_while_the_server_starts_ends_it(tmp_path):
     assert script.returncode == 143 and not runs(tmp_path / "server.pid")
 
 
-def test_a_server_that_fails_to_start_is_told(tmp_path):
+def test_judge_script_reports_a_server_that_fails_to_start(tmp_path):
     script = start(tmp_path, "start_judge\necho not reached", before="echo 'no memory'\nexit 3")
     output, _ = script.communicate(timeout=DEADLINE_S)
     assert script.returncode == 1

@@ -71,9 +71,12 @@ def test_a_recipe_passes_the_dry_run(name, tmp_path, monkeypatch, capsys):
     for file in ("train", "eval"):
         (tmp_path / "data" / f"{file}.jsonl").write_text(row if vision else '{"prompt": "1+1=", "answer": "2"}\n')
     from tests.tiny_models import make_tokenizer
+    from tests.tiny_vision import write_vision_files
 
     make_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_bytes((plan_models.MODELS / name / "config.json").read_bytes())
+    if vision:
+        write_vision_files(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     recipe = plan_models.MODELS / name / "recipe.yaml"
     words = ["train", "--config", str(recipe), f"policy.path={tmp_path / 'model'}", "policy.init=random", "--dry-run"]

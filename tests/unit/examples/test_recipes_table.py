@@ -48,7 +48,7 @@ def test_a_row_is_at_fixed_seconds_with_the_errors_of_seeds_and_problems(folder,
     assert "`grpo`: " not in printed
 
 
-def test_what_is_not_evaluated_or_not_there_is_said(folder, monkeypatch, capsys):
+def test_recipes_table_reports_missing_runs_and_evaluations(folder, monkeypatch, capsys):
     table = load("recipes_table", "recipes/table.py", monkeypatch)
     assert table.main([str(folder), "--start", str(folder / "sft")]) == 2
     assert "no finished run" in capsys.readouterr().err

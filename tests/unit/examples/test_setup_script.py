@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-COPIED = ("launch/setup.sh", "setup.py", "requirements", "megatron_rl/system/gpu/gpu_stack.py")
+COPIED = (
+    "launch/setup.sh",
+    "launch/pip_settings.py",
+    "launch/torchvision_without_cuda.pth",
+    "pyproject.toml",
+    "setup.py",
+    "requirements",
+    "megatron_rl/system/gpu/gpu_stack.py",
+)
+
 PYTHON = """#!/bin/sh
 # A Python that makes environments without anything in them, and notes what is asked of theirs.
 if [ "$1" = -m ] && [ "$2" = venv ]; then
@@ -23,6 +32,8 @@ exec REAL "$@"
 """.replace("REAL", sys.executable)
 VENV_PYTHON = """#!/bin/sh
 [ "$1" = -c ] && exit 0
+case "$*" in *"-r requirements/uv.txt") exit 1 ;; esac  # the registry has no uv, but in tests of uv itself
+case "$*" in *--dry-run*) echo "Would install torch-2.13.0${BUILD-+cpu} torchvision-0.28.0${BUILD-+cpu}" ;; esac
 printf '%s|%s|%s\\n' "$*" "$NVTE_PYTORCH_FORCE_BUILD" "$CUDA_HOME" >>"$CALLS"
 case "$*" in
     *"${FAILS:-nothing fails}"*) echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."; exit 1 ;;
@@ -50,7 +61,7 @@ class Machine:
         for name in ("gcc", "g++"):
             self.command(name, "#!/bin/sh\necho 12.2.0\n")
         self.command("df", "#!/bin/sh\necho head\necho / 1 1 ${FREE_MIB:-999999} 1 /\n")
-        for name in "bash sh cat cut sha256sum awk grep tail dirname mkdir touch cp ln rm nproc env".split():
+        for name in "bash sh cat cut sha256sum awk grep tail dirname mkdir touch cp ln rm nproc env echo".split():
             (self.bin / name).symlink_to(shutil.which(name))
 
     def command(self, name: str, text: str) -> None:
@@ -64,7 +75,7 @@ class Machine:
 
     def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
         paths = {"PATH": str(self.bin), "STUBS": str(self.bin), "CALLS": str(self.folder / "calls")}
-        home = {"HOME": str(self.folder)}
+        home = {"HOME": str(self.folder), "TORCH_CPU_INDEX": ""}
         return subprocess.run(
             ["bash", "launch/setup.sh"], cwd=self.folder, env=home | paths | environment, capture_output=True, text=True, timeout=60
         )
@@ -152,18 +163,73 @@ def test_an_image_is_built_where_no_driver_is(machine):
 def test_a_cpu_machine_gets_its_pins_and_sglang_without_its_own(machine):
     done = machine.run()
     assert done.returncode == 0, done.stderr
-    pins, sglang, stand_ins, package = (call.split("|")[0] for call in machine.calls())
+    calls = [call.split("|")[0] for call in machine.calls()]
+    stand_ins = next(call for call in calls if call.startswith("te_python"))
+    locked, planned, torch, package = (call for call in calls if call != stand_ins)
     assert stand_ins == "te_python .venv"
-    assert pins.endswith("install --disable-pip-version-check -r requirements/cpu.txt -r requirements/test.txt -r requirements/sinks.txt")
-    assert sglang.endswith("--no-deps -r requirements/sglang.txt")
+    assert locked.endswith("install --disable-pip-version-check --no-deps --require-hashes -r requirements/cpu.lock")
+    assert planned.endswith("--dry-run --no-deps torch==2.13.0 torchvision==0.28.0") and torch.endswith("torch==2.13.0 torchvision==0.28.0")
+    assert "uv could not be installed, so pip installs" in done.stdout
     assert package.endswith("-e .")
+
+
+def test_a_cuda_build_on_a_cpu_machine_is_told_before_its_download_and_needs_more_room(machine):
+    done = machine.run(BUILD="", FREE_MIB="9999")
+    assert done.returncode == 1 and "only CUDA builds of them: 2.6 GB to download, 6.6 GB installed" in done.stdout
+    assert "9999 MiB free" in done.stderr and "10000 needed" in done.stderr
+    assert not any("install --disable-pip-version-check torch==" in call for call in machine.calls())
+    assert machine.run(BUILD="").returncode == 0
+
+
+def test_uv_installs_where_it_is_with_the_registries_of_pip(machine):
+    planned = "torch==2.13.0+cpu torchvision==0.28.0+cpu"
+    machine.command("uv", f'#!/bin/sh\necho "uv $* $UV_FIND_LINKS $UV_INDEX_STRATEGY" >>"$CALLS"\necho {planned}\n')
+    done = machine.run(PIP_FIND_LINKS="/wheels")
+    assert done.returncode == 0, done.stderr
+    calls = [call for call in machine.calls() if call.startswith("uv ")]
+    assert len(calls) == 4 and all("--python .venv/bin/python" in call and call.endswith("unsafe-best-match") for call in calls)
+    assert "--no-deps --require-hashes -r requirements/cpu.lock" in calls[0] and "--no-build-isolation -e ." in calls[-1]
+
+
+def test_pips_settings_are_uvs(tmp_path):
+    settings = ["global.find-links='/a\\n/b'", ":env:.extra-index-url='https://one https://two'", "global.extra-index-url='file:///three'"]
+    text = "\n".join([*settings, "freeze.timeout='10'", "install.no-index='1'"])
+    command = [sys.executable, str(ROOT / "launch" / "pip_settings.py")]
+    done = subprocess.run(command, input=text, env={"UV_NO_INDEX": "0"}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "export UV_INDEX_STRATEGY=unsafe-best-match",
+        "export UV_FIND_LINKS=/a,/b",
+        "export UV_INDEX='https://one https://two'",
+    ]
+
+
+def test_a_python_of_pyenv_or_uv_is_found_where_the_one_on_path_does_not_run(machine):
+    (machine.bin / "python3.11").unlink()
+    refused = machine.run()
+    assert refused.returncode == 1 and "on PATH, in pyenv or in uv" in refused.stderr and "uv python install 3.11" in refused.stderr
+    machine.command("python3.11", "#!/bin/sh\necho 'pyenv: python3.11: command not found' >&2; exit 127\n")
+    for folder in (".pyenv/versions/3.12.1", ".local/share/uv/python/cpython-3.11.9-linux-x86_64-gnu"):
+        place = machine.folder / folder / "bin"
+        place.mkdir(parents=True)
+        (place / "python").write_text(PYTHON)
+        (place / "python").chmod(0o755)
+        done = machine.run()
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(machine.folder / folder.split("/")[0])
+        shutil.rmtree(machine.folder / ".venv")
+
+
+def test_the_folder_of_written_examples_needs_no_installation(machine):
+    (machine.folder / "setup.py").unlink()
+    done = machine.run()
+    assert done.returncode == 0 and "megatron-rl examples" in done.stdout and machine.calls() == []
 
 
 def test_a_driver_that_does_not_answer_is_told_and_not_taken_for_a_cpu_machine_in_silence(machine):
     machine.driver(None)
     done = machine.run()
     assert "lists no GPU" in done.stdout and "FLAVOR=gpu" in done.stdout
-    assert "requirements/cpu.txt" in machine.calls()[0]
+    assert any("requirements/cpu.lock" in call for call in machine.calls())
 
 
 def test_without_transformer_engine_what_is_missing_is_said(machine):

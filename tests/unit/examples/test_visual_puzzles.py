@@ -69,7 +69,7 @@ def test_prompts_have_the_tokens_of_their_pictures_and_responses_are_known_text(
             assert prompt.images or prompt.type in ("general", "named")
             assert tokenizer.decode(prompt.token_ids).count("<unk>") == 0
     solutions = load_solutions([str(task / "prompts.train.jsonl")], config.data, tokenizer)
-    assert max(len(solution.response_ids) for solution in solutions) <= config.batch.max_response_tokens
+    assert max(len(response_ids) for _, response_ids, _ in solutions) <= config.batch.max_response_tokens
 
 
 def test_no_held_out_picture_is_trained_on(task):

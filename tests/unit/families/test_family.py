@@ -14,14 +14,14 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families.family import families
 from megatron_rl.families.model_facts import as_config, has_experts, has_vision, num_experts, read_model_json
 from megatron_rl.families.sglang_limits import engine_problems, joined_name
-from tests.unit.config.test_moe_settings import SPARSE, load
+from tests.unit.config.recipes import SPARSE, load
 
 NEW_FAMILY = '''
 """A family that exists only in this test."""
 
-from megatron_rl.families.experts import EXPERTS, moe_kwargs
+from megatron_rl.families.layer_rules import EXPERTS, moe_kwargs
 from megatron_rl.families.family import Experts, Family, SGLangSupport, VisionSpec
-from megatron_rl.families.mlp_rules import ATTENTION, NORMS
+from megatron_rl.families.layer_rules import ATTENTION, NORMS
 
 
 def _problems(model, where):

@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families.model_facts import with_text
 from megatron_rl.families.sglang_limits import engine_problems, joined_name, split_problems
 from tests.tiny_families import COMMON, SHAPES
-from tests.unit.config.test_moe_settings import SPARSE, load
+from tests.unit.config.recipes import SPARSE, load
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16)
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from megatron_rl.commands.serve import add_arguments as serve_arguments
+from megatron_rl.system.gpu.gpu_environment import nccl_values
 from tests.unit.examples.test_examples import ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -183,10 +184,12 @@ def test_ranks_are_as_many_as_visible_gpus(site, visible, number):
     assert done.stdout.split() == [number, str(max(int(number), 1))]
 
 
-@pytest.mark.parametrize(("given", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
-def test_nccl_has_a_default_that_a_site_may_change(site, given, value):
+@pytest.mark.parametrize(
+    "given", [{}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_NVLS_ENABLE": "1"}, {"NCCL_NVLS_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}]
+)
+def test_launch_scripts_set_nccls_variables_as_the_trainer_does(site, given):
     done, _ = run(site, "-c", "source launch/env.sh; env", **given)
-    assert f"NCCL_CUMEM_ENABLE={value}" in done.stdout.splitlines() and "NCCL_NVLS_ENABLE=0" in done.stdout.splitlines()
+    assert {f"{name}={value}" for name, value in nccl_values(given).items()} <= set(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "localhost"])
@@ -203,6 +206,17 @@ def test_tests_see_gpus_only_where_they_are_meant_for_them(site, words, visible)
     (site[0] / "fake" / ".venv").symlink_to(site[0] / ".venv")
     _, calls = run(site, "fake/launch/test.sh", *words)
     assert calls[0][2]["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_the_suite_on_the_torch_of_gpu_machines_has_an_environment_of_its_own(site):
+    copy = site[0] / "fake"
+    program(copy / "launch" / "setup.sh", "echo set up $FLAVOR $TRANSFORMER_ENGINE $VENV\n")
+    for path in ("launch/test.sh", ".ci/gpu_torch"):
+        program(copy / path, (ROOT / path).read_text())
+    (copy / ".venv-gpu-torch").symlink_to(site[0] / ".venv")
+    done, calls = run(site, "fake/.ci/gpu_torch", "tests/unit")
+    assert done.stdout == "set up gpu no .venv-gpu-torch\n", done.stderr
+    assert calls[0][1][-1] == "tests/unit" and calls[0][2]["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_quickstart_computes_on_the_cpu_and_says_so():

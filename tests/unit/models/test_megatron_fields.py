@@ -14,14 +14,20 @@ from megatron_rl.config.schema import Fp8, Init, KlPlace, MoeConfig, ParallelCon
 from megatron_rl.errors import ModelError
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import megatron_config
-from megatron_rl.models.layers.gpt import unwrap
 from megatron_rl.models.layers.moe import moe_kwargs
-from megatron_rl.models.layers.precision import fp8_kwargs
-from megatron_rl.models.megatron_fields import ADJUSTABLE, REFUSED, MegatronSettings, checked_fields
+from megatron_rl.models.layers.torch_layers import unwrap
+from megatron_rl.models.megatron_fields import (
+    ADJUSTABLE,
+    REFUSED,
+    MegatronSettings,
+    check_fp8,
+    checked_fields,
+    fp8_kwargs,
+)
 from megatron_rl.parallel import topology
-from megatron_rl.training.build_engines import rl_engines
+from megatron_rl.training.trainer_ranks import rl_engines
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
-from tests.unit.config.test_moe_settings import DENSE, load
+from tests.unit.config.recipes import DENSE, load
 
 
 @pytest.fixture
@@ -129,3 +135,40 @@ def test_recipe_with_a_wrong_megatron_field_is_rejected_early(tmp_path, capsys) 
     assert given.policy.megatron == {"moe_permute_fusion": True}
     assert main(["train", f"--config={recipe}", "--dry-run", "critic.megatron={num_layers: 3}"]) != 0
     assert "critic.megatron.num_layers" in capsys.readouterr().err
+
+
+def megatron(**fields: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = dict(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
+    return TransformerConfig(**sizes, **fields)
+
+
+@pytest.mark.parametrize("fp8", [Fp8.hybrid, Fp8.e4m3])
+def test_fp8_fields_keep_parameters_in_bfloat16(fp8: Fp8) -> None:
+    config = megatron(bf16=True, params_dtype=torch.bfloat16, **fp8_kwargs(fp8))
+    assert (config.fp8, config.fp8_recipe, config.fp8_param) == (fp8.value, "tensorwise", False)
+
+
+def test_no_fp8_changes_no_field() -> None:
+    assert fp8_kwargs(Fp8.none) == {} and megatron().fp8 is None
+    check_fp8(Fp8.none, torch.float32)
+
+
+def test_fp8_needs_bfloat16_a_gpu_and_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="policy.fp8=hybrid: needs parameters in bfloat16, got float32"):
+        check_fp8(Fp8.hybrid, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match="policy.fp8=e4m3: needs a GPU, and none is present; set none"):
+        check_fp8(Fp8.e4m3, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="needs Transformer Engine, which is not installed"):
+        check_fp8(Fp8.e4m3, torch.bfloat16)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ModelError, match=r"NVIDIA A100 \(compute capability 8.0\) has no 8-bit products"):
+        check_fp8(Fp8.e4m3, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_fp8(Fp8.e4m3, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What another machine's ranks fetch is what lies at the addresses, from a process of its own, and for those with the secret alone."""
+"""Ranks on another machine fetch the arrays at given addresses from a separate process, if they have the secret."""
 
 import os
 import time
@@ -27,11 +27,11 @@ def service():
     (server,) = set(psutil.Process().children()) - before
     server.kill()
     server.wait()
-    with pytest.raises(UserError, match="did not come from"):
+    with pytest.raises(UserError, match="could not be fetched from"):
         list(read_arrays(addresses_of([SharedArrays().put(np.ones(3))]), service))
 
 
-def test_small_and_large_arrays_and_none_at_all_arrive_in_their_order(service: ArrayServerAddress) -> None:
+def test_arrays_of_any_size_arrive_in_order(service: ArrayServerAddress) -> None:
     shared = SharedArrays()
     sizes = [*np.random.default_rng(2).integers(1, 50_000, 40).tolist(), (1 << 24) + 9, 7, 1 << 20]
     arrays = [shared.put(np.arange(size, dtype=np.int64).astype(np.uint8)) for size in sizes]
@@ -40,17 +40,17 @@ def test_small_and_large_arrays_and_none_at_all_arrive_in_their_order(service: A
     assert list(read_arrays(addresses_of([]), service)) == []
 
 
-def test_without_the_secret_of_the_run_nothing_comes_and_what_is_gone_is_said(service: ArrayServerAddress) -> None:
+def test_requests_without_the_secret_and_for_freed_arrays_are_errors(service: ArrayServerAddress) -> None:
     array = SharedArrays().put(np.ones(3))
     with pytest.raises(UserError, match="another secret"):
         list(read_arrays(addresses_of([array]), service._replace(secret="00" * 32)))
     gone = addresses_of([array])
     gone[0, 1] = 10_000
-    with pytest.raises(UserError, match="did not come from"):
+    with pytest.raises(UserError, match="could not be fetched from"):
         list(read_arrays(gone, service))
 
 
-def test_it_ends_with_the_process_that_started_it() -> None:
+def test_the_array_server_ends_with_its_parent() -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:  # no test code but this runs there
@@ -68,8 +68,8 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     os.close(writing)
 
 
-def test_pieces_of_several_nodes_are_put_together_in_their_order(service: ArrayServerAddress) -> None:
-    """Of the reader's own node they are mapped, of the others they are fetched, each node's at once."""
+def test_pieces_of_several_nodes_are_joined_in_order(service: ArrayServerAddress) -> None:
+    """Pieces on the reader's own node are mapped; those of another node are fetched in one request."""
     random, shared = np.random.default_rng(4), SharedArrays()
     for _ in range(5):
         sizes = random.integers(0, 3000, random.integers(1, 30))

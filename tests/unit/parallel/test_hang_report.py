@@ -1,4 +1,4 @@
-"""What a rank says that waited too long: it names who held it up."""
+"""The error of a rank that waited too long names the ranks that block it."""
 
 import pytest
 
@@ -22,7 +22,7 @@ LATE = UPDATE._replace(gave_up=True)
         (None, "does not answer"),
     ],
 )
-def test_the_ranks_that_are_behind_or_silent_are_named(notes, expected):
+def test_the_report_names_ranks_that_are_behind_or_silent(notes, expected):
     said = describe_timeout(0, UPDATE, 2.0, notes)
     assert (
         said.startswith("rank 0 gave up 2 s into the update of the engine critic: it waited for") and expected in said

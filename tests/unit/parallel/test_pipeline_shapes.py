@@ -1,4 +1,4 @@
-"""Which micro-batch arrives when, against stages that send what they have computed, in their order."""
+"""Order of arriving micro-batches, compared with simulated stages that send their results in order."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from megatron_rl.parallel.pipeline_shapes import arrivals
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
-def test_messages_arrive_in_the_order_in_which_the_neighbour_sends_them(
+def test_arrivals_have_the_order_of_the_neighbors_messages(
     num_stages: int, num_chunks: int, num_groups: int
 ) -> None:
     num_microbatches = num_groups * num_stages
@@ -26,7 +26,7 @@ def test_messages_arrive_in_the_order_in_which_the_neighbour_sends_them(
         assert arrivals(num_microbatches, num_chunks, num_stages, is_end=rank == num_stages - 1) == sent
 
 
-def test_without_interleaving_every_microbatch_arrives_once_in_its_turn() -> None:
+def test_without_interleaving_every_microbatch_arrives_once_in_order() -> None:
     for count, stages in itertools.product((1, 2, 5), (2, 4)):
         assert arrivals(count, 1, stages, is_end=False) == list(range(count))
         assert arrivals(count, 1, stages, is_end=True) == []

@@ -173,7 +173,7 @@ def first_bad_line(num_lines, is_recoverable, passes):
 
 
 @given(st.integers(0, 300), st.data())
-def test_binary_search_equals_exhaustive_labelling_for_a_monotone_oracle(num_lines, data):
+def test_binary_search_equals_exhaustive_labeling_for_a_monotone_oracle(num_lines, data):
     first_bad = data.draw(st.integers(1, num_lines)) if num_lines else 1
     asked = []
 

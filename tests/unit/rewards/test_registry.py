@@ -1,4 +1,4 @@
-"""Laws of megatron_rl/rewards/registry.py: what a reward imports, how it is found and how its options are checked."""
+"""Laws of megatron_rl/rewards/registry.py: imports, names and checked options of rewards."""
 
 import subprocess
 import sys
@@ -95,6 +95,6 @@ def test_reward_that_workers_cannot_import_is_rejected() -> None:
     def local(response: str, answer: str) -> float:
         return 0.0
 
-    registry._check_function(registry.resolve("math"))
+    registry.check_function(registry.resolve("math"))
     with pytest.raises(registry.RewardError, match="cannot import"):
-        registry._check_function(registry.Reward("local", local))
+        registry.check_function(registry.Reward("local", local))

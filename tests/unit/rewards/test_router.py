@@ -187,7 +187,7 @@ def test_unserializable_fields_leave_only_their_item_unscored():
     items = [ScoreItem("abc", "", type="tests", fields={"bonus": bonus}) for bonus in (1, object(), 2, {3}, 4)]
     scores = score(reward, *items)
     assert [s.value for s in scores] == [4.0, None, 5.0, None, 7.0]
-    assert "no plain JSON values" in scores[1].error
+    assert "not plain JSON values" in scores[1].error
 
 
 def test_an_item_that_lacks_a_field_is_unscored():

@@ -215,6 +215,7 @@ def test_signals_ignored_by_the_parent_stay_ignored_except_ctrl_c(monkeypatch, t
     Played(monkeypatch)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.default_int_handler)  # under nohup the tests' own parent ignores it
     foreground_servers.serve(ServerOptions("/m", port=7), 1, tmp_path / "log", start_timeout_s=9.0, say=lambda text: None)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler is signal.getsignal(signal.SIGHUP)

@@ -5,15 +5,20 @@ import contextlib
 import gc
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rollout import recovering_client
 from megatron_rl.rollout.recovering_client import RecoveringClient
 from megatron_rl.rollout.requests import ServerError, ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
+from megatron_rl.system.http.url_files import named_urls
+from tests.unit.rollout.sglang.balance.kv_server import KvServer
 from tests.unit.rollout.sglang.balance.test_client import FakeServer, request_of
 
 
@@ -196,3 +201,201 @@ def test_close_does_not_wait_for_a_restart_in_progress():
     began = time.monotonic()
     run(scenario, kind=Endless)
     assert time.monotonic() - began < 5
+
+
+MOST_NEW = 4000
+
+
+class Stub:
+    """Stands in for ``AttachedServer``."""
+
+    incarnation, is_ours, num_restarts = 1, False, 0
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def abandon(self) -> None:
+        pass
+
+
+async def whole(client: RecoveringClient, name: str) -> tuple[int, int]:
+    """Continue from the known tokens, as windows do. Returns (number of tokens, number of aborts)."""
+    num_tokens = num_cut = 0
+    while num_tokens < MOST_NEW:
+        request = request_of(f"{name}-{num_cut}", (3,) * (1 + num_tokens), max_new_tokens=MOST_NEW - num_tokens)
+        answer = await client.generate(request)
+        num_tokens += len(answer.token_ids)
+        if answer.finish_reason != "abort":
+            return num_tokens, num_cut
+        num_cut += 1
+    return num_tokens, num_cut
+
+
+def run_with_list(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: int = 2):
+    """Run ``scenario(client, stubs, urls, file, events)`` with one of ``urls`` in the run and a file that is polled."""
+    monkeypatch.setattr(recovering_client, "_POLL_S", 0.01)
+    monkeypatch.setattr(recovering_client, "_AGAIN_S", 0.05)
+    events: list[str] = []
+
+    async def main():
+        stubs = [KvServer(10**6, step_tokens=8) for _ in range(num_servers)]
+        urls = [await stub.start() for stub in stubs]
+        file = tmp_path / "servers.urls"
+        file.write_text(f"# the first\n{urls[0]}/\n\n")
+
+        def attach(url: str) -> Stub:
+            if url not in urls:
+                raise ServerError("no SGLang server answers")
+            return Stub(url)
+
+        async def readmit(url: str) -> str:
+            assert not any(body for body in stubs[urls.index(url)].bodies), "the server served before it had the weights"
+            await asyncio.sleep(0.02)
+            events.append(f"weights {urls.index(url)}")
+            client.restarting.discard(url)
+            return "weight version 3"
+
+        async def settled() -> None:
+            events.append("settled")
+
+        client = RecoveringClient(
+            RolloutConfig(), ServerPool([Stub(urls[0])]), vocab_size=100, warn=events.append, readmit=readmit, settled=settled
+        )
+        async with client:
+            following = asyncio.create_task(recovering_client.follow_discovery(str(file), "", client, attach, events.append))
+            try:
+                return await asyncio.wait_for(scenario(client, stubs, urls, file, events), 30)
+            finally:
+                following.cancel()
+                for stub in stubs:
+                    await stub.stop()
+
+    return asyncio.run(main()), events
+
+
+async def until(holds) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_joining_server_gets_weights_before_its_first_request(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        first = asyncio.create_task(whole(client, "a"))
+        await until(lambda: stubs[0].bodies)
+        file.write_text("\n".join(urls))
+        await until(lambda: urls[1] in client.client.live_urls)
+        assert events[0] == "weights 1" and "has joined, with weight version 3: 2 serve" in events[1]
+        answers = await asyncio.gather(first, *[whole(client, f"b{i}") for i in range(4)])
+        assert all(num_cut == 0 for _, num_cut in answers)
+        assert len(stubs[0].bodies) == 3 and len(stubs[1].bodies) == 2
+
+    run_with_list(scenario, tmp_path, monkeypatch)
+
+
+def test_leaving_server_returns_its_requests_with_their_tokens(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(client.client.live_urls) == 2)
+        calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
+        await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+        num_sent = len(stubs[0].bodies)
+        answers = await asyncio.gather(*calls)
+        assert sorted(num_cut for _, num_cut in answers) == [0, 0, 1, 1]
+        assert len(stubs[0].bodies) == num_sent and stubs[0].aborted
+        assert any("has left, and may be stopped: 1 serve" in event for event in events)
+        # Aborted responses continued from their tokens: nothing was generated twice.
+        continued = [body for body in stubs[1].bodies if len(body["input_ids"][0]) > 1]
+        assert len(continued) == 2
+        file.write_text("\n".join(urls))  # the server may rejoin
+        stubs[0].bodies.clear()
+        await until(lambda: len(client.client.live_urls) == 2)
+        await whole(client, "again")
+
+    _, events = run_with_list(scenario, tmp_path, monkeypatch)
+    assert events.index("settled") > events.index("weights 1")
+
+
+def test_requests_may_return_before_their_abort_call_does(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(client.client.live_urls) == 2)
+        calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
+        await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
+        abort, leaves = client.client.abort, client.client._servers[urls[0]]
+
+        async def slow(rids):
+            await abort(rids)
+            await until(lambda: not leaves.tasks)
+
+        monkeypatch.setattr(client.client, "abort", slow)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+        assert [num_cut for _, num_cut in await asyncio.gather(*calls)].count(1) == 2
+
+    _, events = run_with_list(scenario, tmp_path, monkeypatch)
+    assert not any("could not be updated" in event for event in events)
+
+
+def test_server_missing_in_a_single_poll_stays(tmp_path, monkeypatch):
+    """The file may be read after its writer has emptied it and before new content is written."""
+    polls = []
+
+    def halfway(path, key):
+        polls.append(named_urls(path, key))
+        return polls[-1] if len(polls) % 2 else []
+
+    monkeypatch.setattr(recovering_client, "named_urls", halfway)
+
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(polls) > 12)
+        assert sorted(client.client.live_urls) == sorted(urls)
+
+    _, events = run_with_list(scenario, tmp_path, monkeypatch)
+    assert not any("left" in event or "lists no server" in event for event in events)
+
+
+def test_membership_failure_is_reported_once_and_polling_continues(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        leave, failures = client.leave, [RuntimeError("a"), RuntimeError("a"), ValueError("b")]
+
+        async def failing(url):
+            if failures:
+                raise failures.pop(0)
+            await leave(url)
+
+        monkeypatch.setattr(client, "leave", failing)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+
+    _, events = run_with_list(scenario, tmp_path, monkeypatch)
+    messages = [event.partition("could not be updated ")[2] for event in events if "could not be updated" in event]
+    assert messages == ["(RuntimeError: a); retrying", "(ValueError: b); retrying"]
+
+
+def test_last_server_stays_and_failed_joins_are_reported(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("http://127.0.0.1:9\n")
+        await until(lambda: any("cannot join: no SGLang server answers" in event for event in events))
+        await until(lambda: any("lists no server that serves" in event for event in events))
+        file.write_text("not an address\n")
+        await until(lambda: any("servers.urls:1: 'not an address' is not an address" in event for event in events))
+        file.unlink()
+        await asyncio.sleep(0.05)
+        assert client.client.live_urls == [urls[0]]
+        assert (await whole(client, "r"))[1] == 0
+
+    run_with_list(scenario, tmp_path, monkeypatch)
+
+
+def test_urls_folder_lists_the_servers_of_all_its_files(tmp_path):
+    (tmp_path / "b.urls").write_text("http://b:1\nhttp://a:1/\n")
+    (tmp_path / "a.urls").write_text("http://a:1\n")
+    (tmp_path / ".c.urls.partial").write_text("http://half")
+    assert named_urls(tmp_path) == ["http://a:1", "http://b:1"]
+    assert named_urls(tmp_path / "absent.urls") == []
+    (tmp_path / "bad.urls").write_text("host:1\n")
+    with pytest.raises(UserError, match="bad.urls:1: 'host:1' is not an address"):
+        named_urls(tmp_path)

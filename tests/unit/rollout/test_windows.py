@@ -15,13 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout import windows as windows_module
-from megatron_rl.rollout.generation import Dialogue, GenerationPlan, HotTokenSampling
+from megatron_rl.rollout.generation import Dialogue, GenerationPlan
 from megatron_rl.rollout.requests import NOTHING_GENERATED, Generation, ServerLost
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.windows import StaleWeights, WindowGenerator, end_of_text, hot_token_is_next
+from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
+from megatron_rl.rollout.windows import WindowGenerator, end_of_text, hot_token_is_next
 
 EOS = 0
 WORDS = ["", "a", "b", "#", "ab", "b#"]
@@ -187,11 +189,11 @@ environments = st.one_of(
 fires = st.one_of(
     st.none(),
     st.builds(
-        HotTokenSampling,
+        FireConfig,
         temperature=st.just(9.0),
         top_k=st.sampled_from([-1, 4]),
         after=st.sampled_from(["", "b", "ba"]),
-        banned_token_ids=st.just((EOS,)),
+        banned_token_ids=st.just([EOS]),
     ),
 )
 
@@ -234,7 +236,7 @@ def test_every_turn_ends_at_its_first_stop(seed, environment, fire, budget, max_
     assert t.out_of_room == (len(turns) < environment.num_turns and by_itself)
 
 
-def test_a_message_is_tokenised_once_and_the_history_only_grows():
+def test_message_is_tokenized_once_and_the_history_only_grows():
     engine, encoded, given = Engine(end_weight=3.0), [], []
 
     def counting(message, last_token_id, arguments):
@@ -310,7 +312,7 @@ def test_environment_ignores_trajectories_that_are_not_dialogues():
 
 @given(seeds, st.integers(1, 20), windows)
 def test_fire_at_the_runs_own_temperature_changes_nothing(seed, budget, window):
-    fire = HotTokenSampling(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
+    fire = FireConfig(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=[])
     plain, fired = (new_trajectory(id=seed, budget=budget, dialogue=False) for _ in range(2))
     generate(Engine(), [plain], window=window)
     generate(Engine(), [fired], window=window, fire=fire)
@@ -341,21 +343,21 @@ def test_exactly_one_token_is_hot_and_the_others_are_sampled_as_usual(seed, fire
         assert ids[i] != EOS
     for request in engine.requests:
         is_hot = request.temperature == fire.temperature
-        assert request.banned_token_ids == (fire.banned_token_ids if is_hot else ())
+        assert request.banned_token_ids == (tuple(fire.banned_token_ids) if is_hot else ())
         assert request.logprobs_after_top_k == (is_hot and fire.top_k > 0)
         assert not is_hot or request.max_new_tokens == 1
     assert sum(request.temperature == fire.temperature for request in engine.requests) == len(hot)
 
 
 def test_only_the_first_turn_of_a_dialogue_has_a_hot_token():
-    fire = HotTokenSampling(9.0, 4, after="", banned_token_ids=(EOS,))
+    fire = FireConfig(9.0, 4, after="", banned_token_ids=[EOS])
     t = new_trajectory(budget=60)
     generate(Engine(end_weight=2.0), [t], environment=Talk(num_turns=4), fire=fire)
     assert len(t.turns()) > 1 and t.hot_mask().tolist() == [True] + [False] * (t.num_response_tokens - 1)
 
 
 def test_marker_that_spans_two_windows_is_found():
-    fire = HotTokenSampling(9.0, -1, after="ba", banned_token_ids=())
+    fire = FireConfig(9.0, -1, after="ba", banned_token_ids=[])
     for seed in range(300):
         t = new_trajectory(id=seed, dialogue=False)
         generate(Engine(end_weight=0.0), [t], window=1, fire=fire)
@@ -411,7 +413,7 @@ def test_abort_that_never_returns_has_a_deadline(monkeypatch):
 
 def test_failure_during_over_sampling_is_raised():
     trajectories = [new_trajectory(id=i, dialogue=False) for i in range(3)]
-    with pytest.raises(StaleWeights):
+    with pytest.raises(InvalidReply, match="weight version"):
         generate(Engine(version="0"), trajectories, is_enough=lambda: False)
 
 
@@ -424,7 +426,7 @@ def test_a_lost_server_costs_no_token():
 
 
 def test_window_rejects_tokens_of_unknown_weight_versions():
-    with pytest.raises(StaleWeights, match="'0', but version 1"):
+    with pytest.raises(InvalidReply, match="'0', but version 1"):
         generate(Engine(version="0"), [new_trajectory()])
 
 
@@ -437,7 +439,7 @@ def test_restarted_server_may_serve_the_next_weight_version():
 
     assert [versions_from("1"), versions_from("2")] == [{1}, {2}]
     for version in ("0", "3"):
-        with pytest.raises(StaleWeights):
+        with pytest.raises(InvalidReply, match="weight version"):
             versions_from(version)
 
 
@@ -498,7 +500,7 @@ def test_greedy_response_takes_the_most_likely_tokens_and_is_never_hot():
             asked.append((request.rid.split("-")[2], request.temperature))
             return await super().generate(request, **options)
 
-    fire = HotTokenSampling(temperature=30.0, top_k=16, after="", banned_token_ids=())
+    fire = FireConfig(temperature=30.0, top_k=16, after="", banned_token_ids=[])
     generate(Asked(), [greedy, sampled], fire=fire)
     assert {temperature for id, temperature in asked if id == "0"} == {0.0}
     assert {temperature for id, temperature in asked if id == "1"} == {30.0, SAMPLING.temperature}

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.run import checkpoint_folder as folders
-from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
+from megatron_rl.run.checkpoint_folder import DamagedCheckpoint, candidates, flatten_state, unflatten_state
 from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.output import check_output_dir
-from megatron_rl.run.resume_candidates import candidates
 from megatron_rl.system.files.checksums import checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 
@@ -54,9 +53,9 @@ class Ranks:
         self.loaded.append(Path(folder).parent.name)
 
 
-def make_saver(path, accuracies=dict, **keys):
+def make_saver(path, accuracies=dict, *, ranks=None, **keys):
     config = Config(run=RunConfig(output_dir=str(path), num_steps=100, **keys))
-    return Checkpointer(config, Ranks(), engines=["policy"], accuracies=accuracies)
+    return Checkpointer(config, ranks or Ranks(), engines=["policy"], accuracies=accuracies)
 
 
 def save_steps(saver, *steps, **options):
@@ -208,23 +207,25 @@ def test_next_checkpoint_removes_checkpoints_of_an_abandoned_future(tmp_path):
 
 
 def test_failed_save_leaves_nothing_and_is_retried_next_step(tmp_path):
-    saver = make_saver(tmp_path, save_every_steps=3)
+    ranks = Ranks()
+    saver = make_saver(tmp_path, ranks=ranks, save_every_steps=3)
     save_steps(saver, 3)
-    saver._group.full_disk = True
+    ranks.full_disk = True
     assert "No space left" in saver.save(5, {"pool": {}}, weight_version=1)
     assert names(tmp_path) == ["step-3"] and saver.num_failed == 1 and saver.due(6)
-    saver._group.full_disk = False
+    ranks.full_disk = False
     save_steps(saver, 7)
     assert not saver.due(7) and names(tmp_path) == ["step-3", "step-7"]
 
 
 def test_background_save_counts_once_it_is_complete(tmp_path):
-    saver = make_saver(tmp_path, async_save=True)
+    ranks = Ranks()
+    saver = make_saver(tmp_path, ranks=ranks, async_save=True)
     save_steps(saver, 3)
     assert not candidates(tmp_path / "checkpoints") and not saver.finish_background_save(wait=False)
     assert not candidates(tmp_path / "checkpoints")
     assert saver.newest_step == -1 and folders.latest_folder(tmp_path / "checkpoints") is None
-    saver._group.written = True
+    ranks.written = True
     assert not saver.finish_background_save(wait=False) and not saver.finish_background_save(wait=True)
     assert saver.newest_step == 2 and folders.latest_folder(tmp_path / "checkpoints").name == "step-3"
     save_steps(saver, 6, 9)  # the later save waits for the previous one
@@ -243,12 +244,13 @@ def test_driver_state_is_captured_at_the_moment_of_the_save(tmp_path):
 
 
 def test_failed_background_save_is_counted_and_retried(tmp_path):
-    saver = make_saver(tmp_path, save_every_steps=3, async_save=True)
+    ranks = Ranks()
+    saver = make_saver(tmp_path, ranks=ranks, save_every_steps=3, async_save=True)
     save_steps(saver, 3, 6)
-    saver._group.full_disk = True
+    ranks.full_disk = True
     assert "No space left" in saver.finish_background_save(wait=True)
     assert names(tmp_path) == ["step-3"] and saver.num_failed == 1 and saver.due(6) and saver.newest_step == 2
-    saver._group.full_disk = False
+    ranks.full_disk = False
     save_steps(saver, 7)
     assert not saver.finish_background_save(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)
 
@@ -259,7 +261,8 @@ def test_driver_arrays_round_trip_as_files_and_a_state_without_them_is_damaged(t
     folder = tmp_path / "checkpoints" / "step-3"
     (found,) = saver.load(lambda state: None)["pool"]["slots"]
     assert found.dtype == np.int32 and found.tolist() == [3, 3, 3]
-    assert folders.read_manifest(folder).files.keys() >= {"driver.json", "driver.int32.npy"}
+    _, files = folders.read_manifest(folder)
+    assert files.keys() >= {"driver.json", "driver.int32.npy"}
     state = json.loads((folder / "driver.json").read_text())
     del state["arrays"]
     (folder / "driver.json").write_text(json.dumps(state))
@@ -284,3 +287,44 @@ def test_write_driver_returns_the_checksums_of_its_files(tmp_path):
     for name, of_dtype in parts.items():
         read = np.load(tmp_path / f"driver.{name}.npy", allow_pickle=False)
         assert read.dtype.name == name and np.array_equal(read, np.concatenate(of_dtype))
+
+
+ARRAYS = st.builds(
+    lambda numbers, dtype: np.array(numbers, dtype),
+    st.lists(st.integers(-100, 100), max_size=5),
+    st.sampled_from([np.int32, np.float32]),
+)
+NESTS = st.recursive(
+    ARRAYS | st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def same(one, two):
+    if isinstance(one, np.ndarray):
+        return isinstance(two, np.ndarray) and one.dtype == two.dtype and np.array_equal(one, two)
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return isinstance(two, list) and len(one) == len(two) and all(map(same, one, two))
+    return type(one) is type(two) and one == two
+
+
+@given(NESTS)
+def test_nested_arrays_round_trip(nest):
+    plain, parts = flatten_state(nest)
+    arrays = {name: np.concatenate(chunks) for name, chunks in parts.items()}
+    assert all(array.dtype.name == name for name, array in arrays.items())
+    assert same(unflatten_state(json.loads(json.dumps(plain)), arrays), nest)
+
+
+@given(st.integers(-2, 6), st.integers(-2, 6), st.sampled_from(["int32", "float32"]))
+def test_span_outside_the_flat_arrays_is_rejected(start, length, name):
+    arrays = {"int32": np.arange(4, dtype=np.int32)}
+    nest = {"x": [{"__array__": [name, start, length]}]}
+    if name == "int32" and start >= 0 and length >= 0 and start + length <= 4:
+        assert unflatten_state(nest, arrays)["x"][0].tolist() == list(range(start, start + length))
+    else:
+        with pytest.raises(ValueError, match="that were saved"):
+            unflatten_state(nest, arrays)

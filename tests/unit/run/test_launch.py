@@ -3,14 +3,17 @@
 import argparse
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl import cli
+from megatron_rl.commands.recipe_arguments import add_rank_recipe_arguments
 from megatron_rl.config.checks.servers import Node
+from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config, EvalSetConfig, RewardRouteConfig
-from megatron_rl.errors import DataError
+from megatron_rl.errors import DataError, UserError
 from megatron_rl.run import launch as recipes
 from megatron_rl.step.input_checks import check_rl_inputs
 from tests.unit.examples.test_examples import ROOT
@@ -68,6 +71,16 @@ def test_recipes_for_one_node_need_only_a_model_and_data(name, model_with_long_c
     assert "GPUs" in capsys.readouterr().err or name == "one_node_colocated"
 
 
+def test_without_a_number_of_ranks_a_dry_run_plans_the_fewest_and_a_run_is_refused_with_it(model_with_long_context, monkeypatch, capsys):
+    monkeypatch.chdir(model_with_long_context.parent)
+    words = ["train", "--config", str(ROOT / "examples" / "gpu" / "tppo.yaml"), f"policy.path={model_with_long_context}"]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "nothing was started" in capsys.readouterr().out
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err.strip()
+    assert "parallel.num_ranks=4 or a multiple" in said and len(said.splitlines()) == 1
+
+
 def test_gpus_per_node_is_given_to_a_dry_run_and_counted_by_a_run(model_with_long_context, monkeypatch, capsys):
     monkeypatch.chdir(model_with_long_context.parent)
     recipe = str(ROOT / "examples" / "gpu" / "one_node_disaggregated.yaml")
@@ -113,7 +126,7 @@ def test_gloo_uses_loopback_on_one_node_and_a_common_interface_otherwise(
     monkeypatch.setattr(recipes, "local_interface_for", lambda host: seen.append(host) or "eth7")
     config = Config()
     config.rollout.urls = urls
-    recipes._choose_interface(config)
+    recipes.choose_interface(config)
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface and seen == ([asked] if asked else [])
 
 
@@ -133,19 +146,44 @@ def test_ranks_of_the_driver_node_come_from_the_launcher(monkeypatch, environmen
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
     monkeypatch.setattr(os, "environ", {**kept, **environment})
     parser = argparse.ArgumentParser()
-    recipes.add_rank_recipe_arguments(parser)
+    add_rank_recipe_arguments(parser)
     config = Config()
     config.parallel.num_ranks = 16
-    assert recipes._driver_node(config, parser.parse_args(["--config", "x", *words]), world_size) == node
+    assert recipes.driver_node(config, parser.parse_args(["--config", "x", *words]), world_size) == node
 
 
 def test_torch_built_for_cuda_without_a_gpu_prints_a_note(monkeypatch, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    recipes._prepare_gpus(is_rank=False)
+    recipes.prepare_gpus(is_rank=False)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    recipes._prepare_gpus(is_rank=False)
+    recipes.prepare_gpus(is_rank=False)
     assert "finds no GPU: this computes on CPUs" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the quickstart sets this on purpose
-    recipes._prepare_gpus(is_rank=False)
+    recipes.prepare_gpus(is_rank=False)
     assert capsys.readouterr().err == ""
+
+
+def test_a_value_pretraining_and_the_training_after_it_share_a_recipe_but_no_folder(tmp_path, monkeypatch):
+    for name in ("check_config", "check_models", "prepare_gpus", "choose_interface"):
+        monkeypatch.setattr(recipes, name, lambda *arguments, **keywords: None)
+    (tmp_path / "recipe.yaml").write_text(f"run: {{output_dir: {tmp_path}/one}}")
+
+    def folder_of(command, path):
+        folders = []
+
+        def work(config):
+            folders.append(Path(config.run.output_dir))
+            folders[0].mkdir(parents=True, exist_ok=True)
+            (folders[0] / "metrics.jsonl").write_text("")
+            (folders[0] / "config.yaml").write_text(config_to_yaml(config))
+
+        words = argparse.Namespace(config=[str(path)], overrides=[], dry_run=False, all_rows=False, gpus_per_node=None)
+        keywords = {"check_inputs": lambda *_, **rows: None, "print_plan": lambda *plan: None, "writes_output_dir": True}
+        assert recipes.run_on_ranks(command, words, work=work, **keywords) == 0
+        return folders[0]
+
+    pretraining = folder_of("critic-pretrain", tmp_path / "recipe.yaml")
+    assert folder_of("train", tmp_path / "recipe.yaml") == tmp_path / "one" != pretraining
+    with pytest.raises(UserError, match="one/critic_pretrain_run already contains a run"):
+        folder_of("critic-pretrain", pretraining / "config.yaml")

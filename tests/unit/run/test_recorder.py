@@ -1,12 +1,14 @@
-"""Stored responses on disk: each step once, within the size limit, and without delaying training."""
+"""A run's records: reports on one thread, and stored responses on disk, each step once and within the size limit."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
 
+from megatron_rl.config.schema import Config, RunConfig, TrackingConfig
 from megatron_rl.run import recorder
-from megatron_rl.run.recorder import SampleStore, steps_to_drop
+from megatron_rl.run.recorder import Recorder, SampleStore, steps_to_drop
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from tests.unit.desk.watch.stored_samples import columns_of
 
@@ -89,3 +91,19 @@ def test_long_run_keeps_newest_steps_and_evenly_spaced_older_ones(capacity):
 
 def test_thinning_removes_no_step_if_everything_fits():
     assert not steps_to_drop({1: 10, 2: 10}, 20)
+
+
+def test_all_reports_are_written_on_one_thread_and_one_at_a_time(tmp_path):
+    """matplotlib opens its fonts again in each new thread, and keeps them open."""
+    threads, is_free = [], threading.Event()
+
+    def write(folder):
+        threads.append(threading.get_ident())
+        assert is_free.wait(60)
+
+    config = Config(run=RunConfig(output_dir=str(tmp_path)), tracking=TrackingConfig(report_every_steps=1, mlflow=False))
+    with Recorder(config, restored=None, title="", write_report=write) as records:
+        for step in range(3):
+            records.end(step, {"step/tokens_generated": 1.0}, num_server_restarts=0)
+        is_free.set()
+    assert len(threads) == 2 and len(set(threads)) == 1 and threads[0] != threading.get_ident()

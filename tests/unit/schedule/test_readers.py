@@ -8,7 +8,7 @@ import pytest
 from rich.style import Style
 
 import megatron_rl
-from megatron_rl.desk.report.charts import DARK, LIGHT
+from megatron_rl.desk.report.charts import COLORS
 from megatron_rl.desk.report.run_report import write_report
 from megatron_rl.errors import DataError
 from megatron_rl.schedule.table import ROWS
@@ -50,7 +50,7 @@ def test_no_other_file_compares_a_mode():
     assert set(found) == {"config/schedule_facts.py"}
 
 
-def test_a_stage_is_meant_by_name_only_where_it_is_listed():
+def test_stages_are_named_only_in_the_listed_files():
     found = {
         name
         for name, tree in FILES.items()
@@ -62,7 +62,7 @@ def test_a_stage_is_meant_by_name_only_where_it_is_listed():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_stage_has_a_color_of_both_palettes_and_a_style(row):
-    assert row.color in LIGHT and row.color in DARK and Style.parse(row.style).color is not None
+    assert row.color in COLORS and Style.parse(row.style).color is not None
 
 
 def test_colors_are_of_one_stage_each():

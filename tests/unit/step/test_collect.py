@@ -1,8 +1,12 @@
-"""Which responses a step works on: over-sampling and dynamic sampling, against a stand-in for the engine."""
+"""Choice of a step's responses by over-sampling and dynamic sampling, with fake servers; the facts of a generate stage."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.schema import Config, Mode
@@ -10,7 +14,7 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.step.collect import Collector, classify_group
+from megatron_rl.step.collect import MAX_ROWS, ChildCpuClock, Collector, classify_group, generated_rows
 
 NUM_SAMPLES = 3
 
@@ -109,7 +113,7 @@ def test_a_step_has_the_same_slots_and_whole_groups_whatever_the_sizes_by_type(h
         parts[1].discard([t for t in found])
 
 
-def test_dynamic_sampling_says_how_many_blocks_it_has():
+def test_dynamic_sampling_error_reports_the_number_of_blocks():
     with pytest.raises(UserError, match=r"0 of 1 blocks of 6 responses whose"):
         collect(collector(dynamic=True, by_type={"a": 6}))
 
@@ -122,7 +126,7 @@ def test_dynamic_sampling_starts_no_round_more_than_it_needs_and_leaves_the_pool
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds_and_says_what_it_saw():
-    with pytest.raises(UserError, match=r"after 4 rounds.*0 of 2 groups.*8 were right throughout.*select-prompts"):
+    with pytest.raises(UserError, match=r"after 4 rounds.*0 of 2 groups.*8 entirely right.*select-prompts"):
         collect(collector(dynamic=True))
 
 
@@ -181,3 +185,59 @@ def test_a_greedy_response_belongs_to_its_group_and_is_no_sample():
     assert classify_group(group, 1.0) == "all_right"
     unscored = [SimpleNamespace(reward=None, greedy=True), *group[:1], SimpleNamespace(reward=0.0, greedy=False)]
     assert classify_group(unscored, 1.0) == "mixed"
+
+
+# ------------------------------------------------------------------------------------------ facts of a generate stage
+
+STEP = 3
+
+
+def response(id, *, prompt, held, new, ended):
+    segments = [Segment((7,) * held, (-1.0,) * held, 0, "length", STEP - 1)] if held else []
+    segments += [Segment((7,) * new, (-1.0,) * new, 0, "stop" if ended else "length", STEP)] if new else []
+    return Trajectory(id, Prompt(str(id), (1,) * prompt), id, 0, 10_000, segments)
+
+
+def numbers(words):
+    return [int(word) for word in words.split()]
+
+
+def test_every_row_is_written_down_in_its_order():
+    rows = generated_rows(
+        [
+            response(0, prompt=3, held=5, new=4, ended=True),
+            response(1, prompt=2, held=0, new=6, ended=False),
+            response(2, prompt=9, held=8, new=0, ended=False),
+        ],
+        STEP,
+        {0: 0.0124, 1: 1.5},
+    )
+    assert (rows["rows"], rows["tokens"]) == (3, 10)
+    assert [numbers(rows[name]) for name in ("prompt", "held", "new", "ended", "ms")] == [
+        [3, 2, 9],
+        [5, 0, 8],
+        [4, 6, 0],
+        [1, 0, 0],
+        [12, 1500, 0],
+    ]
+
+
+def test_of_very_many_rows_an_even_choice_with_the_longest_stands_for_all():
+    lengths = np.random.default_rng(0).integers(1, 400, 3 * MAX_ROWS + 17)
+    rows = generated_rows([response(i, prompt=1, held=0, new=int(n), ended=True) for i, n in enumerate(lengths)], STEP, {})
+    kept = numbers(rows["new"])
+    assert (rows["rows"], rows["tokens"]) == (len(lengths), lengths.sum())
+    assert len(kept) == MAX_ROWS and max(kept) == lengths.max()
+    assert abs(np.mean(kept) / lengths.mean() - 1) < 0.01
+
+
+def test_the_time_of_children_counts_and_what_has_ended_is_not_forgotten():
+    clock = ChildCpuClock()
+    burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
+    before = clock.cpu_s()
+    child = subprocess.Popen([sys.executable, "-S", "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ)
+    child.stdout.readline()
+    assert 0.35 < clock.cpu_s() - before < 2.0
+    after = clock.cpu_s()
+    child.communicate(b"\n")
+    assert clock.cpu_s() >= after

@@ -1,4 +1,4 @@
-"""When a run evaluates, on which responses, what it says of them, and when an accuracy ends the run."""
+"""Evaluations: their steps, responses and metrics, and the accuracy that ends a run."""
 
 import asyncio
 import itertools
@@ -93,7 +93,7 @@ def test_accuracy_is_the_mean_of_the_responses_that_could_be_scored():
 
 
 @pytest.mark.parametrize(("goal", "step", "expected"), [(0.5, 1, [1]), (0.75, 1, []), (0.0, 1, []), (0.5, -1, [])])
-def test_an_accuracy_that_is_reached_in_training_ends_the_run(goal, step, expected):
+def test_goal_accuracy_reached_in_training_ends_the_run(goal, step, expected):
     bench = alone(1.0, 0.0, goal=goal)
     bench.run(step)
     assert bench.stops == expected
@@ -172,7 +172,7 @@ def test_a_set_without_a_score_says_so_and_nothing_more():
     assert "eval/a/accuracy_stderr" not in metrics and metrics["eval/a/num_unscored"] == 1
 
 
-def test_beside_training_an_evaluation_goes_to_the_step_it_belongs_to():
+def test_background_evaluation_is_recorded_at_its_own_step():
     bench = alone(1.0)
     added, warned = bench.beside(1, 3)
     assert [step for step, *_ in added] == [2, 4] == [seen[0] for seen in bench.recorded] and not warned
@@ -222,7 +222,7 @@ def test_without_its_servers_an_evaluation_is_left_out_and_training_goes_on():
     ]
 
 
-def test_an_evaluation_that_fails_beside_training_is_said_and_left_out():
+def test_failed_background_evaluation_is_a_warning_and_is_omitted():
     bench = alone(1.0)
 
     async def lost(*args, **options):

@@ -1,4 +1,4 @@
-"""A step's first update gives the old log-probs itself; what reads them sees the same numbers as after a pass of their own."""
+"""Old log-probs from a step's first update equal those of a separate pass, for everything that reads them."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -10,14 +10,15 @@ import torch
 from megatron_rl.config.schedule_facts import facts_of, reuses_first_logprobs
 from megatron_rl.config.schema import Config, KlPlace, OldPolicy, RoutingReplay
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.step.advantage_spans import SINGLE_RESPONSE
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.metrics import passes_metrics
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.stages import old_logprobs
 from megatron_rl.step.state import StepState
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
+from megatron_rl.step.window_advantages import SINGLE_RESPONSE
 from megatron_rl.training.engine import UpdateResult
+from tests.token_indices import token_indices
 from tests.unit.step.stage_runs import run_stage
 
 STEP = 2
@@ -31,13 +32,13 @@ class Ranks:
 
     def logprobs(self, batch, rows=None, *, temperature, engine="policy"):
         rows = range(batch.num_sequences) if rows is None else rows
-        self.passes += [(engine, len(batch.rows(rows)))] if len(rows) else []
+        self.passes += [(engine, len(token_indices(batch, rows)))] if len(rows) else []
         moved = self.num_updates if engine == "policy" else 3
         return self.answers(batch, rows, batch.fields["mask"], moved)
 
     @staticmethod
     def answers(batch, rows, wanted, moved):
-        asked = torch.zeros(len(batch.tokens), dtype=torch.bool).index_fill(0, batch.rows(rows), True)
+        asked = torch.zeros(len(batch.tokens), dtype=torch.bool).index_fill(0, token_indices(batch, rows), True)
         return torch.where(wanted & asked, -1.0 - 0.01 * batch.joined().tokens - 0.1 * moved, 0.0)
 
     def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0, keeps_logprobs=False):
@@ -45,7 +46,7 @@ class Ranks:
         wanted = batch.fields["mask"] | batch.fields.get("window", batch.fields["mask"])
         logprobs = self.answers(batch, rows, wanted, self.num_updates)
         self.num_updates += 1
-        plan = {"num_tokens": float(len(batch.rows(rows)))}
+        plan = {"num_tokens": float(len(token_indices(batch, rows)))}
         kept = logprobs if keeps_logprobs else None
         return UpdateResult(1.0, 1e-3, {"policy_loss": (1.0, 1.0)}, skipped=False, plan=plan, logprobs=kept)
 
@@ -72,10 +73,10 @@ def responses(num=7, *, all_end=False):
 
 def run_a_step(config, *, own=True, convergence=None, group=None, slots=None, dtype=torch.float32):
     """The step's stages that read old log-probs; ``own`` False: as if the first update's were of no use."""
-    group, slots, facts = group or Ranks(), slots or responses(), facts_of(config)
+    group, slots = group or Ranks(), slots or responses()
     components = {
         "config": config,
-        "facts": facts,
+        "facts": facts_of(config),
         "group": group,
         "grader": SimpleNamespace(metrics=lambda finished: {}),
         "rollout": SimpleNamespace(weights_changed=lambda: None, weight_version=0),
@@ -88,7 +89,7 @@ def run_a_step(config, *, own=True, convergence=None, group=None, slots=None, dt
         "fleet": None,
         "vision": None,
     }
-    batch = window_batch(slots, facts.trained_window(STEP))
+    batch = window_batch(slots, STEP)
     state = StepState(slots, batch.with_fields(**batch.fields | {"rollout_logprobs": batch.fields["rollout_logprobs"].to(dtype)}))
     state.finished = [t for t in slots if t.finished]
     state.values, state.final_values = torch.zeros(len(state.batch.tokens)), torch.zeros(len(slots))
@@ -114,7 +115,7 @@ def configured(size, kl=KlPlace.none, weight="none"):
 @pytest.mark.parametrize("size", [99, 4, 2])
 @pytest.mark.parametrize("kl", [KlPlace.none, KlPlace.loss])
 @pytest.mark.parametrize("weight", ["none", "token"])
-def test_metrics_and_kl_are_those_of_a_pass_of_all_rows(size, kl, weight):
+def test_metrics_and_kl_equal_a_pass_over_all_rows(size, kl, weight):
     (state, group), (whole, with_pass) = (run_a_step(configured(size, kl, weight), own=own) for own in (True, False))
     num_updates = -(-7 // size)
     # What no loss and no metric reads, an update does not tell.

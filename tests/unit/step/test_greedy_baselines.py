@@ -2,9 +2,8 @@
 
 from megatron_rl.config.schema import AlgorithmConfig, Overlong
 from megatron_rl.data.trajectory import Score
-from megatron_rl.step.advantage_spans import greedy_rewards
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
+from megatron_rl.step.window_advantages import ModelOutputs, greedy_rewards, window_advantages
 from tests.unit.step.test_window_advantages import RAW, WINDOW, trajectory
 
 

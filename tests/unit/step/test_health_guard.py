@@ -1,4 +1,4 @@
-"""A run whose warning signs are acted on: warned of, stopped, rolled back, and compared with its servers."""
+"""Actions on warning signs: warning, stop, rollback, and the parity check with the servers."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.step_saver import StepSaver
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.step.watchdog import Rollback, TrainingCollapsed, Watchdog
 from tests.unit.step.stage_runs import run_stage
 from tests.unit.step.test_stages import batch_of, state_of
@@ -81,12 +81,12 @@ def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
     if raised is Rollback:
         assert (caught.value.position, caught.value.number) == ({"next_id": 7}, 1)
     else:
-        assert "last good checkpoint is step-1" in str(caught.value)
+        assert "last healthy checkpoint is step-1" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [({"healthy_checkpoint": None}, "No good checkpoint"), ({"num_rollbacks": 2}, "Already rolled back 2 times")],
+    [({"healthy_checkpoint": None}, "No healthy checkpoint"), ({"num_rollbacks": 2}, "Already rolled back 2 times")],
 )
 def test_a_run_that_cannot_go_back_any_more_stops(state, words):
     run = WatchedRun(HealthAction.roll_back, **state)

@@ -1,4 +1,4 @@
-"""Where the divergence from the reference is charged, and when its coefficient moves."""
+"""The KL penalty in rewards and loss, and the steps in which its coefficient adapts."""
 
 import pytest
 import torch
@@ -27,34 +27,35 @@ def test_without_a_penalty_nothing_is_charged_and_no_reference_is_read():
     lines = torch.arange(5.0)
     state = state_of(lines)
     del state.reference_logprobs
-    found = KlPenalty(KlConfig(place=KlPlace.none)).charge(state)
-    assert found.token_rewards is lines and not found.loss_fields and not found.metrics
+    token_rewards, loss_fields, metrics = KlPenalty(KlConfig(place=KlPlace.none)).charge(state)
+    assert token_rewards is lines and not loss_fields and not metrics
 
 
 def test_in_the_rewards_every_token_pays_its_own_divergence_at_its_prompts_coefficient():
     settings = KlConfig(place=KlPlace.reward, estimator="k1", coef=0.1, coef_by_type={"chat": 0.5})
     for lines in (None, torch.arange(5.0)):
-        found = KlPenalty(settings).charge(state_of(lines))
+        token_rewards, loss_fields, _ = KlPenalty(settings).charge(state_of(lines))
         expected = (0.0 if lines is None else lines) - torch.tensor([0.0, 0.05, -0.1, 0.0, 0.5])
-        torch.testing.assert_close(found.token_rewards, expected)
-        assert not found.loss_fields
+        torch.testing.assert_close(token_rewards, expected)
+        assert not loss_fields
 
 
 def test_in_the_loss_the_rewards_stay_and_the_loss_gets_its_fields():
-    found = KlPenalty(KlConfig(place=KlPlace.loss, coef=0.1, coef_by_type={"chat": 0.5})).charge(state_of())
-    assert found.token_rewards is None and found.loss_fields["reference_logprobs"] is THEIRS
-    torch.testing.assert_close(found.loss_fields["kl_coefs"], torch.tensor([0.1, 0.1, 0.1, 0.5, 0.5]))
+    penalty = KlPenalty(KlConfig(place=KlPlace.loss, coef=0.1, coef_by_type={"chat": 0.5}))
+    token_rewards, loss_fields, _ = penalty.charge(state_of())
+    assert token_rewards is None and loss_fields["reference_logprobs"] is THEIRS
+    torch.testing.assert_close(loss_fields["kl_coefs"], torch.tensor([0.1, 0.1, 0.1, 0.5, 0.5]))
 
 
 def test_a_step_is_charged_with_the_coefficient_from_before_its_own_measurement():
     settings = KlConfig(place=KlPlace.reward, estimator="k1", coef=0.1, target=0.01, horizon=10)
     penalty = KlPenalty(settings)
-    first, second = (penalty.charge(state_of()).metrics for _ in range(2))
+    first, second = (penalty.charge(state_of())[2] for _ in range(2))
     assert first["kl/coef"] == 0.1 and second["kl/coef"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
     assert first["kl/reference_per_response"] == pytest.approx((0.5 - 1.0 + 1.0) / 2)
     goes_on = KlPenalty(settings)
     goes_on.load_state(penalty.state())
-    assert goes_on.charge(state_of()).metrics == penalty.charge(state_of()).metrics
+    assert goes_on.charge(state_of())[2] == penalty.charge(state_of())[2]
 
 
 def windows_of_kl(windows, *, type="math", id=0, finished=True, step=0):
@@ -70,7 +71,7 @@ def charge(penalty, group, step, per_token):
     state = StepState(group, window_batch(group, step))
     state.old_logprobs = torch.zeros(len(state.batch.tokens))
     state.reference_logprobs = torch.full((len(state.batch.tokens),), -per_token)
-    return penalty.charge(state).metrics
+    return penalty.charge(state)[2]
 
 
 def test_the_adaptive_coefficient_sees_whole_responses_and_not_windows():

@@ -1,4 +1,4 @@
-"""Laws of windows in packed batches: what is read at a mask and put there is that of a list of its places."""
+"""Laws of windows in packed batches: reads and writes under a mask equal those of a list of indices."""
 
 import torch
 from hypothesis import example, given

@@ -1,4 +1,4 @@
-"""How far engines may be apart: four figures, their bounds, and what is said beyond one."""
+"""Agreement of trainer and servers: four figures, their bounds, and the error beyond a bound."""
 
 import json
 import math
@@ -17,15 +17,14 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Dtype, Fp8, RoutingReplay
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.errors import ConfigError
-from megatron_rl.step.parity import EngineMismatch, ParityCheck, compare_logprobs
-from megatron_rl.step.parity_bounds import numeric_format, parity_bounds
-from tests.unit.config.test_moe_settings import DENSE, SPARSE, load
+from megatron_rl.step.parity import EngineMismatch, ParityCheck, compare_logprobs, numeric_format, parity_bounds
+from tests.unit.config.recipes import DENSE, SPARSE, load
 
 NUM_TOKENS = 200
 BFLOAT16 = ["policy.dtype=bfloat16"]
 
 
-def test_figures_are_those_of_a_loop_over_tokens() -> None:
+def test_parity_figures_equal_a_loop_over_tokens() -> None:
     log_rho = torch.randn(501, generator=torch.Generator().manual_seed(1)) * 0.6
     values = log_rho.tolist()
     assert sum(abs(v) > math.log(2) for v in values) > 50
@@ -38,7 +37,7 @@ def test_figures_are_those_of_a_loop_over_tokens() -> None:
     assert vars(mismatch_figures(log_rho)) == pytest.approx(vars(expected), rel=1e-6)
 
 
-def test_a_difference_that_is_no_number_is_beyond_every_bound() -> None:
+def test_nan_difference_exceeds_every_bound() -> None:
     for broken in (math.nan, math.inf, -math.inf):
         found = mismatch_figures(torch.tensor([0.0, broken, 0.0]))
         assert found.mean == found.max == math.inf and found.outliers == pytest.approx(1 / 3) and found.k3 > 1
@@ -51,7 +50,7 @@ def config_of(tmp_path: Path, model: dict[str, Any] = DENSE, *, dtype: Dtype = D
     return config
 
 
-def test_bounds_grow_with_what_the_numbers_round_and_with_experts(tmp_path: Path) -> None:
+def test_bounds_grow_with_rounding_and_with_experts(tmp_path: Path) -> None:
     (tmp_path / "sparse").mkdir()
     dense, sparse = config_of(tmp_path), config_of(tmp_path / "sparse", SPARSE)
 
@@ -72,7 +71,7 @@ def test_bounds_grow_with_what_the_numbers_round_and_with_experts(tmp_path: Path
             assert getattr(bounds(dense, kind), name) < getattr(bounds(sparse, kind), name)
 
 
-def test_a_given_bound_takes_the_place_of_the_usual_one_alone(tmp_path: Path) -> None:
+def test_configured_bound_replaces_only_its_default(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     usual = parity_bounds(config, on_gpu=False)
     config.rollout.parity_bounds.outliers, config.rollout.max_logprob_difference = 0.5, 0.7
@@ -134,7 +133,7 @@ def test_noise_of_bfloat16_passes_also_where_single_tokens_are_far_off(tmp_path:
         (spread(5.0, 0.005), ["k3"]),  # next to none, but beyond belief
     ],
 )
-def test_each_kind_of_fault_is_seen_by_a_figure_of_its_own(
+def test_each_kind_of_fault_exceeds_a_different_figure(
     differences: Tensor, over: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(EngineMismatch) as caught:
@@ -156,7 +155,7 @@ def test_experts_get_the_advice_that_helps_them(tmp_path: Path) -> None:
     with pytest.raises(EngineMismatch) as caught:
         compare(config, spread(1.0))
     assert "routing_replay" not in str(caught.value)
-    with pytest.raises(EngineMismatch, match="The servers hold other weights than the trainer: model.norm.weight"):
+    with pytest.raises(EngineMismatch, match="The servers have other weights than the trainer: model.norm.weight"):
         compare(config, spread(1.0), differing=["model.norm.weight"])
 
 

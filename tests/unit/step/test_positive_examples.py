@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, Overlong
 from megatron_rl.data.trajectory import Score, Segment, Trajectory
-from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.loss_batches import policy_batch, store_untrained
+from megatron_rl.step.window_advantages import ResponseRules
 from tests.unit.step.test_window_advantages import RAW, advantages, dialogue, trajectory
 
 

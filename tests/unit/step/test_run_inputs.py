@@ -1,4 +1,4 @@
-"""Where windows end: their edges move from response to response, so that every position trains in some of them."""
+"""Window edges move from response to response, so that every position is trained inside some window."""
 
 import functools
 import math

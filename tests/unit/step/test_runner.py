@@ -1,4 +1,4 @@
-"""The stage runner: which thread runs what, how a run ends, and what a stall says."""
+"""The stage runner: threads of the stages, the end of a run, and the error of a stalled run."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What ended is graded once, in the step in which it ended: responses, and the turns of dialogues."""
+"""Responses and the turns of dialogues are scored once, in the step in which they end."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.environments.pag import Pag
-from megatron_rl.rewards.error_rate_alarm import RewardAlarm
+from megatron_rl.rewards.router import RewardAlarm
 from megatron_rl.step.scoring import ResponseScorer
 
 WORDS = {1: "seven", 2: "The answer is wrong", 3: "eight", 4: "The answer is correct", 9: ""}

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from megatron_rl.config.schedule_facts import facts_of
-from megatron_rl.config.schema import Config, OldPolicy, TrainsOn
+from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.step.collect import ChildCpuClock
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.scoring import ResponseScorer
-from megatron_rl.step.stage_facts import ChildCpuClock
 from megatron_rl.step.state import StepState
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.trainer_group import TrainerGroup
 from tests.unit.step.stage_runs import run_stage
@@ -174,7 +174,7 @@ def test_responses_that_train_at_their_end_are_the_rows_of_the_step_in_which_the
             Segment((5,) * n, (-1.0,) * n, 0, "stop" if stopped and k + 1 == len(windows) else "length", k)
             for k, n in enumerate(windows)
         ]
-        return Trajectory(id, Prompt("p", (1,), answer="2"), id, 0, 9, segments)
+        return Trajectory(id, Prompt("p", (1,), answer="2"), id, 0, 9, segments, deferred_steps=(0,))
 
     slots = [response(0, 2, 3, stopped=True), response(1, 2, 3, stopped=False)]
 
@@ -184,7 +184,7 @@ def test_responses_that_train_at_their_end_are_the_rows_of_the_step_in_which_the
     collector = SimpleNamespace(collect=collect, rounds=[])
     recorder = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *stage, **facts: None)
     run, state = components(RecordingGroup(), collector=collector, recorder=recorder), StepState()
-    run["config"].schedule.policy_trains_on = TrainsOn.responses
+    run["config"].schedule.training_window_tokens = 0
     run["config"].algorithm.correction.old_policy = OldPolicy.rollout
     run["facts"] = facts_of(run["config"])
     asyncio.run(run_stage("generate", 1, state, **run))
@@ -192,13 +192,31 @@ def test_responses_that_train_at_their_end_are_the_rows_of_the_step_in_which_the
     assert state.batch.fields["mask"].tolist() == [False] + [True] * 5
     run_stage("old_logprobs", 1, state, **run)
     assert state.old_logprobs.tolist() == [0.0] + [-1.0] * 5
-    slots[0].segments.pop()
+    assert slots[1].deferred_steps == (0, 1)
+    slots.pop(0)
     later = StepState()
     asyncio.run(run_stage("generate", 2, later, **run))
     assert later.batch.num_sequences == 0
 
 
+def test_a_dialogue_that_ends_without_a_new_token_trains_on_its_untrained_ones():
+    talk = Trajectory(0, Prompt("p", (1,)), 0, 0, 9, [Segment((5,) * 3, (-1.0,) * 3, 0, "stop", 0)], dialogue=True)
+
+    async def collect(step):
+        talk.env_done = step == 1
+        return [talk], {}
+
+    collector = SimpleNamespace(collect=collect, rounds=[])
+    recorder = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *stage, **facts: None)
+    run, states = components(RecordingGroup(), collector=collector, recorder=recorder), [StepState(), StepState()]
+    run["config"].schedule.training_window_tokens = 0
+    run["facts"] = facts_of(run["config"])
+    for step, state in enumerate(states):
+        asyncio.run(run_stage("generate", step, state, **run))
+    assert [state.batch.fields["mask"].tolist() for state in states] == [[], [False, True, True, True]]
+
+
 def test_an_empty_batch_is_answered_without_asking_the_ranks():
-    group, empty = object.__new__(TrainerGroup), window_batch([], None)
+    group, empty = object.__new__(TrainerGroup), window_batch([], 0)
     assert len(group.logprobs(empty, temperature=1.0)) == 0
     assert [len(found) for found in group.values(empty)] == [0, 0]

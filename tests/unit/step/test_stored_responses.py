@@ -1,4 +1,4 @@
-"""Which responses of a step are stored, and that what is stored is what trained."""
+"""The choice of stored responses; stored columns equal the trained batch."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_every_group_has_the_same_chance_and_the_seed_decides():
     assert [t.id for t in one] != [t.id for t in two]
 
 
-def test_a_group_that_is_too_large_gives_its_first_samples():
+def test_too_large_group_stores_its_first_samples():
     chosen = chosen_responses(groups(range(3), 16), 5, seed=0)
     assert [t.sample_index for t in chosen] == [0, 1, 2, 3, 4] and len({t.group_id for t in chosen}) == 1
 
@@ -61,7 +61,7 @@ def stored(state, step=STEP):
 
 @pytest.mark.parametrize("size", [99, 2])
 @pytest.mark.parametrize("kl", [KlPlace.none, KlPlace.loss])
-def test_columns_are_those_of_the_batch_that_trained(size, kl):
+def test_stored_columns_equal_the_trained_batch(size, kl):
     state, _ = run_a_step(configured(size, kl))
     found = stored(state)
     batch, policy = state.batch, state.policy_batch
@@ -88,7 +88,7 @@ def test_columns_are_those_of_the_batch_that_trained(size, kl):
     assert np.concatenate(apart).mean() == pytest.approx(state.metrics["mismatch/kl"], rel=1e-4)
 
 
-def test_log_probs_that_nobody_computed_are_missing():
+def test_log_probs_that_were_not_computed_are_nan():
     state, _ = run_a_step(configured(99))
     state.old_logprobs = state.batch.fields["rollout_logprobs"]
     assert all(np.isnan(one["trainer_logprobs"]).all() and one["mismatch"] is None for one in stored(state).values())

@@ -1,4 +1,4 @@
-"""What a step's optimizer steps say together."""
+"""Combined metrics of a step's updates."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ import torch
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.rows import Rows
-from megatron_rl.step.updates import train_policy, update_metrics
+from megatron_rl.step.stages.update_policy import train_policy
+from megatron_rl.step.updates import update_metrics
 from megatron_rl.training.engine import UpdateResult
 
 

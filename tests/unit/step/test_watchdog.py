@@ -1,4 +1,4 @@
-"""Signs that training has died: seen when they hold, silent about noise, remembered across a resume."""
+"""Signs of collapsed training: found when they persist, silent about noise, restored after a resume."""
 
 import json
 import random
@@ -49,11 +49,11 @@ def test_a_sign_acts_when_it_has_held_for_the_patience_and_again_after_as_many_s
     assert signs(watchdog(), [row, row, {}, row, row]) == []
 
 
-def test_too_many_errors_of_rewards_act_at_once():
+def test_too_many_reward_errors_act_immediately():
     assert signs(watchdog(), [{}, {"reward/error_rate": 0.3}, {"reward/error_rate": 0.2}]) == [(1, "reward_errors")]
 
 
-def test_a_collapsed_reward_is_seen_and_stays_seen():
+def test_collapsed_reward_remains_a_finding():
     rows = [{"reward/mean": 0.4}] * 6 + [{"reward/mean": 0.0}] * 9
     found = signs(watchdog(), rows)
     assert found and all(sign == "reward_drop" for _, sign in found) and len(found) >= 2

@@ -1,4 +1,4 @@
-"""Which tokens train what: the invariants of T-PPO (arXiv 2506.15050) that live between pool and losses."""
+"""The tokens that train each model: invariants of T-PPO (arXiv 2506.15050) between pool and losses."""
 
 import math
 
@@ -20,11 +20,10 @@ from megatron_rl.config.schema import (
     Overlong,
 )
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules
 from megatron_rl.step.loss_batches import policy_batch, response_batch, store_model_outputs, window_critic_batch
-from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
+from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics, staleness_metrics
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
+from megatron_rl.step.window_advantages import SINGLE_RESPONSE, ModelOutputs, ResponseRules, window_advantages
 
 WINDOW = 4
 RAW = AlgorithmConfig(
@@ -36,14 +35,14 @@ RAW = AlgorithmConfig(
 )
 
 
-def trajectory(windows, *, stopped, score=None, prompt_tokens=3, budget=100, first_step=0, id=0):
+def trajectory(windows, *, stopped, score=None, prompt_tokens=3, budget=100, first_step=0, id=0, deferred=()):
     """A response whose window k has windows[k] tokens, generated in step first_step + k."""
     segments = [
         Segment((7,) * n, (-0.5,) * n, k, "stop" if stopped and k == len(windows) - 1 else "length", first_step + k)
         for k, n in enumerate(windows)
     ]
     prompt = Prompt(id="p", token_ids=(1,) * prompt_tokens)
-    return Trajectory(id, prompt, 0, 0, budget, segments, score=score)
+    return Trajectory(id, prompt, 0, 0, budget, segments, score=score, deferred_steps=tuple(deferred))
 
 
 def advantages(trajectories, step, window_values, algorithm=RAW, final=None, rules=SINGLE_RESPONSE):
@@ -76,6 +75,43 @@ def test_golden_vectors_of_a_response_over_two_windows():
     )
 
 
+def brute_force(rewards, values, gamma, lam, edge):
+    """A_t = sum_k (gamma lam)^k delta_{t+k} (T-PPO, arXiv 2506.15050, eq. 6) in float64; ``edge``: V after the last token."""
+    following = [*values[1:], edge]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 5), min_size=3, max_size=6), min_size=1, max_size=5),
+    st.frozensets(st.integers(0, 2)),
+    st.sampled_from(Bootstrap),
+    st.sampled_from([(1.0, 0.95), (0.97, 0.8), (1.0, 1.0), (0.9, 0.0)]),
+    st.integers(0, 999),
+)
+def test_advantages_of_unequal_windows_of_training_equal_brute_force(responses, deferred, bootstrap, discounts, seed):
+    """Every response's window of training is as long as its deferred windows make it; the edge is its last token alone."""
+    step, (gamma, lam) = 3, discounts
+    rng = np.random.default_rng(seed)
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "gamma": gamma, "lambda_value": lam, "bootstrap": bootstrap})
+    rows, expected, values = [], [], []
+    final = rng.normal(size=len(responses)).round(3)
+    first = max((earlier + 1 for earlier in range(step) if earlier not in deferred), default=0)
+    for id, windows in enumerate(responses):
+        is_over, reward, grown = len(windows) <= step + 1, float(id % 2), windows[: step + 1]
+        born, score = step + 1 - len(grown), Score(reward) if is_over else None
+        rows.append(trajectory(grown, stopped=is_over, score=score, id=id, deferred=deferred, first_step=born))
+        num_tokens = sum(n for k, n in enumerate(grown) if born + k >= first)
+        of_window = rng.normal(size=num_tokens).round(3).tolist()
+        values += of_window
+        edge = 0.0 if is_over else final[id] if bootstrap is Bootstrap.critic else of_window[-1]
+        expected += brute_force([0.0] * (num_tokens - 1) + [reward * is_over], of_window, gamma, lam, edge)
+    batch, found = advantages(rows, step, values, algorithm, final=final.tolist())
+    assert int(found.mask.sum()) == len(expected) and torch.equal(found.mask, batch.fields["mask"])
+    np.testing.assert_allclose(found.raw.double().numpy(), expected, atol=2e-5)
+
+
 def test_a_window_as_long_as_the_response_gives_plain_gae():
     values, rewards = [0.1, 0.3, 0.2, 0.6, 0.5], [0.0, 0, 0, 0, 1]
     response = trajectory([5], stopped=True, score=Score(1.0))
@@ -98,11 +134,11 @@ def test_advantages_of_a_window_ignore_earlier_windows():
 
 
 def test_responses_that_train_at_their_end_have_the_advantages_of_one_pass():
-    """schedule.policy_trains_on=responses: over all windows at once, whatever step generated them."""
+    """schedule.training_window_tokens=0: over all windows at once, whatever step generated them."""
     values = [0.2, 0.4, 0.5, 0.6, 0.55, 0.7, 0.8]
-    whole = trajectory([4, 3], stopped=True, score=Score(1.0), prompt_tokens=2, first_step=5)
+    whole = trajectory([4, 3], stopped=True, score=Score(1.0), prompt_tokens=2, first_step=5, deferred=[5])
     other = trajectory([2], stopped=True, score=Score(0.0), prompt_tokens=1, first_step=6, id=1)
-    batch, found = advantages([whole, other], None, [*values, 0.3, 0.1])
+    batch, found = advantages([whole, other], 6, [*values, 0.3, 0.1])
     assert found.mask.tolist() == [False] * 2 + [True] * 7 + [False] + [True] * 2 and found.ended.all()
     rewards, cu = torch.tensor([0.0] * 6 + [1, 0, 0]), torch.tensor([0, 7, 9])
     plain = algorithms.gae(rewards, torch.tensor([*values, 0.3, 0.1]), cu, gamma=1.0, lam=0.95)
@@ -110,27 +146,30 @@ def test_responses_that_train_at_their_end_have_the_advantages_of_one_pass():
     assert batch.fields["rollout_logprobs"][found.mask].tolist() == [-0.5] * 9
     kept = torch.zeros(len(batch.tokens))
     kept[batch.fields["mask"]] = torch.tensor([*values, 0.3, 0.1])
-    store_model_outputs([whole, other], batch, ModelOutputs(kept, torch.zeros(2)), None)
+    store_model_outputs([whole, other], batch, ModelOutputs(kept, torch.zeros(2)), 6)
     assert np.concatenate(whole.old_values).tolist() == pytest.approx(values)
     assert np.concatenate(other.old_values).tolist() == pytest.approx([0.3, 0.1])
     assert response_batch([whole, other], RAW).fields["mask"].tolist() == found.mask.tolist()
 
 
-@pytest.mark.parametrize("at_their_end", [False, True])
-@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=6))
-def test_every_generated_token_trains_the_policy_in_exactly_one_step(at_their_end, responses):
-    """Either in the step that generated it, or in the one in which its response ended."""
+DEFERRED = st.frozensets(st.integers(0, 3))
+"""Steps in which no unfinished response trains."""
+
+
+@given(DEFERRED, st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_every_generated_token_trains_the_policy_in_exactly_one_step(deferred, responses):
+    """In the step that generated it or, of a deferred step, in the first later one that trains its response."""
     trained = [[0] * sum(windows) for windows in responses]
     for step in range(4):
         alive = [(id, windows) for id, windows in enumerate(responses) if len(windows) > step]
         rows = []
         for id, windows in alive:
             ended = len(windows) == step + 1
-            rows.append(trajectory(windows[: step + 1], stopped=ended, score=Score(1.0) if ended else None, id=id))
-        if at_their_end:
-            rows = [t for t in rows if t.finished]
-        num_tokens = sum(t.window_tokens(None if at_their_end else step) for t in rows)
-        batch, found = advantages(rows, None if at_their_end else step, [0.5] * num_tokens, final=[0.0] * len(rows))
+            score = Score(1.0) if ended else None
+            rows.append(trajectory(windows[: step + 1], stopped=ended, score=score, id=id, deferred=deferred))
+        rows = [t for t in rows if t.finished or step not in deferred]
+        num_tokens = sum(t.training_tokens(step) for t in rows)
+        batch, found = advantages(rows, step, [0.5] * num_tokens, final=[0.0] * len(rows))
         assert int(found.mask.sum()) == num_tokens
         for t, mask in zip(rows, found.mask.split(batch.lengths.tolist()), strict=True):
             for place in mask[3:].nonzero()[:, 0].tolist():
@@ -190,7 +229,7 @@ def test_window_critic_batch_excludes_unscored_responses():
 
 
 def test_a_step_in_which_nothing_ended_has_nothing_to_train_on():
-    batch, found = advantages([], None, [])
+    batch, found = advantages([], 0, [])
     assert batch.num_sequences == 0 and len(found.mask) == 0
     trained, metrics = policy_batch([], batch, torch.zeros(0), found, RAW)
     assert trained.num_sequences == 0 and not any(math.isnan(value) for value in metrics.values())
@@ -394,7 +433,7 @@ def test_messages_of_the_environment_train_nothing():
     assert response_batch([talk], RAW, INDEPENDENT).fields["mask"].tolist() == found.mask.tolist()
 
 
-def test_turns_are_episodes_of_their_own():
+def test_each_independent_turn_is_an_episode():
     """Perturbing the reward of turn k + 1 leaves the advantages of turns up to k as they were (PAG, arXiv 2506.10406)."""
     values = [0.1, 0.4, 0.2, 0.6, 0.3, 0.5]
     one, two = (
@@ -521,3 +560,15 @@ def test_a_run_without_a_critic_needs_no_values():
     batch = window_batch(pair, 0)
     found = window_advantages(pair, batch, ModelOutputs(), step=0, window_tokens=4, algorithm=algorithm)
     assert found.advantages[found.mask].tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_staleness_counts_only_tokens_that_train():
+    one, two = trajectory([2, 3], stopped=True, score=Score(1.0)), trajectory([4], stopped=False, id=1)
+    trained = torch.tensor([False] * 3 + [True] * 5 + [False] * 3 + [True] * 4)
+    assert staleness_metrics([one, two], trained, 5) == {
+        "rollout/staleness_mean": pytest.approx((2 * 5 + 3 * 4 + 4 * 5) / 9), "rollout/staleness_max": 5.0
+    }
+    trained[8:] = False
+    trained[3:5] = False  # the first window
+    assert staleness_metrics([one, two], trained, 5) == {"rollout/staleness_mean": 4.0, "rollout/staleness_max": 4.0}
+    assert staleness_metrics([one, two], torch.zeros_like(trained), 5) == {}

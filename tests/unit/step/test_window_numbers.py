@@ -1,4 +1,4 @@
-"""A step's advantages and metrics against loops in float64, over random dialogues; and what they may cost."""
+"""A step's advantages and metrics equal loops in float64 over random dialogues; their cost is limited."""
 
 import os
 import subprocess
@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.algorithms import sequences
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, CorrectionConfig, LambdaKind, Normalization, Overlong
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.loss_batches import policy_batch, response_batch, store_model_outputs
 from megatron_rl.step.metrics import advantage_metrics, critic_metrics
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
+from megatron_rl.step.window_advantages import ModelOutputs, ResponseRules, window_advantages
 
 STEP = 2
 
@@ -80,7 +79,7 @@ def by_loops(responses, values, final_values, algorithm, rules):
     dialogues(), st.sampled_from(list(Overlong)), st.sampled_from(list(Bootstrap)), st.integers(0, 3),
     st.sampled_from(list(Normalization)), st.booleans(), st.integers(0, 2**31), st.sampled_from([3, 32_000]),
 )  # fmt: skip
-def test_advantages_of_a_window_are_those_of_loops(responses, overlong, bootstrap, n_ignore, normalization, hot, seed, block):
+def test_window_advantages_equal_loops_in_float64(responses, overlong, bootstrap, n_ignore, normalization, hot, seed, block):
     overlong = Overlong.none if overlong is Overlong.soft else overlong
     algorithm, rules = settings_of(overlong, bootstrap, n_ignore, normalization), ResponseRules(masks_hot_tokens=hot)
     generator, batch = torch.Generator().manual_seed(seed), window_batch(responses, STEP)
@@ -112,7 +111,7 @@ def test_advantages_of_a_window_are_those_of_loops(responses, overlong, bootstra
 
 @settings(max_examples=40, deadline=None)
 @given(dialogues(), st.integers(0, 2**31), st.sampled_from([3, 32_000]))
-def test_the_critics_metrics_are_those_of_loops(responses, seed, block):
+def test_critic_metrics_equal_loops_in_float64(responses, seed, block):
     generator, finished = torch.Generator().manual_seed(seed), [t for t in responses if t.finished]
     for response in finished:
         response.old_values = [torch.randn(response.num_generated_tokens, generator=generator).numpy()]
@@ -188,7 +187,7 @@ def test_a_steps_numbers_are_made_in_blocks():
     assert len(passes.made) <= 8, passes.made
 
 
-def test_a_steps_numbers_wake_no_threads_of_torch():
+def test_metrics_of_a_step_start_no_torch_threads():
     """Waking them for each block would take ten times the CPU seconds of its numbers."""
     code = (
         "from tests.unit.step.test_window_numbers import a_step\n"

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schedule_facts import facts_of
+from megatron_rl.config.schedule_facts import facts_of, max_trained_windows
 from megatron_rl.config.schema import (
     Config,
     HealthAction,
@@ -41,16 +41,17 @@ from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.step_saver import StepSaver
-from megatron_rl.step.warmup import CriticWarmup
+from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
+from tests.token_indices import token_indices
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_collection():
     """A publish collects garbage: with the objects of a whole test session that is most of the seconds of these tests."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("megatron_rl.step.stages.publish.gc", SimpleNamespace(collect=lambda: 0))
+        patched.setattr("megatron_rl.step.stages.publish.gc_between_windows", lambda step: None)
         yield
 
 
@@ -86,7 +87,7 @@ class Ranks:
         return {}
 
     def logprobs(self, batch, rows=None, *, temperature, engine="policy"):
-        where = batch.rows(range(batch.num_sequences) if rows is None else rows)
+        where = token_indices(batch, range(batch.num_sequences) if rows is None else rows)
         moved = self.policy if engine == "policy" else 0
         return torch.zeros(len(batch.tokens)).index_fill(0, where, -0.01 * (1 + moved))
 
@@ -150,7 +151,10 @@ class Servers:
 
     async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
         self.sizes.append(len(trajectories))
-        rooms = {t.id: min(window_tokens, min(LENGTHS[t.id], BUDGET) - t.num_response_tokens) for t in trajectories}
+        rooms = {
+            t.id: min(t.remaining_window(step, window_tokens), min(LENGTHS[t.id], BUDGET) - t.num_response_tokens)
+            for t in trajectories
+        }
         if self.gate is not None:
             before = {id: self.pauses.randint(0, max(room, 0)) for id, room in rooms.items()}
             self.grow(trajectories, before, step)
@@ -347,8 +351,8 @@ class ToyRun:
         if inspect.iscoroutine(found):
             self.event_loop.run(found)
         if run.stage.name == "update_policy":
-            # Where groups train whole, a step in which none has ended trains nothing.
-            self.ranks.policy += not facts_of(self.config).whole_groups or run.step in self.ranks.steps_of_policy()
+            # A step may train nothing if its tokens train later.
+            self.ranks.policy += facts_of(self.config).training_window_tokens == 1 or run.step in self.ranks.steps_of_policy()
         if run.stage.name == "update_critic":
             self.ranks.critic += 1
 
@@ -390,7 +394,17 @@ def group_config(mode=Mode.async_, *, dynamic=False, **schedule):
     return config
 
 
+def longer_config():
+    """A window of training of three windows, not all of them full."""
+    return make_config(training_window_tokens=2 * WINDOW + 1)
+
+
+def whole_config():
+    return make_config(training_window_tokens=0)
+
+
 RANDOM = st.randoms(use_true_random=False)
+MAKES = (make_config, group_config, longer_config, whole_config)
 quick = settings(max_examples=12, deadline=None)
 NUM_RUNS = 11 * NUM_STEPS
 """Stage runs of a run with a critic; without one it has 9 a step."""
@@ -402,23 +416,69 @@ def whole(make=make_config):
     return ToyRun(make(), random.Random(0)).go()
 
 
-@quick
-@given(RANDOM, st.sampled_from(list(TrainsOn)), st.sampled_from(list(WeightUpdate)))
-def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(rng, policy_trains_on, weight_update):
-    run = ToyRun(make_config(policy_trains_on=policy_trains_on, weight_update=weight_update), rng).go()
+class JitteredRun(ToyRun):
+    """Its first windows have 1 to ``WINDOW`` tokens."""
+
+    @staticmethod
+    def start(prompt, id, *, group_id, sample_index):
+        return Trajectory(id, prompt, group_id, sample_index, BUDGET, first_window_tokens=1 + id % WINDOW)
+
+
+TRAINING_WINDOWS = st.sampled_from([None, 0, WINDOW, 4, 2 * WINDOW, 7, 3 * WINDOW, 11, BUDGET, 50])
+MODES = st.sampled_from([
+    (Mode.tppo, WeightUpdate.between), (Mode.async_, WeightUpdate.between), (Mode.async_, WeightUpdate.in_flight)
+])  # fmt: skip
+
+
+@settings(max_examples=24, deadline=None)
+@given(RANDOM, MODES, TRAINING_WINDOWS, st.sampled_from([ToyRun, JitteredRun]), st.sampled_from(list(TrainsOn)))
+def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(rng, mode, training_window, kind, critic_trains_on):
+    mode, weight_update = mode
+    config = make_config(
+        mode, weight_update=weight_update, training_window_tokens=training_window, critic_trains_on=critic_trains_on
+    )
+    run = kind(config, rng).go()
 
     counts = {name: Counter(t for _, _, tokens, _ in run.ranks.trained[name] for t in tokens) for name in run.ranks.trained}
     assert set(counts["policy"].values()) == set(counts["critic"].values()) == {1}
     assert all(count == NUM_SLOTS for count in run.servers.sizes) and len(run.servers.sizes) == NUM_STEPS
-    if policy_trains_on is TrainsOn.windows:
-        assert set(counts["policy"]) == set(run.servers.sampled_by)
-    else:
-        assert set(counts["policy"]) == set(counts["critic"])
     assert not run.ranks.held
+    if critic_trains_on is TrainsOn.windows:
+        assert set(counts["critic"]) == set(counts["policy"])
+        return
+    assert set(counts["critic"]) <= set(counts["policy"])
     ended = Counter(t // BUDGET for t in counts["critic"])
     assert all(number == min(LENGTHS[id], BUDGET) for id, number in ended.items())
     in_progress = {t for t in run.servers.sampled_by if t // BUDGET not in ended}
     assert {t // BUDGET for t in in_progress} == {t["id"] for t in run.slots()["slots"]}
+
+
+@settings(max_examples=24, deadline=None)
+@given(RANDOM, MODES, TRAINING_WINDOWS, st.sampled_from([ToyRun, JitteredRun]))
+def test_a_window_of_training_ends_where_it_is_full_or_its_response_ends(rng, mode, training_window, kind):
+    """Its tokens are consecutive, as fresh as the formula says, and unfinished responses wait with fewer tokens than it has."""
+    mode, weight_update = mode
+    run = kind(make_config(mode, weight_update=weight_update, training_window_tokens=training_window), rng).go()
+    whole_responses = training_window == 0 or (training_window or 0) >= BUDGET
+    windows = {}
+    for step, _, tokens, _ in run.ranks.trained["policy"]:
+        for t in tokens:
+            windows.setdefault((t // BUDGET, step), []).append(t % BUDGET)
+    lengths = {id: sum(t // BUDGET == id for t in run.servers.sampled_by) for id in {t // BUDGET for t in run.servers.sampled_by}}
+    is_over = {id: lengths[id] == min(LENGTHS[id], BUDGET) for id in lengths}
+    trained = dict.fromkeys(lengths, 0)
+    for (id, _), places in sorted(windows.items()):
+        assert places == list(range(trained[id], trained[id] + len(places)))
+        ends_response = is_over[id] and places[-1] + 1 == lengths[id]
+        jitter = WINDOW - 1 - id % WINDOW if kind is JitteredRun and places[0] == 0 else 0
+        assert ends_response or (not whole_responses and len(places) >= (training_window or 1) - jitter)
+        assert whole_responses or len(places) < max(training_window or 1, WINDOW) + WINDOW
+        trained[id] += len(places)
+    for id, count in trained.items():
+        assert count == lengths[id] if is_over[id] else whole_responses or lengths[id] - count < (training_window or 1)
+    bound = max_trained_windows(run.config) - 1 + facts_of(run.config).ahead
+    stalest = [row["rollout/staleness_max"] for row in run.recorder.rows.values() if "rollout/staleness_max" in row]
+    assert max(stalest) <= bound
 
 
 @quick
@@ -472,8 +532,8 @@ def test_sampled_and_trained_tokens_do_not_depend_on_stage_durations(rng):
 
 
 @quick
-@given(RANDOM, st.integers(1, 9 * NUM_STEPS - 1), st.integers(1, 3), st.sampled_from([make_config, group_config]))
-def test_a_run_that_is_killed_goes_on_as_the_same_run(rng, kill_after, save_every, make):
+@given(RANDOM, st.integers(1, 9 * NUM_STEPS - 1), st.integers(1, 3), st.sampled_from(MAKES))
+def test_killed_run_resumes_as_the_same_run(rng, kill_after, save_every, make):
     run = ToyRun(make(), rng, save_every=save_every)
     with pytest.raises(Killed):
         run.go(kill_after=kill_after)
@@ -547,6 +607,23 @@ def test_in_flight_a_run_that_ends_anywhere_goes_on_from_the_tokens_that_its_che
             assert {token for tokens in in_slots for token in tokens} <= set(counts)
 
 
+@quick
+@given(RANDOM, st.integers(1, 9 * NUM_STEPS - 1), MODES, TRAINING_WINDOWS, TRAINING_WINDOWS)
+def test_a_run_that_resumes_with_another_window_of_training_trains_every_token_once(rng, kill_after, mode, before, after):
+    mode, weight_update = mode
+    one, two = (make_config(mode, weight_update=weight_update, training_window_tokens=tokens) for tokens in (before, after))
+    run = JitteredRun(one, rng, save_every=1)
+    with pytest.raises(Killed):
+        run.go(kill_after=kill_after)
+    again = JitteredRun(two, rng, run.saver.newest).go()
+    updates = [*run.history(until=again.first_step)[0]["policy"], *again.ranks.trained["policy"]]
+    counts = Counter(t for _, _, tokens, _ in updates for t in tokens)
+    assert set(counts.values()) <= {1}
+    kept = {(t["id"], place) for t in again.slots()["slots"] for place in range(sum(len(s["token_ids"]) for s in t["segments"]))}
+    over = {t for t in run.servers.sampled_by | again.servers.sampled_by if (t // BUDGET, t % BUDGET) not in kept}
+    assert over <= set(counts)
+
+
 def assert_same_run(run, again, make=make_config):
     earlier, rows = run.history(until=again.first_step)
     later, later_rows = again.history()
@@ -592,7 +669,7 @@ def toy_reward(id):
     return sum(BUDGET * id + place for place in range(min(LENGTHS[id], BUDGET))) % 7 % 2
 
 
-def test_without_staleness_it_is_tppo():
+def test_async_without_staleness_equals_tppo():
     """Token for token, number for number."""
     makes = [functools.partial(make_config, Mode.async_), in_flight_config, functools.partial(make_config, Mode.tppo)]
     runs = [ToyRun(make(max_staleness=0), random.Random(1)).go() for make in makes]

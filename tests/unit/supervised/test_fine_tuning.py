@@ -4,9 +4,7 @@ from itertools import islice
 
 import torch
 
-from megatron_rl.data.prompts import PromptWithResponse
-from megatron_rl.supervised.epochs import epoch_batches
-from megatron_rl.supervised.fine_tuning import solution_batch, tail_mask
+from megatron_rl.supervised.fine_tuning import epoch_batches, solution_batch, tail_mask
 
 
 def test_epoch_has_every_row_once_if_batches_divide_it():
@@ -30,7 +28,7 @@ def test_same_seed_gives_the_same_epoch_order():
 
 
 def test_sft_mask_covers_only_the_response():
-    batch = solution_batch([PromptWithResponse([5, 6, 7], [8, 1]), PromptWithResponse([5], [9, 9, 1])])
+    batch = solution_batch([([5, 6, 7], [8, 1], ()), ([5], [9, 9, 1], ())])
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 5, 9, 9, 1]
     assert batch.fields["mask"].tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
     assert batch.cu_seqlens.tolist() == [0, 5, 9]

@@ -63,7 +63,7 @@ def asked(tokenizer):
 
             def ask(response, anchor, prompt):
                 bodies.clear()
-                runner.score_many_blocking([(response, "", {"prompt": prompt, "anchor": anchor})])
+                runner.submit([(response, "", {"prompt": prompt, "anchor": anchor})]).result()
                 return bodies[0]["input_ids"] if bodies else None
 
             yield ask

@@ -1,11 +1,12 @@
 """Registry lookups and rejected options, on plug-ins defined here (algorithms, rewards and environments use it)."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.system.plugins import Plugin, PluginError, Registry
+from megatron_rl.system.plugins import Plugin, PluginError, Registry, path_of
 
 SELF = f"{__name__}:"
 
@@ -104,6 +105,24 @@ def test_class_options_are_checked_against_its_constructor() -> None:
 def test_unknown_plugin_is_rejected_with_the_available_names(name: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         make_registry().find(name)
+
+
+def test_a_plugin_may_be_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.voices.py").write_text("def whisper(text, *, times: int = 1):\n    return text.lower() * times\n")
+    Path("broken.py").write_text("import no_such_module\n")
+    registry = make_registry()
+    whisper = registry.find("my.voices.py:whisper").function
+    assert registry.bind("my.voices.py:whisper", {"times": 2})(text="A") == "aa"
+    assert path_of(whisper) == f"{tmp_path}/my.voices.py:whisper"
+    assert registry.find(path_of(whisper)).function is whisper
+    for name, message in (
+        ("my.voices.py:whisp", "has no 'whisp'; it has .*did you mean 'whisper'"),
+        ("nowhere.py:whisper", "FileNotFoundError.*path/file.py:name"),
+        ("broken.py:whisper", "ModuleNotFoundError.*no_such_module"),
+    ):
+        with pytest.raises(PluginError, match=message):
+            registry.find(name)
 
 
 def test_name_belongs_to_one_plugin_and_the_error_class_is_configurable() -> None:

@@ -56,7 +56,7 @@ def test_a_pipeline_of_equal_microbatches_takes_the_known_time(num_stages, count
         ([[[0], []], [[1], [2], []]], "different numbers"),
     ],
 )
-def test_what_is_no_plan_is_not_judged(plan, reason):
+def test_check_rejects_invalid_plans(plan, reason):
     from bench_batching import check
 
     with pytest.raises(RuntimeError, match=reason):

@@ -82,7 +82,7 @@ def test_lengths_that_cannot_be_read_are_said_without_a_traceback(spec):
         ("--json /nowhere/found.json", "folder does not exist"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused_by_name(words, names):
+def test_bench_driver_rejects_impossible_sizes_by_name(words, names):
     from bench_driver import check, parse
 
     with pytest.raises(UserError, match=re.escape(names)):

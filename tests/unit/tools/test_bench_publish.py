@@ -21,7 +21,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
         ("--model {} --stages 4", "--stages 4: the model has 3 layers"),
     ],
 )
-def test_what_cannot_be_published_is_refused_by_name(monkeypatch, tmp_path, words, names):
+def test_bench_publish_rejects_impossible_layouts_by_name(monkeypatch, tmp_path, words, names):
     monkeypatch.syspath_prepend(TOOLS)
     from bench_publish import parse
 

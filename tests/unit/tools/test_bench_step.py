@@ -59,7 +59,7 @@ def test_clocks_count_nested_waits_once(monkeypatch):
         (["--window", "81"], "--window is 1 to --response-tokens"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_words(monkeypatch, capsys, words, said):
+def test_bench_step_rejects_impossible_sizes(monkeypatch, capsys, words, said):
     import bench_step
 
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])

@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_validate
 
     def run_section(name: str, job: dict[str, Any], scratch: Path, *, device: str, **_: Any) -> list[dict[str, Any]]:
-        job = {**job, "scratch": str(scratch), "out": str(scratch / f"{name}-{device}.json")}
-        return json.loads(json.dumps(gpu_sections.SECTIONS[name](job)))
+        job = {**job, "scratch": str(scratch), "out": str(scratch / f"{name}-{device}.jsonl")}
+        return json.loads(json.dumps(list(gpu_sections.SECTIONS[name](job))))
 
     monkeypatch.setattr(gpu_validate, "run_section", run_section)
 
@@ -127,7 +131,7 @@ def test_a_process_that_fails_or_hangs_is_named_with_its_last_words(program: str
 
     # A shell: it has begun long before the deadline, also where the machine is busy.
     with pytest.raises(SectionFailed) as failure:
-        run_process(["sh", "-c", program], tmp_path, "cpu", 3.0)
+        list(run_process(["sh", "-c", program], tmp_path, "cpu", 3.0))
     assert str(failure.value).startswith(reason)
 
 
@@ -150,6 +154,86 @@ def test_a_failure_does_not_keep_the_other_sections_from_running(
     text = (tmp_path / "results.md").read_text()
     assert "## tppo: FAILED" in text and "a field that is not there" in text
     assert "## parity: FAILED" in text and "broken | pipe" in text and "## training: ok" in text
+
+
+def test_a_row_is_saved_before_the_next_one_and_stays_when_the_section_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_validate
+
+    def breaks(section: Any, arguments: argparse.Namespace, scratch: Path) -> None:
+        section.add({"value": 1.0})
+        assert json.loads((tmp_path / "results.json").read_text())[0]["rows"] == [{"value": 1.0}]
+        raise gpu_validate.SectionFailed("the machine was taken away")
+
+    monkeypatch.setattr(gpu_validate, "RUNS", {"parity": breaks})
+    assert gpu_validate.main(["--sections=parity", f"--out={tmp_path}"]) == 1
+    text = (tmp_path / "results.md").read_text()
+    assert "| value |\n|---|\n| 1 |" in text and "- FAILED: the machine was taken away" in text
+    assert "  value 1\n" in capsys.readouterr().out
+
+
+def test_rows_arrive_while_their_section_still_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import gpu_validate
+
+    def process(*_: Any) -> Iterator[None]:
+        with (tmp_path / "training-cpu.jsonl").open("a", buffering=1) as file:
+            for text in ('{"a": 1}\n{"a"', ": 2}\n", '{"a": 3}\n'):
+                file.write(text)
+                file.flush()
+                yield
+        raise gpu_validate.SectionFailed("exit status 1")
+
+    monkeypatch.setattr(gpu_validate, "run_process", process)
+    rows = gpu_validate.run_section("training", {}, tmp_path, device="cpu", deadline_s=1.0)
+    assert [next(rows) for _ in range(3)] == [{"a": 1}, {"a": 2}, {"a": 3}]
+    with pytest.raises(gpu_validate.SectionFailed):
+        next(rows)
+
+
+def test_a_section_beyond_the_limit_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import gpu_validate
+
+    deadlines = []
+    runs = {
+        name: lambda section, arguments, scratch: deadlines.append(arguments.deadline_s) for name in ("parity", "tppo")
+    }
+    monkeypatch.setattr(gpu_validate, "RUNS", runs)
+    assert gpu_validate.main(["--sections=parity,tppo", "--limit-s=100", f"--out={tmp_path}"]) == 0
+    assert all(0 < deadline <= 100 for deadline in deadlines) and len(deadlines) == 2
+    assert gpu_validate.main(["--sections=parity,tppo", "--limit-s=0", f"--out={tmp_path}"]) == 1
+    assert "- FAILED: not reached within --limit-s 0" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.skipif(
+    sys.prefix == sys.base_prefix, reason="needs an interpreter without the packages: run in a virtual environment"
+)
+def test_packages_may_lie_on_pythonpath_alone(tmp_path: Path) -> None:
+    """A lent machine has its own Python; what it lacks is carried there and named by PYTHONPATH."""
+    packages = Path(torch.__file__).parents[1]
+    command = [str(Path(sys.base_prefix) / "bin" / "python3"), str(TOOLS / "gpu_validate.py"), "--device=cpu", "--tiny"]
+    done = subprocess.run(
+        [*command, "--sections=weight_sync", f"--out={tmp_path}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [without_sglang(tmp_path), packages]))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    (weight_sync,) = json.loads((tmp_path / "results.json").read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["server"] for row in weight_sync["rows"]] == ["tools/ipc_server.py"] * 3
+
+
+def without_sglang(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which Python finds no SGLang, wherever else it is installed."""
+    (folder / "bare").mkdir()
+    (folder / "bare/sitecustomize.py").write_text(
+        "import importlib.abc, importlib.util, sys\n"
+        "found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'sglang' else found(name, *rest)\n"
+    )
+    return folder / "bare"
 
 
 def test_both_files_name_the_same_families_and_models() -> None:

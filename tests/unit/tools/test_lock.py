@@ -19,7 +19,9 @@ def test_a_lock_was_made_from_the_pins_as_they_are(name):
 @pytest.mark.parametrize("python", lock.PYTHONS)
 def test_every_pin_is_in_its_lock(name, python):
     versions = {package: version for package, version, marker, _ in lock.locked(TEXTS[name]) if marker in ("", python)}
-    assert lock.read_pins(lock.SOURCES[name]).items() <= versions.items()
+    pins = lock.read_pins(lock.SOURCES[name])
+    assert {package for package in pins if name == "cpu.lock" and lock.TORCH.match(package)} in (set(), {"torch", "torchvision"})
+    assert {item for item in pins.items() if name != "cpu.lock" or not lock.TORCH.match(item[0])} <= set(versions.items())
 
 
 @pytest.mark.parametrize("name", lock.SOURCES)
@@ -32,6 +34,12 @@ def test_every_line_of_a_lock_has_hashes_and_both_pythons_have_the_same_packages
             assert package not in packages[python]
             packages[python].add(package)
     assert packages["3.11"] == packages["3.12"]
+
+
+def test_the_lock_of_a_cpu_machine_leaves_the_build_of_torch_open_and_has_sglang_without_its_cuda():
+    locked = {package for package, *_ in lock.locked(TEXTS["cpu.lock"])}
+    assert {package for package in locked if lock.TORCH.match(package)} == set()
+    assert "sglang" in locked and not {package for package in locked if "flashinfer" in package or package.startswith("sgl-")}
 
 
 def test_what_is_compiled_is_no_part_of_what_is_installed_first():
@@ -74,6 +82,20 @@ def test_a_lock_reads_back_as_what_was_resolved():
         ("other", "2", "3.12", ["e"]),
         ("same", "1", "", ["a", "b", "d"]),
     ]
+
+
+def test_a_lock_names_the_time_at_which_it_was_made():
+    """A day is not enough: the registry may get a package later on that day."""
+    for text in TEXTS.values():
+        assert re.search(r" as of \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", text)
+    with pytest.raises(SystemExit):
+        lock.main(["--check", "--as-of", "2026-11-22"])
+
+
+def test_gpu_and_cpu_machines_have_the_same_trackers():
+    pins = lock.read_pins(["sinks.txt"])
+    for name in ("gpu.lock", "cpu.lock"):
+        assert pins.items() <= {(package, version) for package, version, *_ in lock.locked(TEXTS[name])}
 
 
 def test_without_uv_the_remedy_is_said(monkeypatch, tmp_path, capsys):

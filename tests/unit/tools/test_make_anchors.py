@@ -101,7 +101,7 @@ def test_prompts_without_an_anchor_are_an_error_or_dropped():
         ({"id": 1, "response": "a", "score": True}, "'score'"),
     ],
 )
-def test_bad_rows_are_refused_with_their_place(row: dict[str, Any], field: str):
+def test_bad_rows_are_refused_with_their_source(row: dict[str, Any], field: str):
     with pytest.raises(DataError, match=f"f:1: field {field}"):
         tool.best_responses(placed(row))
 

@@ -160,6 +160,17 @@ def test_preferences_come_in_every_usual_form_and_training_reads_them(tmp_path, 
     assert (preference.content.prompt, preference.chosen) == (prompt, row["chosen"])
 
 
+def test_a_conversation_becomes_prompt_and_response(tmp_path):
+    turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"), ("assistant", "4")]
+    rows = one(tmp_path, "messages", {"messages": [{"role": role, "content": text} for role, text in turns], "answer": 4})
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    shared = one(tmp_path, "messages", {"conversations": [{"from": names[role], "value": text} for role, text in turns]})
+    assert rows["prompt"] == shared["prompt"] and [message["role"] for message in rows["prompt"]] == [role for role, _ in turns[:-1]]
+    assert rows["response"] == shared["response"] == "4" and rows["answer"] == "4" and "answer" not in shared
+    question = one(tmp_path, "messages", {"messages": [{"role": "user", "content": "1+1?"}]})
+    assert question["prompt"] == [{"role": "user", "content": "1+1?"}] and "response" not in question
+
+
 def test_images_by_path_are_checked_and_named_from_the_outputs_folder(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(PNG)
@@ -221,6 +232,8 @@ def test_answers_of_multimodal_rows(tmp_path, fields, options, answer, kind):
         ("mbpp", {**MBPP, "test_list": []}, "test_list: expected a list of assert statements"),
         ("mbpp", {**MBPP, "code": "def sub(a, b): pass"}, "no test calls a function of code, which has sub"),
         ("mbpp", {**MBPP, "code": "def add(a, b:"}, "code: not a Python program"),
+        ("messages", {"messages": [{"role": "assistant", "content": "4"}]}, "messages: expected messages, got list"),
+        ("messages", {"messages": "1+1?"}, "messages: expected messages, got str"),
         ("preferences", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes. "}, "chosen and rejected are the same"),
         ("preferences", {"chosen": "Yes.", "rejected": "No."}, "prompt or question or instruction or input"),
         ("preferences", {"chosen": [USER, GOOD], "rejected": [SYSTEM, POOR]}, "differ before their last message"),

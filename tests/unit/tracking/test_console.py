@@ -55,3 +55,13 @@ def test_closed_pipe_does_not_end_a_run():
     with TrainingConsole(2, stream=Closed(), plain_interval_s=0.0) as console:
         console.update(1, {"reward/mean": 0.25})
         console.note("still here")
+
+
+def test_control_characters_of_notes_and_warnings_are_shown_as_symbols():
+    out = io.StringIO()
+    with TrainingConsole(2, stream=out, plain_interval_s=0.0) as console:
+        console.note("reward:\x1b]0;title\x07 \x9b31m\u202e")
+        console.warning("\x1b[31mred\nsecond line")
+    text = out.getvalue()
+    assert not set(text) & set("\x1b\x07\x9b\u202e")
+    assert "␛]0;title␇" in text and "second line" in text

@@ -1,4 +1,4 @@
-"""Laws of packing and dealing: megatron_rl/training/batching.py."""
+"""Laws of packing micro-batches and assigning them to ranks: megatron_rl/training/batching.py."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ LAW = settings(max_examples=60, deadline=None)
 
 
 def cost(length: int) -> float:
-    """Of a model whose attention counts: a sequence of 100 tokens costs twice its tokens."""
+    """Cost with attention: a sequence of 100 tokens costs twice its tokens."""
     return length * (1.0 + length / 100)
 
 
@@ -64,7 +64,7 @@ def test_a_microbatch_keeps_the_budget_or_is_one_longer_sequence(lengths, num_ra
 
 @LAW
 @given(LENGTHS, RANKS, MAX_TOKENS, MULTIPLES)
-def test_microbatches_are_empty_only_for_want_of_sequences(lengths, num_ranks, max_tokens, multiple_of):
+def test_microbatches_are_empty_only_with_fewer_sequences_than_microbatches(lengths, num_ranks, max_tokens, multiple_of):
     plan = plan_of(lengths, num_ranks, max_tokens, multiple_of)
     num_microbatches = sum(len(rank) for rank in plan)
     num_empty = sum(not microbatch for rank in plan for microbatch in rank)
@@ -102,13 +102,13 @@ def test_shuffled_sequences_give_the_same_plan_of_lengths(lengths, num_ranks, ma
 @LAW
 @given(st.lists(st.integers(1, 64), min_size=64, max_size=200), st.integers(1, 4))
 def test_short_sequences_need_no_microbatch_beyond_their_tokens(lengths, num_ranks):
-    """A quarter of the budget at most: rounding up to the ranks leaves room, and the packing must find it."""
+    """Sequences have at most a quarter of the budget: rounding up to the ranks leaves room, which the packing must find."""
     plan = plan_of(lengths, num_ranks, 256)
     assert len(plan[0]) <= math.ceil(sum(lengths) / 256 / num_ranks + 0.1)
 
 
 def partitions(items: list[int], max_tokens: int) -> Iterator[list[list[int]]]:
-    """All ways to share ``items`` (lengths) out to any number of bins of at most ``max_tokens``."""
+    """All partitions of ``items`` (lengths) into bins of at most ``max_tokens``."""
     if not items:
         yield []
         return
@@ -130,7 +130,7 @@ def test_small_batches_take_as_few_microbatches_as_any_packing():
 
 
 def test_one_round_of_small_batches_is_near_the_optimum():
-    """Brute force over all 3^n deals: never beyond 1.15 times the optimum, 1.01 times on average (LPT alone: 4/3)."""
+    """Brute force over all 3^n assignments: at most 1.15 times the optimum, 1.01 times on average (LPT alone: 4/3)."""
     draw, ratios = random.Random(2), []
     for _ in range(100):
         lengths = [draw.randint(1, 60) for _ in range(draw.randint(3, 7))]
@@ -148,13 +148,13 @@ def test_one_round_of_small_batches_is_near_the_optimum():
 
 
 def long_tailed_lengths(count: int, seed: int) -> list[int]:
-    """Log-normal with a median of 2,000 tokens, cut at 24,576: a few per cent have most of the attention's cost."""
+    """Log-normal with a median of 2,000 tokens, at most 24,576: a few percent have most of the attention's cost."""
     draw = random.Random(seed)
     return [min(24_576, max(32, int(draw.lognormvariate(math.log(2000), 1.0)))) for _ in range(count)]
 
 
 def attention_cost(length: int) -> float:
-    """Of 7 billion parameters: the longest sequence costs 1.5 times its tokens."""
+    """Cost with 7 billion parameters: the longest sequence costs 1.5 times its tokens."""
     return length * (1.0 + length / 49_152)
 
 
@@ -163,20 +163,20 @@ def test_padding_and_imbalance_of_a_long_tailed_batch_stay_below_two_per_cent(se
     lengths = long_tailed_lengths(8192, seed)
     plan = plan_microbatches(lengths, 32, 32_768, cost=attention_cost)
     statistics = plan_statistics(plan, lengths, attention_cost)
-    assert statistics.num_microbatches == math.ceil(sum(lengths) / 32_768 / 32)
-    assert statistics.num_stand_ins == 0
-    assert statistics.rank_imbalance < 0.002
-    assert statistics.microbatch_imbalance + statistics.padding_share < 0.02
+    assert statistics["num_microbatches"] == math.ceil(sum(lengths) / 32_768 / 32)
+    assert statistics["num_stand_ins"] == 0
+    assert statistics["rank_imbalance"] < 0.002
+    assert statistics["microbatch_imbalance"] + statistics["padding_share"] < 0.02
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ranks_idle_little_although_a_batch_has_few_rounds(seed):
-    """Two rounds of 32 ranks: micro-batches with a very long sequence cost a third more than the rest can."""
+def test_ranks_are_rarely_idle_in_a_batch_of_few_rounds(seed):
+    """Two rounds of 32 ranks: a micro-batch with a very long sequence costs a third more than the others."""
     lengths = long_tailed_lengths(512, seed)
     statistics = plan_statistics(plan_microbatches(lengths, 32, 32_768, cost=attention_cost), lengths, attention_cost)
-    assert statistics.num_microbatches == 2
-    assert statistics.rank_imbalance < 0.01
-    assert statistics.microbatch_imbalance < 0.01
+    assert statistics["num_microbatches"] == 2
+    assert statistics["rank_imbalance"] < 0.01
+    assert statistics["microbatch_imbalance"] < 0.01
 
 
 def test_cheap_microbatches_run_first_and_last():
@@ -190,23 +190,23 @@ def test_cheap_microbatches_run_first_and_last():
     assert heaviest[top:] == sorted(heaviest[top:], reverse=True)
 
 
-def test_statistics_of_a_plan_by_hand():
+def test_statistics_equal_those_computed_by_hand():
     lengths = [4, 2, 3, 1, 6]
     plan = [[[0], [1, 2]], [[3, 4], []]]
     statistics = plan_statistics(plan, lengths, lambda length: 2.0 * length)
-    assert (statistics.num_microbatches, statistics.num_stand_ins) == (2, 1)
+    assert (statistics["num_microbatches"], statistics["num_stand_ins"]) == (2, 1)
     # Totals 9 and 7 of at most 9; rounds (4, 7) and (5, 0) last 7 + 5.
-    assert statistics.rank_imbalance == pytest.approx(1 - 16 / 18)
-    assert statistics.microbatch_imbalance == pytest.approx(1 - 16 / 24)
-    assert statistics.padding_share == pytest.approx(1 - 16 / 24)
+    assert statistics["rank_imbalance"] == pytest.approx(1 - 16 / 18)
+    assert statistics["microbatch_imbalance"] == pytest.approx(1 - 16 / 24)
+    assert statistics["padding_share"] == pytest.approx(1 - 16 / 24)
 
 
 def test_statistics_of_no_sequences_are_even():
     statistics = plan_statistics(plan_of([], 3, 10), [], cost)
-    assert (statistics.num_microbatches, statistics.rank_imbalance, statistics.padding_share) == (0, 0.0, 0.0)
+    assert (statistics["num_microbatches"], statistics["rank_imbalance"], statistics["padding_share"]) == (0, 0.0, 0.0)
 
 
-def test_padding_is_that_of_sequences_then_packs_then_stand_ins():
+def test_padding_counts_sequences_microbatches_and_dummies():
     plan, lengths = [[[0, 1], [2]], [[3], []]], [3, 5, 4, 8]
     assert padding_fraction(plan, lengths) == pytest.approx(1 - 20 / 22)
     # 4 + 8, 4, 8 and a stand-in of 4; then every pack to a multiple of 8.
@@ -222,13 +222,13 @@ def test_one_round_is_balanced_by_cost_and_not_by_tokens():
     assert plan[1] == [list(range(1, 81))]
 
 
-def test_short_sequences_fill_the_time_of_one_beyond_the_budget():
-    """The rank of the long one must not come last: the others do the rest, in the round that it takes."""
+def test_other_ranks_take_the_work_while_one_runs_a_sequence_beyond_the_budget():
+    """The rank with the long sequence must not finish last: the others do the remaining work in that round."""
     lengths = [1000, *[50] * 60]
     statistics = plan_statistics(plan_of(lengths, 4, 400), lengths, cost)
     longest = cost(1000)
     ideal = 1 - sum(map(cost, lengths)) / (4 * longest)
-    assert statistics.rank_imbalance < ideal + 0.03
+    assert statistics["rank_imbalance"] < ideal + 0.03
 
 
 ARGUMENTS = [([1, 0], 1, 8, 1), ([1], 0, 8, 1), ([1], 1, 0, 1), ([1], 1, 8, 0)]

@@ -1,4 +1,4 @@
-"""Which rank cuts which image, and what becomes of images that nobody waits for any more."""
+"""Each image is cut by one rank, and images of a released step are cancelled."""
 
 import itertools
 import threading
@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch
 from megatron_rl.data.images import ImageFile, ImageRef
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.training.cache_directory import CacheDirectory
+from megatron_rl.training import trainer_rank
 from megatron_rl.training.image_cache import ImagePatcher
-from megatron_rl.training.sequence_cache import CachesByStep
+from megatron_rl.training.sequence_cache import CacheDirectory
+from megatron_rl.training.trainer_rank import TrainerRank
 
 NUM_IMAGES = 24
 
@@ -34,7 +35,7 @@ def cutting(cut: Any) -> ImagePatcher:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("sizes", itertools.product((1, 2, 3), (1, 2), (1, 2)))
-def test_of_the_ranks_that_share_a_batchs_encoding_one_cuts_each_image(sizes: tuple[int, int, int], sequence_parallel: bool) -> None:
+def test_one_of_the_ranks_that_share_an_encoding_cuts_each_image(sizes: tuple[int, int, int], sequence_parallel: bool) -> None:
     parallel = ParallelConfig(tensor_parallel_size=sizes[0], sequence_parallel=sequence_parallel)
     cutters: dict[int, list[tuple[int, int, int]]] = {number: [] for number in range(NUM_IMAGES)}
     file = ImageFile(ImageRef("a.png", "", (1, 2, 2)), np.zeros(1, np.uint8))
@@ -52,7 +53,7 @@ def test_of_the_ranks_that_share_a_batchs_encoding_one_cuts_each_image(sizes: tu
     assert len(set(loads)) == 1, "all cut as many"
 
 
-def test_the_end_of_a_step_ends_its_cutting_and_no_other_steps() -> None:
+def test_releasing_a_step_cancels_only_the_images_of_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
 
     def slowly(file: ImageFile) -> torch.Tensor:
@@ -64,16 +65,19 @@ def test_the_end_of_a_step_ends_its_cutting_and_no_other_steps() -> None:
     vars(threads)["_threads"] = ThreadPoolExecutor(1)
     files = [ImageFile(ImageRef("a.png", str(i), (1, 2, 2)), np.zeros(8, np.uint8)) for i in range(3)]
     images = Images(files, torch.tensor([[1, 2, 2]] * 3), torch.arange(3))
-    held, batch = CachesByStep(threads), PackedBatch(torch.arange(6), torch.tensor([0, 2, 4, 6]), images=images)
-    (payload,) = CacheDirectory(1).payloads(batch, range(3), [[[0, 1, 2]]], [])
-    tensors = collectives._unflatten(collectives._flatten(payload))
-    shares = [held.of(place((1, 1, 1), 0, 0, 0), ParallelConfig(), step).take(tensors, {}) for step in (1, 2)]
-    found: list[Any] = [share.microbatches[0].images for share in shares]
+    batch = PackedBatch(torch.arange(6), torch.tensor([0, 2, 4, 6]), images=images)
+    monkeypatch.setattr(trainer_rank, "ImagePatcher", lambda *_: threads)
+    alone: Any = SimpleNamespace(topology=place((1, 1, 1), 0, 0, 0), parallel=ParallelConfig())
+    rank = TrainerRank(Config(), alone.topology, {})
+    (payload,) = CacheDirectory(1).payloads(batch, [[[0, 1, 2]]], [])
+    tensors = collectives.unflatten(collectives.flatten(payload))
+    caches = [rank.cache_of(alone, step) for step in (1, 2)]
+    found: list[Any] = [cache.take(tensors, {})[0].images for cache in caches]
     begun.wait(10)
-    held.release(1)
+    rank.release(1)
     may_go_on.set()
     running, *waiting = found[0].sources
     assert running.result(10)[0, 0] == 7 and all(future.cancelled() for future in waiting)
     assert [found[1].patches(image)[0, 0].item() for image in range(3)] == [7, 7, 7]
-    held.release(None)
-    assert held._caches == {}
+    rank.release(None)
+    assert all(rank.cache_of(alone, step) is not cache for step, cache in zip((1, 2), caches, strict=True))

@@ -108,7 +108,7 @@ def test_the_policy_objective_is_the_sum_of_its_three_terms():
     assert metrics["lm_loss"][0].item() == pytest.approx(likelihood, rel=1e-5)
 
 
-def test_kl_is_weighed_by_prompt_type_and_prompts_without_it_ignore_the_reference():
+def test_kl_is_weighted_by_prompt_type_and_prompts_without_kl_ignore_the_reference():
     """The loss on verifiable samples is independent of the reference model (arXiv 2505.07062)."""
     algorithm = VARIANTS["policy-sequence-mean"]
     batch, outputs = make_batch(), make_outputs("policy")
@@ -152,7 +152,7 @@ def test_value_clips_of_zero_mean_no_clipping():
     torch.testing.assert_close(metrics["value_loss"][0], 0.5 * errors.square().sum().detach())
 
 
-def test_the_critics_responses_count_alike_when_it_is_averaged_by_responses():
+def test_responses_count_equally_in_a_critic_loss_averaged_over_responses():
     """Mean per response, then over the responses with counted tokens; a long one weighs no more than a short one."""
     batch, outputs = make_batch(), make_outputs("critic")
     algorithm = AlgorithmConfig(value_clip_low=0.0, value_clip_high=0.0, critic_aggregation="sequence_mean")
@@ -170,7 +170,7 @@ def test_the_critics_responses_count_alike_when_it_is_averaged_by_responses():
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("policy")])
-def test_without_old_logprobs_they_are_the_outputs_own_bit_for_bit(name):
+def test_own_logprobs_replace_missing_old_logprobs_bit_for_bit(name):
     """A step's first update: nothing has moved the policy since."""
     algorithm, batch = VARIANTS[name], make_batch()
     found = []
@@ -186,7 +186,7 @@ def test_without_old_logprobs_they_are_the_outputs_own_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence", "icepop"])
-def test_weights_of_the_loss_are_those_of_the_correction_for_each_microbatch_alone(weight):
+def test_weights_computed_in_the_loss_equal_the_corrections_per_microbatch(weight):
     batch = make_batch()
     old, mask = batch.fields["old_logprobs"], batch.fields["mask"]
     rollout = old + 0.5 * torch.randn(len(old), generator=torch.Generator().manual_seed(5))

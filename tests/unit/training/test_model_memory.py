@@ -1,4 +1,4 @@
-"""Storages that leave and come back, on their own."""
+"""Storages that are offloaded and reloaded, without a model."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +16,7 @@ def stash_of(*tensors, besides=None):
     return _HostBuffer(lambda: tensors, besides=besides)
 
 
-def test_views_of_what_left_are_what_they_were():
+def test_views_of_offloaded_storages_are_unchanged_after_the_reload():
     buffer = torch.arange(10.0)
     views, alone = [buffer[:4], buffer[4:].view(2, 3)], torch.ones(3, dtype=torch.int16)
     addresses = [view.untyped_storage()._cdata for view in views]
@@ -31,7 +31,7 @@ def test_views_of_what_left_are_what_they_were():
         assert [view.untyped_storage()._cdata for view in views] == addresses
 
 
-def test_what_has_not_changed_is_not_copied_again_and_what_has_is():
+def test_only_changed_storages_are_copied_again():
     tensor = torch.zeros(5)
     stash = stash_of(tensor)
     stash.out()
@@ -47,7 +47,7 @@ def test_what_has_not_changed_is_not_copied_again_and_what_has_is():
     assert torch.equal(tensor, torch.ones(5))
 
 
-def test_what_two_stashes_share_belongs_to_the_first():
+def test_storages_shared_by_two_buffers_belong_to_the_first():
     weights, moments = torch.zeros(8), torch.ones(4)
     first = stash_of(weights)
     second = stash_of(weights[2:6], moments, besides=first)
@@ -55,7 +55,7 @@ def test_what_two_stashes_share_belongs_to_the_first():
     assert weights.untyped_storage().nbytes() == 32 and moments.untyped_storage().nbytes() == 0
 
 
-def test_host_memory_is_taken_once():
+def test_host_memory_is_allocated_once():
     stash = stash_of(torch.zeros(100))
     with mock.patch.object(model_memory, "_host_memory", side_effect=_host_memory) as taken:
         for _ in range(3):
@@ -64,7 +64,7 @@ def test_host_memory_is_taken_once():
     assert taken.call_count == 1
 
 
-def test_a_machine_without_room_for_all_its_ranks_says_so(monkeypatch):
+def test_too_little_host_memory_for_all_ranks_is_an_error(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 7 * 2**20)
     with pytest.raises(UserError, match="8 ranks .* policy.offload=never"):

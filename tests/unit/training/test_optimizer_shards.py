@@ -1,4 +1,4 @@
-"""Stretches of a tensor as boxes, against all elements one by one."""
+"""Ranges of a tensor as boxes, compared with all elements one by one."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
 @given(SHAPES, st.data())
-def test_boxes_are_the_elements_of_the_stretch_in_their_order(shape, data):
+def test_boxes_are_the_elements_of_the_range_in_order(shape, data):
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -35,7 +35,7 @@ def weight_of(shape, global_shape, offset, prepend=0):
 
 
 def written(pieces, global_shape):
-    """What the pieces of all ranks make of a tensor of zeros; each element at most once."""
+    """A tensor of zeros with the pieces of all ranks written to it; each element at most once."""
     found, times = torch.zeros(global_shape), torch.zeros(global_shape)
     for piece in pieces:
         index = tuple(slice(o, o + s) for o, s in zip(piece.global_offset, piece.local_shape, strict=True))
@@ -46,7 +46,7 @@ def written(pieces, global_shape):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-def test_the_shares_of_the_ranks_are_the_tensor_and_share_its_memory(num_ranks):
+def test_shards_of_all_ranks_form_the_tensor_and_share_its_memory(num_ranks):
     values = torch.arange(1.0, 31.0)
     weight = weight_of((5, 6), (4, 10, 6), (2, 5, 0), prepend=1)
     cuts = [30 * rank // num_ranks for rank in range(num_ranks + 1)]
@@ -64,7 +64,7 @@ def test_the_shares_of_the_ranks_are_the_tensor_and_share_its_memory(num_ranks):
     assert {piece.replica_id for piece in pieces} == {(0, 1, 0)}
 
 
-def test_a_weight_that_is_stored_in_two_halves_is_cut_where_they_meet():
+def test_a_weight_stored_in_two_halves_is_split_between_them():
     def halves(key, tensor, replica_id, flattened_range):
         upper, lower = tensor.chunk(2)
         return [

@@ -13,7 +13,6 @@ from megatron_rl.weights.bucket_plan import (
     CoverageError,
     GroupSpec,
     ServerAddress,
-    Slice,
     TensorSpec,
     place,
 )
@@ -26,27 +25,28 @@ spec_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=40).m
 )
 
 
-def place_all(specs: list[TensorSpec], bucket_bytes: int) -> list[Slice]:
-    slices: list[Slice] = []
+def place_all(specs: list[TensorSpec], bucket_bytes: int) -> list[tuple[int, int]]:
+    """(bucket, end) of each tensor."""
+    placed: list[tuple[int, int]] = []
     for spec in specs:
-        slices.append(place(spec, slices[-1] if slices else None, bucket_bytes))
-    return slices
+        placed.append(place(spec, placed[-1] if placed else None, bucket_bytes))
+    return placed
 
 
-def by_bucket(slices: list[Slice]) -> list[list[Slice]]:
-    grouped: list[list[Slice]] = []
-    for slice_ in slices:
-        if slice_.bucket == len(grouped):
+def by_bucket(specs: list[TensorSpec], bucket_bytes: int) -> list[list[tuple[TensorSpec, int]]]:
+    """The tensors of each bucket, with their ends."""
+    grouped: list[list[tuple[TensorSpec, int]]] = []
+    for spec, (bucket, end) in zip(specs, place_all(specs, bucket_bytes), strict=True):
+        if bucket == len(grouped):
             grouped.append([])
-        grouped[slice_.bucket].append(slice_)
+        grouped[bucket].append((spec, end))
     return grouped
 
 
 @given(spec_lists, st.integers(1, 400))
 def test_tensors_are_placed_once_and_in_order(specs, bucket_bytes):
-    slices = place_all(specs, bucket_bytes)
-    assert [slice_.spec for slice_ in slices] == specs
-    indices = [slice_.bucket for slice_ in slices]
+    assert [spec for bucket in by_bucket(specs, bucket_bytes) for spec, _ in bucket] == specs
+    indices = [bucket for bucket, _ in place_all(specs, bucket_bytes)]
     # Buckets are numbered without gaps and only the last is being filled, so streaming is possible.
     assert all(later - earlier in (0, 1) for earlier, later in itertools.pairwise(indices))
     assert indices[:1] in ([], [0])
@@ -54,35 +54,34 @@ def test_tensors_are_placed_once_and_in_order(specs, bucket_bytes):
 
 @given(spec_lists, st.integers(1, 400))
 def test_tensors_are_contiguous_and_aligned_inside_a_bucket(specs, bucket_bytes):
-    for bucket in by_bucket(place_all(specs, bucket_bytes)):
+    for bucket in by_bucket(specs, bucket_bytes):
         position = 0
-        for slice_ in bucket:
-            assert slice_.offset == position
-            assert slice_.offset % slice_.spec.dtype.itemsize == 0
-            position = slice_.end
+        for spec, end in bucket:
+            assert position % spec.dtype.itemsize == 0
+            position += spec.num_bytes
+            assert end == position
 
 
 @given(spec_lists, st.integers(1, 400))
 def test_only_a_single_oversized_tensor_exceeds_the_bucket_size(specs, bucket_bytes):
-    for bucket in by_bucket(place_all(specs, bucket_bytes)):
-        assert bucket[-1].end <= bucket_bytes or len(bucket) == 1
+    for bucket in by_bucket(specs, bucket_bytes):
+        assert bucket[-1][1] <= bucket_bytes or len(bucket) == 1
 
 
 @given(spec_lists, st.integers(1, 400))
 def test_bucket_is_closed_only_if_the_next_tensor_does_not_fit(specs, bucket_bytes):
-    buckets = by_bucket(place_all(specs, bucket_bytes))
-    for bucket, following in itertools.pairwise(buckets):
-        first = following[0].spec
-        too_large = bucket[-1].end + first.num_bytes > bucket_bytes
-        unaligned = bucket[-1].end % first.dtype.itemsize != 0
+    for bucket, following in itertools.pairwise(by_bucket(specs, bucket_bytes)):
+        (_, end), (first, _) = bucket[-1], following[0]
+        too_large = end + first.num_bytes > bucket_bytes
+        unaligned = end % first.dtype.itemsize != 0
         assert too_large or unaligned
 
 
 def test_unaligned_tensor_opens_a_new_bucket():
     odd = TensorSpec("odd", (3,), torch.bfloat16)
     wide = TensorSpec("wide", (1,), torch.float32)
-    assert [slice_.bucket for slice_ in place_all([odd, wide], 1000)] == [0, 1]
-    assert [slice_.bucket for slice_ in place_all([wide, odd], 1000)] == [0, 0]
+    assert [bucket for bucket, _ in place_all([odd, wide], 1000)] == [0, 1]
+    assert [bucket for bucket, _ in place_all([wide, odd], 1000)] == [0, 0]
 
 
 def test_scalar_tensor_has_the_bytes_of_one_item():

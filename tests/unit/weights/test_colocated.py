@@ -1,6 +1,8 @@
 """Laws of colocated publishes: handles, synchronization of ranks, and failures; the servers are stubs."""
 
 import base64
+import inspect
+import io
 import pickle
 import threading
 import time
@@ -8,11 +10,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing
 from aiohttp import web
+from torch.multiprocessing import reductions
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.families.parameters import TensorSpec
@@ -50,6 +54,27 @@ def test_handle_lets_another_process_read_the_bucket_in_place():
     assert torch.equal(seen["a"], torch.arange(6.0).view(2, 3)) and seen["b"].item() == 1.5
     flat[:4].view(torch.float32).fill_(7.0)
     assert seen["a"][0, 0] == 7.0  # the same memory, not a copy
+
+
+def test_a_cuda_handle_names_its_device_by_uuid_and_a_server_finds_its_own_number(monkeypatch):
+    """SGLang's own code reads the handle; the calls into CUDA are fakes."""
+    from sglang.srt.utils import patch_torch
+    from sglang.srt.utils.common import SafeUnpickler
+
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    arguments = ["storage" if name == "storage_handle" else 0 for name in names]
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, tuple(arguments)))
+    uuids = ["trainer's device 0"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
+    handle = handle_of(Bucket((), last=True, flat=SimpleNamespace(is_cuda=True)))
+    uuids[:] = ["another device", "trainer's device 0"]
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(reductions, "_rebuild_cuda_tensor_original", lambda *found: seen.append(found), raising=False)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", patch_torch._rebuild_cuda_tensor_modified)
+    SafeUnpickler(io.BytesIO(base64.b64decode(handle))).load()
+    arguments[names.index("storage_device")] = 1
+    assert seen == [tuple(arguments)]
 
 
 class Room:

@@ -44,7 +44,7 @@ def devices_of_servers(config, num_gpus, num_ranks, monkeypatch, tmp_path):
     monkeypatch.setattr(server_pool, "count_gpus", lambda: num_gpus)
     monkeypatch.setattr(server_pool, "detect_device", lambda: "cuda")
     monkeypatch.setattr(SglangServer, "spawn", lambda server: started.append(server))
-    first_gpu = server_pool._first_free_gpu(config.rollout, lambda text: None)
+    first_gpu = server_pool.first_free_gpu(config.rollout, lambda text: None)
     options = server_pool.server_options(config, load_weights=False, tokenizer=False, first_gpu=first_gpu)
     server_pool.ServerPool.spawn(options, config.rollout.num_servers, tmp_path)
     words = [server_command(server.options, 1) for server in started]

@@ -1,18 +1,18 @@
 """Asyncio client of SGLang's HTTP API: token ids in, token ids and log-probs out.
 
-``generate`` waits until a server has capacity (at most ``max_inflight_requests`` are in progress at each server, and no
-more tokens than its KV cache can store: ``load_balancing.py``), then for the reply, until the server has made no progress
-for ``request_timeout_s``. A failed attempt or an invalid reply is retried at most ``max_retries`` times, on another running
-server if there is one. A busy server (429, 503) is retried for at most a request's timeout.
+``generate`` waits until a server has capacity (at most ``max_inflight_requests`` are in progress at each server,
+and no more tokens than its KV cache can store: ``load_balancing.py``), then for the reply, until the server has
+made no progress for ``request_timeout_s``. A failed attempt or an invalid reply is retried at most ``max_retries``
+times, on another running server if there is one. A busy server (429, 503) is retried for at most a request's
+timeout.
 
-Short requests that arrive within ``_TICK_S`` share one HTTP request of up to ``max_batch_size`` samples, which saves a
-third of the CPU time for small models. A batched sample returns, and frees its slot, with the slowest sample of its
-batch. Samples of more than ``_MOST_BATCHED_TOKENS``, or sent with ``alone``, are therefore not batched.
+Short requests that arrive within ``_TICK_S`` share one HTTP request of up to ``max_batch_size`` samples, which
+saves a third of the CPU time for small models. Long samples, and samples sent with ``alone``, are not batched.
 
 A server is *lost* when its machine does not answer, when it shows no sign of progress for ``hang_timeout_s``
 (``liveness.py``), or after ``_MAX_BAD_ANSWERS`` consecutive invalid replies. A lost server gets no request until
-``restore`` is called, because a restarted server has old weights until a publish. If no server is left, ``generate``
-raises ``ServerLost``.
+``restore`` is called, because a restarted server has old weights until a publish. If no server is left,
+``generate`` raises ``ServerLost``.
 
 Invariants: every attempt has its own request id, and no id is a prefix of another (SGLang aborts all ids that start
 with the given one). The tokens of an aborted request are returned, not dropped. Every reply has been validated
@@ -23,7 +23,7 @@ other processes (``caller``).
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -46,13 +46,13 @@ from megatron_rl.rollout.sglang.balance.load_balancing import (
     PendingRequest,
     PrefixAffinity,
     ServerQueue,
-    affinity_keys,
     candidates,
     choose,
+    pending_request,
     steal_group,
 )
 from megatron_rl.rollout.sglang.process import liveness
-from megatron_rl.rollout.sglang.wire.batch_call import InProcessCaller
+from megatron_rl.rollout.sglang.wire.batch_call import exchange
 from megatron_rl.rollout.sglang.wire.protocol import BUSY_STATUSES, sent_rid, validate
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.system.http.json_http import ApiKey, HttpError, HttpSession, NoHttpReply, bearer
@@ -64,9 +64,10 @@ _PROBE_TIMEOUT_S = 60.0
 _MAX_BAD_ANSWERS = 3
 """Consecutive invalid replies after which a server is lost; fewer may be accidents."""
 _MAX_PAUSE_S = 30.0
-"""Longest wait before a busy server is retried."""
+"""Longest wait before a busy server is retried, regardless of its Retry-After."""
+_MAX_UNANSWERED = 10.0
+"""A server that reports progress but replies to no request is waited for this many times the usual timeout."""
 _TICK_S = 0.002
-_MOST_BATCHED_TOKENS = 128
 _AGAIN, _ALONE = "#again", "#alone"
 """Suffixes for the id of a request that is resent within one attempt."""
 _MAX_AGAIN = 10
@@ -98,8 +99,8 @@ class SglangClient:
         api_key: str = "",
         on_server_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``hang_timeout_s`` 0 disables hang detection. ``on_server_lost(url, reason)`` is called once per loss of a
-        server."""
+        """``request_timeout_s`` 0: derived from a request's tokens. ``hang_timeout_s`` 0: no hang detection.
+        ``on_server_lost(url, reason)`` is called each time a server is lost."""
         if not urls:
             raise ValueError("the client needs the URL of at least one server")
         self.vocab_size = vocab_size
@@ -115,8 +116,8 @@ class SglangClient:
         self._http = HttpSession()
         self.is_publishing = False
         """True while the servers pause for new weights: silence is then no sign of a hang."""
-        self.caller: BatchCaller = InProcessCaller(self._http)
-        """Makes the HTTP calls and is closed with the client: in this process, or ``WorkerPool`` in other processes."""
+        self.caller: BatchCaller | None = None
+        """Makes the HTTP calls in other processes (``WorkerPool``) and is closed with the client; None: in this process."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -133,14 +134,15 @@ class SglangClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.caller.close()
+        if self.caller is not None:
+            await self.caller.close()
         await self._http.close()
 
     @property
     def live_urls(self) -> list[str]:
         return [server.url for server in self._servers.values() if server.is_candidate]
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Check which servers are gone, which idle clients would not notice."""
         live = [server for server in self._servers.values() if server.is_candidate]
         await asyncio.gather(*[self._diagnose(server, "it does not answer") for server in live])
@@ -162,8 +164,8 @@ class SglangClient:
     async def leave(self, url: str, timeout_s: float = _ABORT_TIMEOUT_S) -> None:
         """Send a server no more requests; returns once none is in progress.
 
-        Requests in progress return as ``abort`` with their tokens; waiting requests, and requests that do not return in
-        time, are sent to other servers.
+        Requests in progress return as ``abort`` with their tokens; waiting requests, and requests that do not
+        return in time, are sent to other servers.
         """
         (server := self._servers[url]).leaving = True
         server.fail(server.drain(), "it leaves")
@@ -185,10 +187,10 @@ class SglangClient:
         """Generate one sample.
 
         Requests with the same ``sticky_key`` (default: the same ``response_name`` or ``group_name``) go to the same
-        server while it runs and is not loaded much more than the others, so that a group shares its prefix cache; other
-        requests go to the least loaded server. ``alone``: do not batch the request, for a caller that needs each sample
-        as soon as it is complete. Raises RequestRejected, PromptMismatch, InvalidReply, ApiKeyRejected, ServerLost or
-        WorkerFailed.
+        server while it runs and is not loaded much more than the others, so that a group shares its prefix cache;
+        other requests go to the least loaded server. ``alone``: do not batch the request, for a caller that needs
+        each sample as soon as it is complete. Raises RequestRejected, PromptMismatch, InvalidReply, ApiKeyRejected,
+        ServerLost or WorkerFailed.
         """
         validate(request, self.vocab_size)
         started_at = time.monotonic()
@@ -198,11 +200,12 @@ class SglangClient:
         while len(failed_urls) - num_busy <= self.max_retries:
             servers = candidates(self._servers.values(), failed_urls)
             if servers and all(server.url in failed_urls for server in servers):
-                await asyncio.sleep(self._pause_s(failure, len(failed_urls)))
+                await asyncio.sleep(self._pause_s(failure, len(failed_urls), self._timeout_s([request])))
                 servers = candidates(self._servers.values(), failed_urls)
             if not servers:
                 break
-            pending = self._pending(request, failed_urls, alone=alone, sticky_key=sticky_key)
+            num_new = self._new_tokens.expected(request.max_new_tokens)
+            pending = pending_request(request, failed_urls, num_new, alone=alone, sticky_key=sticky_key)
             server = choose(servers, pending, self._homes)
             server.push(pending)
             self._homes.note(pending)
@@ -224,17 +227,17 @@ class SglangClient:
     def _timeout_s(self, requests: Sequence[GenerationRequest]) -> float:
         return answer_timeout_s(self.request_timeout_s, max(request.max_new_tokens for request in requests))
 
-    def _pause_s(self, failure: Exception, num_attempts: int) -> float:
+    def _pause_s(self, failure: Exception, num_attempts: int, timeout_s: float) -> float:
         """Seconds to wait before a retry at the same server."""
         asked_s = failure.retry_after_s if isinstance(failure, ServerBusy) else None
-        return min(_MAX_PAUSE_S, max(asked_s or 0.0, self.first_pause_s * 2.0 ** min(num_attempts - 1, 10)))
+        return min(_MAX_PAUSE_S, timeout_s, max(asked_s or 0.0, self.first_pause_s * 2.0 ** min(num_attempts - 1, 10)))
 
     async def abort(self, rids: Collection[str]) -> None:
         """End the requests ``rids`` now; unknown ids are ignored.
 
-        Each request returns as ``abort`` with its tokens (none if it was never sent). A request that reaches the server
-        at the same moment may escape: call again for requests that have not returned. If an abort call fails, the
-        request ends by its own timeout.
+        Each request returns as ``abort`` with its tokens (none if it was never sent). A request that reaches the
+        server at the same moment may escape: call again for requests that have not returned. If an abort call
+        fails, the request ends by its own timeout.
         """
         limit = asyncio.Semaphore(_MAX_ABORTS_AT_ONCE)
 
@@ -251,24 +254,10 @@ class SglangClient:
             for pending in server.waiting:
                 if pending.request.rid in rids and not pending.answer.done():
                     pending.answer.set_result(NOTHING_GENERATED)
-        sent = [(one, rid) for one in self._servers.values() for rid, p in one.sent.items() if p.request.rid in rids]
-        await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
-
-    def _pending(
-        self, request: GenerationRequest, failed_urls: Sequence[str], *, alone: bool, sticky_key: Hashable | None
-    ) -> PendingRequest:
-        # The server may still run the request of a broken connection, and rejects a duplicate id.
-        rid = sent_rid(f"{request.rid}#{len(failed_urls)}" if failed_urls else request.rid)
-        return PendingRequest(
-            request,
-            rid,
-            asyncio.get_running_loop().create_future(),
-            alone=alone or request.max_new_tokens > _MOST_BATCHED_TOKENS,
-            tokens=request.num_prompt_tokens + self._new_tokens.expected(request.max_new_tokens),
-            names=affinity_keys(request, sticky_key),
-            group=sticky_key if sticky_key is not None else request.group_name or None,
-            refused=frozenset(failed_urls),
-        )
+        sent = [(one, p) for one in self._servers.values() for p in one.sent.values() if p.request.rid in rids]
+        for _, pending in sent:
+            pending.abort_sent = True
+        await asyncio.gather(*[abort_one(server, pending.rid) for server, pending in sent])
 
     def _schedule_flush(self, server: ServerQueue) -> None:
         if not server.flush_scheduled:
@@ -276,13 +265,13 @@ class SglangClient:
             asyncio.get_running_loop().call_later(_TICK_S, self._flush, server)
 
     def _flush(self, server: ServerQueue) -> None:
-        """Send the server's waiting requests in batches, as far as its request limit and KV cache allow."""
+        """Send the server's waiting requests in batches, up to its request limit and the capacity of its KV cache."""
         server.flush_scheduled = False
         if not server.live:
             return
         if server.capacity is None and server.waiting:
             server.flush_scheduled = True  # nothing is sent meanwhile
-            server.start(self._ask_capacity(server))
+            server.start(self._query_capacity(server))
             return
         most = self.max_inflight_requests
         while server.waiting or (server.num_inflight < most and steal_group(server, self._servers.values(), self._homes)):
@@ -297,7 +286,7 @@ class SglangClient:
             server.start(self._send(server, batch))
             self._watch(server)
 
-    async def _ask_capacity(self, server: ServerQueue) -> None:
+    async def _query_capacity(self, server: ServerQueue) -> None:
         """Query the capacity of the server's KV cache, in tokens, before the first request."""
         try:
             server.capacity, server.says_load = await liveness.kv_tokens(self._http, server.url, api_key=self._api_key)
@@ -343,27 +332,34 @@ class SglangClient:
             return [await self._diagnose(server, str(error))] * len(batch)
         except (HttpError, InvalidReply) as error:
             return [self._bad(server, str(error))] * len(batch)
-        server.sign_of_life_at = time.monotonic()
+        server.replied_at = server.sign_of_life_at = time.monotonic()
         if reply.status == 400 and len(batch) > 1:
             # SGLang rejects the whole batch for one invalid sample: resend them one by one to find it.
             return await self._send_again(server, [[pending] for pending in batch], _ALONE)
         if reply.status != 200:
             return [await self._refused(server, reply, batch[0].request.rid)] * len(batch)
-        return [self._outcome(server, sample) for sample in reply.samples]
+        return [self._outcome(server, *of_sample) for of_sample in zip(batch, reply.samples, strict=True)]
 
     async def _reply(self, server: ServerQueue, batch: list[PendingRequest]) -> BatchReply:
-        """Waits as long as the server makes progress. Raises NoHttpReply once it has made none for its time, or as the caller."""
+        """Wait for the reply while the server makes progress. Raises NoHttpReply after a timeout without progress."""
         requests = [pending.request for pending in batch]
         limit_s = self._timeout_s(requests)
+        # A server could report progress forever.
+        most_s, sent_at = _MAX_UNANSWERED * max(limit_s, answer_timeout_s(0.0, requests[0].max_new_tokens)), time.monotonic()
         if server.says_load and not self.request_timeout_s:  # a long window is no longer silent
             limit_s = answer_timeout_s(0.0, 0)
 
         async def progress() -> Any:
-            return await liveness.progress_between(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
+            if not server.says_load:
+                return server.num_good
+            if time.monotonic() - max(sent_at, server.replied_at) > most_s:
+                return None
+            return await liveness.progress_between(self._http, server.url, api_key=self._api_key)
 
         rids = [pending.rid for pending in batch]
         call = BatchCall(server.url, requests, rids, None, self.vocab_size, ApiKey(self._api_key))
-        return await liveness.wait_while_progressing(self.caller.call(call), server.num_good, progress, limit_s)
+        reply = self.caller.call(call) if self.caller is not None else exchange(self._http, call)
+        return await liveness.wait_while_progressing(reply, server.num_good, progress, limit_s)
 
     async def _send_again(
         self, server: ServerQueue, batches: list[list[PendingRequest]], mark: str
@@ -389,9 +385,14 @@ class SglangClient:
             return ServerBusy(str(failed), reply.retry_after_s)
         return failed
 
-    def _outcome(self, server: ServerQueue, sample: Generation | Exception) -> Generation | Exception:
+    def _outcome(
+        self, server: ServerQueue, pending: PendingRequest, sample: Generation | Exception
+    ) -> Generation | Exception:
         if isinstance(sample, InvalidReply):
             return self._bad(server, str(sample), type(sample))
+        # The caller would resend the request at once, and without end if the server did the same again.
+        if isinstance(sample, Generation) and not (len(sample.token_ids) or pending.abort_sent):
+            return self._bad(server, f"it aborted request {pending.request.rid!r} without a token, although no abort was sent")
         if not isinstance(sample, Exception):
             server.num_bad = 0
             server.num_good += 1

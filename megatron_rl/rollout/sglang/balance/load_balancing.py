@@ -1,11 +1,11 @@
-"""Balances requests over servers by tokens: queue lengths, expected output and prefix affinity. Pure; the client does
-the sending.
+"""Balances requests over servers by tokens: queue lengths, expected output and prefix affinity. Pure; the client
+does the sending.
 
-A request counts with the tokens that it may occupy: its context plus its expected output (``OutputLengthEstimate``). Invariants:
-requests of one group go to one server, and a response returns to its previous server, unless that server is loaded much
-more than the least loaded one. A server is sent no more tokens than its KV cache can store
-(``ServerQueue.next_batch``), so that it need not evict and recompute a running request. A server with free capacity
-takes requests that wait for a full one (``steal_group``).
+A request counts with the tokens that it may occupy: its context plus its expected output
+(``OutputLengthEstimate``). Invariants: requests of one group go to one server, and a response returns to its
+previous server, unless that server is loaded much more than the least loaded one. A server is sent no more tokens
+than its KV cache can store (``ServerQueue.next_batch``), so that it need not evict and recompute a running request.
+A server with free capacity takes requests that wait for a full one (``steal_group``).
 """
 
 import asyncio
@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.rollout.requests import Generation, GenerationRequest, RetryableRequestError
+from megatron_rl.rollout.sglang.wire.protocol import sent_rid
 
 _TOGETHER, _RETURNS = 16, 2
-"""A request follows its cached prefix while that server's excess load is below this multiple of the request's tokens:
-16 if the prefix was computed with the same weights (so a usual group stays whole), 2 if only earlier parts of the
-response were generated there."""
+"""A request follows its cached prefix while that server's excess load is below this multiple of the request's
+tokens: 16 if the prefix was computed with the same weights (so a usual group stays whole), 2 if only earlier parts
+of the response were generated there."""
 _MUCH_MORE = 1.1
 """In any case a request follows its prefix to a server with at most this multiple of the least load."""
 _FILLED = 0.95
 """Usable fraction of a KV cache, because expectations are means."""
+_MOST_BATCHED_TOKENS = 128
+"""Samples of more tokens are not batched, because a batch returns with its slowest sample."""
 _NUM_HOMES = 1 << 17
 _NUM_SAMPLES = 4096
 
@@ -106,6 +109,8 @@ class PendingRequest:
     """Requests of one group move to another server together."""
     refused: frozenset[str] = frozenset()
     """URLs of servers at which the request has failed."""
+    abort_sent: bool = False
+    """True once an abort of the request was sent."""
 
 
 @dataclass
@@ -132,7 +137,9 @@ class ServerQueue:
     """HTTP requests in progress."""
     watch: asyncio.Task[None] | None = None
     sign_of_life_at: float = 0.0
-    """Time (monotonic) of the last reply, or of the end of the last idle period."""
+    """Time (monotonic) of the last reply or generated probe token, or of the end of the last idle period."""
+    replied_at: float = 0.0
+    """Time (monotonic) of the last reply to a request."""
     num_bad: int = 0
     """Number of consecutive invalid replies."""
     num_good: int = 0
@@ -162,7 +169,7 @@ class ServerQueue:
         return [self.pop() for _ in range(len(self.waiting))]
 
     def fail(self, requests: Iterable[PendingRequest], reason: str) -> None:
-        """Fail ``requests``, so that they go to another server at their next attempt."""
+        """Fail ``requests`` with RetryableRequestError, on which the client retries each of them on another server."""
         for pending in requests:
             if not pending.answer.done():
                 pending.answer.set_exception(RetryableRequestError(f"{self.url}: {reason}"))
@@ -173,8 +180,8 @@ class ServerQueue:
         task.add_done_callback(self.tasks.discard)
 
     def has_room(self, pending: PendingRequest) -> bool:
-        """True if the KV cache can store the request next to those in progress; a request that would run alone always
-        fits."""
+        """True if the KV cache can store the request next to those in progress; a request that would run alone
+        always fits."""
         return not self.capacity or not self.held or self.held + pending.tokens <= _FILLED * self.capacity
 
     def next_batch(self, max_batch_size: int, max_inflight: int) -> list[PendingRequest]:
@@ -237,8 +244,31 @@ def affinity_keys(request: GenerationRequest, sticky_key: Hashable | None) -> di
     return names | ({("response", response): _RETURNS} if response else {})
 
 
+def pending_request(
+    request: GenerationRequest,
+    failed_urls: Sequence[str],
+    num_new_tokens: int,
+    *,
+    alone: bool,
+    sticky_key: Hashable | None,
+) -> PendingRequest:
+    """Attempt of a request that has failed at ``failed_urls``; ``num_new_tokens``: expected number of new tokens."""
+    # The server may still run the request of a broken connection, and rejects a duplicate id.
+    rid = sent_rid(f"{request.rid}#{len(failed_urls)}" if failed_urls else request.rid)
+    return PendingRequest(
+        request,
+        rid,
+        asyncio.get_running_loop().create_future(),
+        alone=alone or request.max_new_tokens > _MOST_BATCHED_TOKENS,
+        tokens=request.num_prompt_tokens + num_new_tokens,
+        names=affinity_keys(request, sticky_key),
+        group=sticky_key if sticky_key is not None else request.group_name or None,
+        refused=frozenset(failed_urls),
+    )
+
+
 def choose(servers: Sequence[ServerQueue], pending: PendingRequest, homes: PrefixAffinity) -> ServerQueue:
-    """Choose the server with most of the request's prefix, unless it is loaded much more than the least loaded server."""
+    """Choose the server that last got the request's longest known prefix, unless its load is much above the least load."""
     largest = max(server.capacity or 0 for server in servers)
 
     def load(server: ServerQueue) -> float:
@@ -252,8 +282,8 @@ def choose(servers: Sequence[ServerQueue], pending: PendingRequest, homes: Prefi
 
 
 def steal_group(server: ServerQueue, others: Iterable[ServerQueue], homes: PrefixAffinity) -> bool:
-    """Move the newest waiting requests of a full server, all of one group, to ``server``. Returns False if it has no
-    capacity."""
+    """Move the newest waiting requests of a full server, all of one group, to ``server``. Returns False if it has
+    no capacity."""
     full = [
         other
         for other in others
@@ -265,6 +295,7 @@ def steal_group(server: ServerQueue, others: Iterable[ServerQueue], homes: Prefi
         return False
     giver = max(full, key=lambda other: other.queued)
     moved = [giver.pop(newest=True)]
+    # The rest of the group follows, so that it still shares one prefix cache.
     while giver.waiting and giver.waiting[-1].group == moved[0].group is not None:
         moved.append(giver.pop(newest=True))
     for pending in reversed(moved):

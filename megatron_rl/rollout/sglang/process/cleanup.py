@@ -1,12 +1,14 @@
 """Clean-up after a killed SGLang server, and protection of its API key.
 
-A server has a private folder for its temporary files (including the sockets of its processes), which is removed when
-the server is stopped. The shared memory in which it reports its load is unlinked as soon as all its processes have
-opened it, so nothing remains however the server ends.
+A server has a private folder for its temporary files (including the sockets of its processes), which is removed
+when the server is stopped. Its shared memory is unlinked as soon as all its processes have opened it, so nothing
+remains however the server ends. A server that is killed before that leaves some, which a later server removes.
 """
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,10 @@ import psutil
 from megatron_rl.rollout.sglang.process.options import ServerOptions, secret_config
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 
-_LOADS = "/dev/shm/sglang_loads_"
+_SHARED_MEMORY = Path("/dev/shm")
+_LOADS = "sglang_loads_"
+_STARTED_S = 3600.0
+"""Age from which shared memory is no longer being opened by name: longer than any server takes to start."""
 _MAX_SOCKET_FOLDER = 80
 """Linux limits the path of a socket to 107 characters."""
 
@@ -40,7 +45,8 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
 
 
 def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) -> None:
-    """Unlink the load files of a ready server; its processes keep their open mappings."""
+    """Unlink the message queues and load files of a ready server; its processes keep their open mappings."""
+    remove_shared_memory(pids)
     if any("dp" in name and "size" in name for name in options.server_args):
         return  # another process opens them at an unknown time
     try:
@@ -55,12 +61,26 @@ def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) 
         except psutil.Error:
             continue
         for path in paths:
-            if path.startswith(_LOADS):
+            if path.startswith(f"{_SHARED_MEMORY}/{_LOADS}"):
                 Path(path).unlink(missing_ok=True)
 
 
 def remove_shared_memory(pids: Sequence[int]) -> None:
-    """Remove the shared memory that the exited workers of one server used."""
+    """Remove the named shared memory that the workers of one server made; a running worker keeps its mapping."""
     for pid in pids:
-        for path in Path("/dev/shm").glob(f"sgl_shm_*_{pid}_*"):
+        for path in _SHARED_MEMORY.glob(f"sgl_shm_*_{pid}_*"):
             path.unlink(missing_ok=True)
+
+
+def remove_abandoned_shared_memory() -> None:
+    """Remove this user's shared memory of servers that were killed during their start.
+
+    Only old memory, because containers that share /dev/shm may not see each other's processes.
+    """
+    for path in _SHARED_MEMORY.glob("sgl_shm_*"):
+        pid = path.name.split("_")[-2]
+        with suppress(OSError):
+            about = path.stat()
+            is_old = time.time() - about.st_mtime > _STARTED_S and about.st_uid == os.getuid()
+            if is_old and pid.isdecimal() and not psutil.pid_exists(int(pid)):
+                path.unlink()

@@ -1,8 +1,8 @@
 """Liveness probes of a server. ``/health`` of a hung server may still succeed, so only a generated token proves
 progress.
 
-``is_generating`` requests one token. A server with a long queue is not hung: if the token does not arrive in time, a
-scheduler that answers and has requests in progress counts too. ``/health_generate`` queries the scheduler, which
+``is_generating`` requests one token. A server with a long queue is not hung: if the token does not arrive in time,
+a scheduler that answers and has requests in progress counts too. ``/health_generate`` queries the scheduler, which
 answers between two forward steps, also under full load.
 """
 
@@ -22,7 +22,7 @@ PROBE_RID = "probe-"
 """Prefix of the ids of probe requests."""
 _HTTP_TIMEOUT_S = 20.0
 """Timeout after which a silent ``/health`` means that the process itself is stopped or gone."""
-_ASK_TIMEOUT_S = 5.0
+_QUERY_TIMEOUT_S = 5.0
 _PAUSE_S = 1.0
 
 _TOKEN, _SOMETHING_ELSE, _NOTHING = "token", "something else", "nothing"
@@ -32,7 +32,7 @@ _TOKEN, _SOMETHING_ELSE, _NOTHING = "token", "something else", "nothing"
 async def is_generating(http: HttpSession, url: str, *, api_key: str, timeout_s: float) -> bool:
     """True if the server generates a token within ``timeout_s``, or then still works on other requests."""
     headers = bearer(api_key)
-    token = asyncio.create_task(_ask_for_token(http, url, headers, timeout_s))
+    token = asyncio.create_task(_probe_token(http, url, headers, timeout_s))
     health = asyncio.create_task(_status(http, url + "/health", headers, min(timeout_s, _HTTP_TIMEOUT_S)))
     scheduler = asyncio.create_task(_scheduler_answers(http, url, headers, timeout_s))
     try:
@@ -56,10 +56,10 @@ async def is_generating(http: HttpSession, url: str, *, api_key: str, timeout_s:
 def generates_token(url: str, *, api_key: str, timeout_s: float) -> bool:
     """Blocking token probe for a thread without an event loop: True if a token arrives within ``timeout_s``."""
     with HttpThread() as http:
-        return http.submit(_ask_for_token(http.session, url, bearer(api_key), timeout_s)).result() == _TOKEN
+        return http.submit(_probe_token(http.session, url, bearer(api_key), timeout_s)).result() == _TOKEN
 
 
-async def _ask_for_token(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> str:
+async def _probe_token(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> str:
     body = {"rid": [f"{PROBE_RID}{uuid.uuid4().hex};"], "input_ids": [[0]], "sampling_params": [{"max_new_tokens": 1}]}
     try:
         answer = await http.post(url + "/generate", body, timeout_s=timeout_s, headers=headers)
@@ -88,9 +88,9 @@ async def kv_tokens(http: HttpSession, url: str, *, api_key: str) -> tuple[int, 
     The capacity is 0 if the server does not report it.
     """
     headers = bearer(api_key)
-    loads = await _loads(http, url, headers, _ASK_TIMEOUT_S) or []
+    loads = await _loads(http, url, headers, _QUERY_TIMEOUT_S) or []
     # A scheduler reports nothing before its first step, but the server knows its options.
-    info = _json((await _got(http, url + "/server_info", headers, _ASK_TIMEOUT_S)).content)
+    info = _json((await _got(http, url + "/server_info", headers, _QUERY_TIMEOUT_S)).content)
     reported = [load.get("max_total_num_tokens") for load in loads]
     started_with = info.get("max_total_num_tokens") if isinstance(info, dict) else 0
     return sum(map(_count, reported)) or _count(started_with), any(size is not None for size in reported)
@@ -157,7 +157,7 @@ async def _loads(http: HttpSession, url: str, headers: dict[str, str], timeout_s
 
 
 async def _got(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> HttpReply:
-    """GET ``url``. Returns an Answer with status 0 if no reply arrives."""
+    """GET ``url``. Returns a reply with status 0 if no reply arrives."""
     try:
         return await http.get(url, timeout_s=timeout_s, headers=headers)
     except HttpError as error:

@@ -28,8 +28,8 @@ class ServerOptions:
     deterministic: bool = False
     """Requests carry seeds, which SGLang ignores otherwise."""
     load_weights: bool = True
-    """Load the model folder's weights. False starts with random weights, for a trainer that sends its own before the
-    first request."""
+    """Load the model folder's weights. False starts with random weights, for a trainer that sends its own before
+    the first request."""
     tokenizer: bool = False
     """Load a tokenizer for text (stop strings, chat); training sends and receives token ids only."""
     device: str = "cpu"
@@ -135,6 +135,9 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         "PYTHONUNBUFFERED": "1",
     }
+    if options.can_sleep:
+        # Otherwise a sleeping server keeps the memory of its CUDA graphs, 2 GB and more.
+        env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if options.device == "cpu":
         env["OMP_NUM_THREADS"] = str(options.num_threads)
         if options.tensor_parallel_size > 1:

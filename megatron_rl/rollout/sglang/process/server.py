@@ -1,16 +1,19 @@
 """SGLang server processes: start, watch, restart, stop.
 
-``SglangServer`` owns one server and all its child processes. It is synchronous and meant for the thread that drives the
-run; ``server_pool.py`` groups the servers of a run and ``client.py`` sends their requests.
+``SglangServer`` owns one server and all its child processes. It is synchronous and meant for the thread that drives
+the run; ``server_pool.py`` groups the servers of a run and ``client.py`` sends their requests.
 
 Invariants: a started server has its own process group, and after ``stop`` no process of that group is left. If the
-process that started it dies, even by SIGKILL, the kernel kills the server and SGLang's workers follow it. A server
-keeps its URL over restarts; its ``incarnation`` counts them, so callers with state inside the server (the weight-sync
-group, current weights) notice that this state is gone. Every wait has a deadline, and its error names both sides.
+process that started it ends, even by SIGKILL, the kernel kills the server and SGLang's workers follow it. A server
+keeps its URL over restarts; its ``incarnation`` counts them, so callers with state inside the server (the
+weight-sync group, current weights) notice that this state is gone. Every wait has a deadline, and its error names
+both sides.
 """
 
 import logging
 import os
+import re
+import secrets
 import shutil
 import signal
 import socket
@@ -26,14 +29,15 @@ import psutil
 
 from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.cleanup import (
+    remove_abandoned_shared_memory,
     remove_shared_memory,
     temporary_files_in,
     unlink_shared_memory,
     write_secret,
 )
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
-from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, start_failure
 from megatron_rl.system.files.atomic_files import new_temporary_folder
+from megatron_rl.system.files.hub_cache import download_hint
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 from megatron_rl.system.processes.child_process import start_on_own_thread
 
@@ -45,6 +49,44 @@ _PROGRESS_S = 15.0
 _STOP_GRACE_S = 15.0
 """Grace period before a stopped server is killed (SGLang polls for SIGTERM every 5 s)."""
 _MAX_PORT_ATTEMPTS = 3
+_AUTOMATIC_PORTS = range(10_000, 64_000)
+"""Ports that ``port=0`` may choose; SGLang adds up to 1,000 for its own ports."""
+_MAX_PORT_PROBES = 100
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    (
+        r"address already in use|port \d+ is (already in use|not available)",
+        "another process took the port: choose another rollout.port, or set it to 0 for any free port",
+    ),
+    (
+        r"does not recognize this architecture|not supported for now|Unrecognized model|Should have a `model_type`",
+        "SGLang or transformers does not know this model type: check model_type and architectures in the model "
+        "folder's config.json, or use versions that support them",
+    ),
+    (
+        r"unrecognized arguments|error: argument|invalid choice|expected one argument",
+        "an option in rollout.server_args is not one of this SGLang version's: see `python -m sglang.launch_server -h`",
+    ),
+    (
+        r"Cannot find any model weights|No safetensors|does not appear to have a file named|HFValidationError",
+        "the model folder is incomplete: it needs config.json and *.safetensors (the weights may be left out only "
+        "when the server starts without loading them)",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|Not enough memory|mem.fraction.static|DefaultCPUAllocator",
+        "not enough memory: lower mem-fraction-static or max-total-tokens in rollout.server_args, or use a larger "
+        "rollout.tensor_parallel_size",
+    ),
+    (
+        r"sgl_kernel|Failed to infer device|No accelerator|Torch not compiled with CUDA",
+        "SGLang found no usable device: without a GPU it needs this package's platform plugin, so install the package "
+        "(pip install -e .) into the environment that runs the server",
+    ),
+    (
+        r"ModuleNotFoundError|ImportError",
+        "a package is missing: install requirements/cpu.txt or requirements/gpu.txt",
+    ),
+)
+"""(regular expression for the log, remedy), most specific first."""
 
 Progress = Callable[[str], None]
 
@@ -70,6 +112,7 @@ class SglangServer:
     """One managed server process. ``start`` returns once it answers; the log is written to ``log_path``."""
 
     is_ours = True
+    """This process can restart the server."""
 
     def __init__(
         self,
@@ -89,6 +132,8 @@ class SglangServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.num_restarts = 0
         """Restarts counted against ``max_restarts``; a resumed run sets the number."""
+        self._has_served = False
+        """True once callers know the URL, which is then fixed."""
         self._abandoned = threading.Event()
         self._started_at = 0.0
         self._log_start = 0
@@ -128,6 +173,7 @@ class SglangServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._started_at = time.monotonic()
+        remove_abandoned_shared_memory()
         self._folder = new_temporary_folder("sglang")
         command = server_command(self.options, self.port, write_secret(self.options, self._folder))
         try:
@@ -139,14 +185,16 @@ class SglangServer:
     def wait_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait until the started server answers, at most ``start_timeout_s`` after its start.
 
-        ``while_waiting`` is called every few seconds on this thread, for example to keep other processes from timing
-        out. If another process took the automatically chosen port first, the server is restarted on another port.
+        ``while_waiting`` is called every few seconds on this thread, for example to keep other processes from
+        timing out. If another process took the automatically chosen port first, the server is started again: on
+        another port, or on the same port if the server has served there.
         """
         for attempt in range(1, _MAX_PORT_ATTEMPTS + 1):
             exit_code = self._wait_healthy(while_waiting)
             if exit_code is None:
                 if self.pid is not None:
                     unlink_shared_memory(group_members(self.pid), self.url, self.options)
+                self._has_served = True
                 return
             log = self.log_end()
             # SGLang runs on for a while without its port, and its later log lines hide the reason.
@@ -154,7 +202,10 @@ class SglangServer:
             self.stop()
             if not (self.options.port == 0 and lost_port and attempt < _MAX_PORT_ATTEMPTS):
                 raise ServerError(start_failure(self.url, exit_code, self.log_path, log))
-            self.port = 0
+            if self._has_served:
+                _wait_port_free(self.options.host, self.port)
+            else:
+                self.port = 0
             self.spawn()
 
     def alive(self) -> bool:
@@ -204,9 +255,9 @@ class SglangServer:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def log_end(self, count: int = 25) -> str:
+    def log_end(self) -> str:
         """Last lines of this process's log, with the API key masked."""
-        lines = last_lines(self.log_path, self._log_start, count)
+        lines = last_lines(self.log_path, self._log_start)
         return lines.replace(self.options.api_key, "***") if self.options.api_key else lines
 
     def __enter__(self) -> "SglangServer":
@@ -257,8 +308,7 @@ class SglangServer:
                 )
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
-                newest = self.log_end(count=1)
-                self.progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
+                self.progress(f"waiting for server {self.url} ({waited_s:.0f} s); its log: {self.log_path}")
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"stopped waiting for server {self.url}: the run ends")
 
@@ -267,7 +317,7 @@ def _check_model_folder(model_path: str) -> None:
     if not (Path(model_path) / "config.json").is_file():
         raise ServerError(
             f"no config.json in the model folder {model_path!r}. Expected a local Hugging Face model folder "
-            "(config.json, safetensors, tokenizer); download the model first or correct policy.path."
+            f"(config.json, safetensors, tokenizer); download the model first or correct policy.path{download_hint(model_path, 'model')}."
         )
 
 
@@ -316,9 +366,29 @@ def _check_port(host: str, port: int) -> None:
 
 
 def free_port(host: str) -> int:
+    """Return a free port outside the kernel's ephemeral range, or any free port if no such port was found.
+
+    The kernel gives ephemeral ports to the connections of all processes, so such a port may be taken while its
+    server restarts.
+    """
+    ephemeral = ephemeral_ports()
+    candidates = [port for port in _AUTOMATIC_PORTS if port not in ephemeral]
+    # Random, so that two runs that start together on a node rarely choose the same port.
+    for port in secrets.SystemRandom().sample(candidates, min(len(candidates), _MAX_PORT_PROBES)):
+        if port_is_free(host, port):
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def ephemeral_ports() -> range:
+    """Ports that the kernel chooses for connections of this network namespace; empty if the kernel does not report them."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    except OSError:
+        return range(0)
+    return range(first, last + 1)
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
@@ -344,3 +414,32 @@ def group_members(group: int) -> list[int]:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return members
+
+
+def last_lines(path: Path, start: int, count: int = 25, max_bytes: int = 65536) -> str:
+    """Last ``count`` non-empty lines written to ``path`` after byte ``start``."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as log:
+        size = log.seek(0, 2)
+        log.seek(max(start, size - max_bytes))
+        lines = log.read().decode(errors="replace").splitlines()
+    # SGLang logs all its options in one line of 25,000 characters.
+    return "\n".join([line[:500] for line in lines if line.strip()][-count:])
+
+
+def port_taken(log: str) -> bool:
+    return re.search(_REMEDIES[0][0], log, re.IGNORECASE) is not None
+
+
+def remedy(log: str) -> str:
+    for pattern, advice in _REMEDIES:
+        if re.search(pattern, log, re.IGNORECASE):
+            return advice
+    return "read the log from its first error on"
+
+
+def start_failure(url: str, exit_code: int, log_path: Path, log: str) -> str:
+    """Error message with the exit code, a likely remedy and the end of the log."""
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
+    return f"server {url} {how} while starting. Likely remedy: {remedy(log)}. Its log {log_path} ends:\n{log}"

@@ -1,8 +1,8 @@
 """Sleep and wake of servers that share devices with the trainer: asleep while it trains, awake while they generate.
 
-A sleeping server has released its memory for weights, KV cache and CUDA graphs to the device (SGLang's memory saver; on
-a CPU nothing is released, but the calls are the same). Weights do not survive a sleep, so every wake-up is followed by
-a publish. The caller waits at most ``timeout_s`` each for idle servers and for their replies.
+A sleeping server has released its memory for weights, KV cache and CUDA graphs to the device (SGLang's memory
+saver; on a CPU nothing is released, but the calls are the same). Weights do not survive a sleep, so every wake-up
+is followed by a publish. The caller waits at most ``timeout_s`` each for idle servers and for their replies.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class ServerMemory:
 
     def wake(self, servers: Sequence[ServerAddress], tags: Sequence[str]) -> None:
         """Let the servers allocate the memory of ``tags`` that they released; raises ServerCallError."""
-        # A server crashes if told to resume memory that it has not released.
+        # A server crashes on a call to resume memory that it has not released.
         asleep = [server for server in servers if self._released.get(server, set()).issuperset(tags)]
         if not asleep:
             return

@@ -1,9 +1,9 @@
 """Bodies and replies of SGLang's ``/generate``, as pure functions.
 
-Invariants: no request has a token id outside the vocabulary (one such id crashes the server's scheduler) or an image
-token without its image (which hangs the server). Every id, count and sign of a reply has been checked
-(``response_validation.py``), and the server counts as many prompt tokens as the trainer. A response whose last token is a
-stop token has finish reason ``stop``.
+Invariants: no request has a token id outside the vocabulary (one such id crashes the server's scheduler) or an
+image token without its image (which hangs the server). Every id, count and sign of a reply has been checked
+(``response_validation.py``), and the server counts as many prompt tokens as the trainer. A response whose last
+token is a stop token has finish reason ``stop``.
 """
 
 import math
@@ -23,7 +23,6 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.sglang.wire.response_validation import (
     InvalidReply,
-    StaleWeights,
     abbreviate,
     as_list,
     as_object,
@@ -34,17 +33,13 @@ from megatron_rl.rollout.sglang.wire.response_validation import (
     parse_count,
     parse_logprobs,
 )
-from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, InvalidRoutes, decode_routes
+from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, decode_routes
 
 _BAN = -1.0e9
 """Added to a banned token's logit; too low for any practical temperature to sample the token."""
 _MAX_RENORMALISED_TOP_K = 4096
 """SGLang's limit for log-probs after top-k."""
-
-
 _MAX_ID = 1 << 31
-
-
 BUSY_STATUSES = frozenset((429, 503))
 
 
@@ -155,7 +150,7 @@ def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = 
     return Generation(
         token_ids=token_ids,
         logprobs=_logprobs(request, meta, token_ids),
-        finish_reason=_finish_reason(request, reason, token_ids),
+        finish_reason=_finish_reason(request, finish, reason, token_ids),
         weight_version=_weight_version(request, meta, len(token_ids)),
         cached_tokens=parse_count(meta.get("cached_tokens", 0), "cached_tokens", most=request.num_prompt_tokens + request.max_new_tokens),
         stop_string=_stop_string(request, finish) if reason == "stop" else "",
@@ -235,10 +230,10 @@ def _versions(request: GenerationRequest, meta: dict[str, Any], num_new: int) ->
 
 
 def _expected_version(request: GenerationRequest, version: str, num_new: int) -> str:
-    """Return ``version`` if it may have sampled the reply's tokens; raises StaleWeights otherwise."""
+    """Return ``version`` if it may have sampled the reply's tokens; raises InvalidReply otherwise."""
     expected = {request.weight_version, request.newest_version or request.weight_version}
     if num_new and expected.isdisjoint({"", version}):
-        raise StaleWeights(
+        raise InvalidReply(
             f"weight_version: the server sampled with version {abbreviate(version)}, but version {request.weight_version} "
             "was published; it was restarted, or another trainer is attached to it"
         )
@@ -269,16 +264,20 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
         return decode_routes(
             as_text(encoded, "routed_experts"), request.num_prompt_tokens + num_new - 1, request.routes
         )
-    except InvalidRoutes as error:
+    except InvalidReply as error:
         raise InvalidReply(f"routed_experts: {error}; check that the server runs the same model") from error
 
 
-def _finish_reason(request: GenerationRequest, reason: str, token_ids: np.ndarray) -> str:
+def _finish_reason(request: GenerationRequest, finish: dict[str, Any], reason: str, token_ids: np.ndarray) -> str:
     if reason not in ("stop", "length", "abort"):
         raise expected_error("finish_reason.type", "stop, length or abort", reason)
     if reason == "abort":
         return reason
     if not len(token_ids):
         raise expected_error("output_ids", f"at least one token, as it ended by {reason}", [])
-    # SGLang checks the length first, so a stop token at the last position would be reported as unfinished.
-    return "stop" if reason == "length" and token_ids[-1] in request.stop_token_ids else reason
+    if token_ids[-1] in request.stop_token_ids:
+        return "stop"  # SGLang checks the length first, so a stop token at the last position is reported as length
+    # A token id in ``matched`` is a stop token of the model's own files.
+    if reason == "stop" and not _stop_string(request, finish) and finish.get("matched") != token_ids[-1]:
+        raise expected_error("finish_reason", f"a stop at the last token {token_ids[-1]}", finish)
+    return reason

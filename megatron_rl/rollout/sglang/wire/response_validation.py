@@ -1,8 +1,8 @@
 """Validation of a server's replies. Pure.
 
-A gateway, another server on the same port or a broken device can send anything with status 200. No reply is trained on
-before its types, counts, ids and signs have been checked here; ``InvalidReply`` names the field and the value received.
-The checks run in C over whole lists, or over arrays (``json_arrays.py``).
+A gateway, another server on the same port or a broken device can send anything with status 200. No reply is trained
+on before its types, counts, ids and signs have been checked here; ``InvalidReply`` names the field and the value
+received. The checks run in C over whole lists, or over arrays (``batch_call.py``).
 """
 
 import reprlib
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.wire.json_arrays import NumberList, PairList
 
 _MAX_POSITIVE = 1.0e-3
 """Log-probs above 0 by at most this much are rounding errors."""
@@ -31,10 +30,6 @@ class NonFiniteLogprob(InvalidReply):
     """A log-prob is not finite. The cause is the weights, which all servers have from the trainer."""
 
     server_at_fault = False
-
-
-class StaleWeights(InvalidReply):
-    """A server sampled with a weight version other than the published one."""
 
 
 class ApiKeyRejected(UserError):
@@ -84,7 +79,7 @@ def as_list(value: Any, field: str) -> list[Any]:
 
 def as_token_ids(value: Any, field: str, *, most: int, vocab_size: int) -> np.ndarray:
     """[n] int32: at most ``most`` ids, each below ``vocab_size``."""
-    ids = value.ids if isinstance(value, NumberList) else as_list(value, field)
+    ids = value if isinstance(value, np.ndarray) else as_list(value, field)
     if len(ids) > most:
         raise expected_error(field, f"at most the {most} requested tokens", f"{len(ids)} tokens")
     if isinstance(ids, list) and not set(map(type, ids)) <= {int}:
@@ -129,12 +124,13 @@ def _check_numbers(field: str, num_tokens: int, num_logprobs: int) -> None:
 
 
 def as_token_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
-    """Same as ``parse_logprobs``, but from SGLang's entries [log-prob, token id, text]; each entry must belong to its
-    token."""
-    if isinstance(value, PairList):
-        _check_numbers(field, len(token_ids), len(value.ids))
-        _check_same_tokens(field, token_ids, value.ids)
-        return _not_above_0(value.logprobs, field)
+    """Same as ``parse_logprobs``, but from SGLang's entries [log-prob, token id, text]; each entry must belong to
+    its token."""
+    if isinstance(value, tuple):  # from ``read_json``
+        ids, logprobs = value
+        _check_numbers(field, len(token_ids), len(ids))
+        _check_same_tokens(field, token_ids, ids)
+        return _not_above_0(logprobs, field)
     entries = as_list(value, field)
     if len(entries) != len(token_ids) or not entries:
         return parse_logprobs(entries, field, token_ids)

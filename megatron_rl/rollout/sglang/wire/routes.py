@@ -1,10 +1,10 @@
 """Decodes the experts that SGLang routed each token to (R3, arXiv 2510.11370). Pure.
 
 A server started with ``--enable-return-routed-experts`` reports the experts of every token of a request except the
-last, including the prefix, which the same weights computed (or had cached). The routes of a trajectory's newest request
-are therefore the routes of all its tokens, and replace the previous record.
+last, including the prefix, which the same weights computed (or had cached). The routes of a trajectory's newest
+request are therefore the routes of all its tokens, and replace the previous record.
 
-Servers are asked for the routes of all tokens, not only of the new ones (``routed_experts_start_len``): after a publish
+Requests ask for the routes of all tokens, not only of the new ones (``routed_experts_start_len``): after a publish
 the new weights recompute the prefix, so routes of an earlier request no longer match its keys and values.
 """
 
@@ -19,14 +19,11 @@ from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import as_config, num_experts, read_model_json
 from megatron_rl.rollout.requests import RouteShape
+from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 
 SERVER_FLAG = "enable-return-routed-experts"
 _ROWS_AT_ONCE = 1 << 15
 """Rows per block: the columns of one block fit into a core's cache."""
-
-
-class InvalidRoutes(ValueError):
-    """The routes do not match the model's shape."""
 
 
 def returns_routes(config: Config) -> bool:
@@ -50,20 +47,20 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
     """SGLang's base64 of int32 ids [num_tokens, layers, k] -> routes of the same shape: expert id + 1, or 0 for no
     record.
 
-    SGLang returns 0 for all entries of dense layers and of tokens without a record, so an expert listed twice means no
-    record. Raises InvalidRoutes for a wrong size or an unknown expert.
+    SGLang returns 0 for all entries of dense layers and of tokens without a record, so an expert listed twice means
+    no record. Raises InvalidReply for a wrong size or an unknown expert.
     """
     try:
         ids = np.frombuffer(pybase64.b64decode(encoded, validate=True), dtype=np.int32)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRoutes(f"routed experts are not base64 of int32: {error}") from error
+        raise InvalidReply(f"routed experts are not base64 of int32: {error}") from error
     full_shape = (num_tokens, shape.num_layers, shape.top_k)
     if ids.size != num_tokens * shape.num_layers * shape.top_k:
-        raise InvalidRoutes(
+        raise InvalidReply(
             f"expected routed experts of {full_shape[0]} tokens x {full_shape[1]} layers x {full_shape[2]}, got {ids.size} values"
         )
     if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
-        raise InvalidRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
+        raise InvalidReply(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
     # One byte per entry if possible: routes are most of the data that trajectories carry.
     dtype = np.uint8 if shape.num_experts <= np.iinfo(np.uint8).max else np.int16
     routes = np.add(ids.reshape(full_shape), 1, dtype=dtype, casting="unsafe")

@@ -34,7 +34,7 @@ from megatron_rl.families.transforms import Replicated, VocabParallel, padded_vo
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.vision.encoder import freeze
+from megatron_rl.models.image_encoding import freeze
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training import engine
 from megatron_rl.training.ddp import wrap

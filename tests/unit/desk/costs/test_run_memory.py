@@ -110,7 +110,7 @@ def test_models_that_never_offload_stay_on_the_device():
 
 
 def test_host_memory_includes_offloaded_models():
-    all_away = run_memory(DENSE, models_in(DENSE)).host["models that wait, 8 ranks"]
+    all_away = run_memory(DENSE, models_in(DENSE)).host["idle models, 8 ranks"]
     in_update = held(DENSE, "update_policy", "policy") + held(DENSE, "update_critic", "critic")
     gradients = sum(stages_of(DENSE)[f"update_{name}"].parts[f"{name}: gradients"] for name in ("policy", "critic"))
     assert all_away == pytest.approx(8 * (in_update - gradients))
@@ -190,8 +190,8 @@ def test_server_routes_are_stored_once_per_node_and_cached_if_remote():
     assert host_of(16, replay("R3"), workers)["driver: routes"] == all_routes / 2
     assert host_of(16, replay("R3"), "rollout.num_workers=0")["driver: routes"] == all_routes
     # Eight of the sixteen ranks are on the node; four share a quarter of the sequences.
-    assert host_of(16, replay("R3"), workers)["routes held, 8 ranks"] == pytest.approx(8 * all_routes / 4)
-    assert host_of(16, replay("R2"), workers) == {"routes held, 8 ranks": pytest.approx(8 * all_routes / 4)}
+    assert host_of(16, replay("R3"), workers)["cached routes, 8 ranks"] == pytest.approx(8 * all_routes / 4)
+    assert host_of(16, replay("R2"), workers) == {"cached routes, 8 ranks": pytest.approx(8 * all_routes / 4)}
 
 
 def test_reference_needs_no_routes():

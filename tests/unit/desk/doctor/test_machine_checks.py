@@ -27,7 +27,7 @@ from megatron_rl.desk.doctor.machine_checks import (
     variable_lines,
 )
 from megatron_rl.system.gpu.gpu_stack import Requirement
-from tests.unit.config.test_moe_settings import DENSE, load
+from tests.unit.config.recipes import DENSE, load
 
 ENGINE = {"version": "2.20.2", "cudnn": 92400, "flash_attn": "", "flash_attn_3": ""}
 REMEDY = "free some space, or choose a folder on a larger disk; a remedy has to stay readable too, whatever its length"

@@ -7,13 +7,14 @@ from transformers import AutoConfig
 
 from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems, parse_layout
 from megatron_rl.desk.plan.layout_search import (
-    STAGES,
     LayoutFamily,
+    context_sizes,
     cut_layers,
     expert_sizes,
     layout_refusal,
     layouts,
     shape_of,
+    tensor_sizes,
 )
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import dims, text_config
@@ -30,8 +31,11 @@ def config_of(name: str):
 
 
 def all_layouts(shape, num_ranks: int):
-    for stages, experts, whole in itertools.product(STAGES, expert_sizes(shape, num_ranks), (True, False)):
-        yield from layouts(shape, LayoutFamily(stages, experts, whole, stride=8), num_ranks, 8)
+    pairs = [*itertools.product((1, 2, 4, 8), (1, 2, 3, 4))]
+    for stages, experts, whole in itertools.product(range(1, 17), expert_sizes(shape, num_ranks), (True, False)):
+        for chunks in (1, 2):
+            yield from layouts(shape, LayoutFamily(stages, experts, whole, chunks), num_ranks, pairs)
+        yield from layouts(shape, LayoutFamily(stages, experts, whole, pinned={"sequence_parallel": False}), num_ranks, pairs)
 
 
 @pytest.mark.parametrize("num_ranks", [4, 6])
@@ -68,6 +72,8 @@ def test_layers_are_cut_evenly_and_the_ends_are_short_first(num_layers):
 
 def test_the_layouts_of_a_group_share_more_and_more():
     shape = shape_of(config_of("qwen3_moe_sparse_step"))
-    products = [p.tensor_parallel_size * p.context_parallel_size for p in layouts(shape, LayoutFamily(1, 1, False), 64, 8)]
+    pairs = itertools.product(tensor_sizes(64, 8), context_sizes(64))
+    found = layouts(shape, LayoutFamily(1, 1, whole=False), 64, pairs)
+    products = [p.tensor_parallel_size * p.context_parallel_size for p in found]
     assert products == sorted(products) and products[0] == 1
     assert parse_layout("tp2+sp")[0].sequence_parallel

@@ -24,7 +24,7 @@ def test_no_number_is_cut_off(width):
     assert "…" not in text
     tables = [line for line in text.splitlines() if not line.startswith(("to fit", "on the rank", "servers that"))]
     assert max(map(len, tables)) <= 80
-    for word in ("policy: gradients", "critic: optimizer", "activations", "logits", "routes", "NCCL", "server: weights", "KV cache"):
+    for word in ("policy: gradients", "critic: optimizer", "activations", "logits", "routes", "NCCL", "server: KV cache"):
         assert word in text
     assert text.count("to fit") >= 1
 
@@ -42,5 +42,5 @@ def test_components_add_up():
         assert sum(parts) == pytest.approx(total, abs=0.05 * len(parts))
 
 
-def test_without_the_number_of_ranks_it_says_which_key_is_missing():
-    assert printed(DENSE, 80, world_size=1) == "set parallel.num_ranks to the number of trainer ranks to see what they need\n"
+def test_memory_table_names_the_missing_number_of_ranks():
+    assert printed(DENSE, 80, world_size=1) == "set parallel.num_ranks to the number of trainer ranks to see their memory\n"

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.desk.plan import plan_ranking
+from megatron_rl.desk.plan.gpu_splits import splits
 from megatron_rl.desk.plan.plan_ranking import PlanRanking, with_window
-from megatron_rl.desk.plan.plan_search import splits
 from megatron_rl.desk.simulate.estimated_costs import estimated_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
@@ -36,9 +36,9 @@ def test_the_first_is_as_fast_as_any_of_all_that_fit(mode):
     works = {}
     everything = [
         one._simulated(with_window(replace(trainer, rollout=server.rollout), window), works).response_s
-        for split in splits(search_of("qwen3-4b", *words), NUM_GPUS)
-        for trainer in split.trainers
-        for server in split.servers or (trainer,)
+        for trainers, separate in splits(search_of("qwen3-4b", *words), NUM_GPUS)
+        for trainer in trainers
+        for server in separate or (trainer,)
         for window in windows
     ]
     assert best[0].response_s <= min(everything) * (1 + 3 * plan_ranking._SAME)

@@ -1,5 +1,7 @@
 """What fits so many GPUs, against every setting of every layout: megatron_rl/desk/plan/plan_search.py."""
 
+import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,15 +9,23 @@ import pytest
 
 from megatron_rl.config.checks.model_settings import parallel_problems
 from megatron_rl.config.checks.servers import placement_problems
-from megatron_rl.config.derived import server_placement
+from megatron_rl.config.derived import shares_devices
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Offload, Recompute
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.run_memory import model_folders
 from megatron_rl.desk.plan import plan_search
-from megatron_rl.desk.plan.layout_search import STAGES, LayoutFamily, expert_sizes, layout_refusal, layouts
+from megatron_rl.desk.plan.gpu_splits import _servers, fewest_gpus, splits
+from megatron_rl.desk.plan.layout_search import (
+    LayoutFamily,
+    context_sizes,
+    expert_sizes,
+    layout_refusal,
+    layouts,
+    tensor_sizes,
+)
 from megatron_rl.desk.plan.memory_fit import check_fit
-from megatron_rl.desk.plan.plan_search import NO_CACHE, TOO_MANY, PlanSearch, fewest_gpus, splits
+from megatron_rl.desk.plan.plan_search import NO_CACHE, TOO_MANY, PlanSearch, trainers
 from megatron_rl.families.model_facts import as_config, read_model_json
 
 MODELS = Path(__file__).parents[4] / "tools" / "published" / "models"
@@ -28,9 +38,9 @@ def search_of(model: str, *words: str, device: str = "H100-80G", pinned: str = "
 
 
 def configs(search: PlanSearch, num_gpus: int):
-    for split in splits(search, num_gpus):
-        for trainer in split.trainers:
-            for server in split.servers or (trainer,):
+    for trained, servers in splits(search, num_gpus):
+        for trainer in trained:
+            for server in servers or (trainer,):
                 yield replace(trainer, rollout=server.rollout)
 
 
@@ -44,15 +54,17 @@ def test_every_plan_fits_and_takes_all_gpus(model, num_gpus):
         assert not check_fit(config, search.facts, search.gpu).problem
         assert not list(parallel_problems(config, None)) and not list(placement_problems(rollout, parallel.num_ranks))
         serving = rollout.num_servers * rollout.tensor_parallel_size
-        assert (serving if server_placement(rollout).shares_devices else serving + parallel.num_ranks) == num_gpus
+        assert (serving if shares_devices(rollout) else serving + parallel.num_ranks) == num_gpus
 
 
 def brute(search: PlanSearch, config, *, whole: bool):
     """Layout -> the least recomputation with which any setting fits, for servers of their own."""
     found = {}
-    for stages in STAGES:
-        for experts in expert_sizes(search.shape, config.parallel.num_ranks):
-            for parallel in layouts(search.shape, LayoutFamily(stages, experts, whole), config.parallel.num_ranks, 8):
+    num_ranks = config.parallel.num_ranks
+    pairs = [pair for pair in itertools.product(tensor_sizes(num_ranks, 8), context_sizes(num_ranks)) if math.prod(pair) <= 8]
+    for stages in range(1, 17):
+        for experts in expert_sizes(search.shape, num_ranks):
+            for parallel in layouts(search.shape, LayoutFamily(stages, experts, whole), num_ranks, pairs):
                 if layout_refusal(search.shape, parallel):
                     continue
                 for recompute in Recompute:
@@ -66,8 +78,8 @@ def brute(search: PlanSearch, config, *, whole: bool):
 @pytest.mark.parametrize(("model", "num_ranks"), [("qwen2.5-32b", 16), ("qwen3-30b-a3b", 16)])
 def test_against_all_settings_of_all_layouts(model, num_ranks):
     search = search_of(model)
-    config = next(plan_search._servers(search, num_ranks, 8))
-    found = [one for one in plan_search._trainers(search, config) if one.parallel.virtual_pipeline_size == 1]
+    config = next(_servers(search, num_ranks, 8))
+    found = [one for one in trainers(search, config) if one.parallel.virtual_pipeline_size == 1]
     chosen = {str(one.parallel): one.policy.recompute for one in found}
     whole, shared = brute(search, config, whole=True), brute(search, config, whole=False)
     assert chosen and chosen.items() <= (shared | whole).items()
@@ -106,7 +118,7 @@ def test_the_fewest_gpus_are_the_first_that_anything_fits(model):
 
 
 def server_sizes(search, num_gpus):
-    return {server.rollout.tensor_parallel_size for split in splits(search, num_gpus) for server in split.servers}
+    return {server.rollout.tensor_parallel_size for _, servers in splits(search, num_gpus) for server in servers}
 
 
 def test_a_server_is_spread_over_machines_only_where_one_is_too_small():
@@ -115,7 +127,7 @@ def test_a_server_is_spread_over_machines_only_where_one_is_too_small():
     assert fewest_gpus(search_of("deepseek-v3", device="B300")) * 288 >= 18 * 671  # 18 bytes a parameter
 
 
-def test_a_server_that_no_machines_hold_is_said_by_its_reason():
+def test_search_reports_why_no_server_fits():
     search = search_of("deepseek-v3")
     search.gpu = replace(search.gpu, hbm_bytes=20e9)
     assert not list(splits(search, 256)) and fewest_gpus(search) == 0
@@ -137,6 +149,19 @@ def test_search_keeps_layout_keys_set_by_the_user(words, pinned):
     assert found and all(search.allows(config, "") for config in found)
 
 
+def test_deepseek_on_256_h100_is_planned():
+    found = list(configs(search_of("deepseek-v3"), 256))
+    assert any((one.parallel.num_ranks, one.parallel.pipeline_parallel_size) == (224, 7) for one in found)
+
+
+@pytest.mark.parametrize("machines", [5, 7, 10, 14])
+def test_clusters_of_any_number_of_machines_use_layouts_of_that_number(machines):
+    for share in (config.parallel.num_ranks // 8 for config in configs(search_of("qwen2.5-32b"), 8 * machines)):
+        assert share in range(1, machines + 1)
+    stages = {config.parallel.pipeline_parallel_size for config in configs(search_of("qwen2.5-32b"), 8 * machines)}
+    assert stages & {5, 7, 10, 14}
+
+
 def test_windows_ahead_are_never_colocated():
     found = list(configs(search_of("qwen3-4b", "schedule.mode=async"), 8))
-    assert found and not any(server_placement(config.rollout).shares_devices for config in found)
+    assert found and not any(shares_devices(config.rollout) for config in found)

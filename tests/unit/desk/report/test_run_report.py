@@ -1,46 +1,14 @@
-"""The report's panels of lengths, ranks, memory and idle times; the page of several runs."""
+"""The report's page of one run."""
 
 import re
 
-import pytest
-
 from megatron_rl.cli import main
-from megatron_rl.desk.report.resource_panels import finished_lengths
-from megatron_rl.desk.report.run_comparison import write_comparison
+from megatron_rl.desk.report.health_checks import health_checks
 from megatron_rl.desk.report.run_record import load_run
 from megatron_rl.desk.report.run_report import write_report
 from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.timeline import Span, Timeline
-
-
-def write_run(folder, *, config="run: {num_steps: 8}\n", reward=0.1, num_steps=8):
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(config)
-    timeline = Timeline()
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
-        for step in range(1, num_steps + 1):
-            writer.log(step, {
-                "reward/mean": reward * step, "step/time_s": 60.0, "step/tokens_per_s": 10.0, "time/generate_s": 2.0 + reward,
-                "time/rollout_idle_share": 0.25, "time/trainer_idle_share": 0.5, "memory/update_policy_host_gib": 3.25,
-                "eval/accuracy": reward, "time/update_policy_s": 1.0,
-            })  # fmt: skip
-            rows = {"rows": 3, "tokens": 9, "prompt": "1 1 1", "held": "0 10 20", "new": f"{step} 5 5", "ended": "1 0 1", "ms": "1 1 1"}
-            timeline.add(Span("generate", "rollout", step * 10.0, step * 10.0 + 2, step, {"rounds": [rows]}))
-            work = {"rank_s": f"0:{step}.0 1:1.5 7:2.5"}
-            timeline.add(Span("update_policy", "trainer", step * 10.0 + 2, step * 10.0 + 3, step, work))
-    timeline.write(folder / "timeline.json")
-    return folder
-
-
-def text_of(page):
-    return re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.DOTALL))
-
-
-def test_lengths_are_of_finished_responses_only(tmp_path):
-    spans = load_run(write_run(tmp_path / "run")).spans
-    assert sorted(finished_lengths(spans, {1, 8})) == [1, 8, 25, 25]
-    old = Span("generate", "rollout", 0.0, 1.0, 1, {"rounds": [{"rows": 3, "held": "1 2", "new": "1"}]})
-    assert len(finished_lengths([old, Span("score", "host", 0.0, 1.0, 1)], {1})) == 0
+from tests.unit.desk.report.written_runs import record, text_of, write_run
 
 
 def test_report_shows_lengths_ranks_memory_and_idle_times(tmp_path):
@@ -50,39 +18,6 @@ def test_report_shows_lengths_ranks_memory_and_idle_times(tmp_path):
     assert "median: servers 25 %, trainer 50 %" in words
     # Rank 0 takes 4.5 s on average, ranks 1 and 7 take 1.5 and 2.5.
     assert f"{4.5 / ((4.5 + 1.5 + 2.5) / 3) - 1:.0%} more than the mean" in words
-
-
-def test_comparison_shows_differences_between_recipes(tmp_path):
-    config = "policy: {path: m, optimizer: {lr: %s}}\nrun: {seed: %d, output_dir: %s}\n"
-    a = write_run(tmp_path / "a", config=config % ("1.0e-6", 1, "x"), reward=0.1)
-    b = write_run(tmp_path / "b", config=config % ("2.0e-6", 1, "y"), reward=0.05)
-    words = text_of(write_comparison([a, b], tmp_path / "page.html").read_text())
-    recipe = words.split("Differences between the recipes")[1].split("Over training time")[0]
-    assert "policy.optimizer.lr 1e-06 2e-06" in recipe and "run.seed" not in recipe and "output_dir" not in recipe and "path" not in recipe
-    table = words.split("Runs")[1].split("Differences between")[0]
-    assert "8 min 00 s" in table and "25%" in table and "3.25 GiB (host)" in table and "5.0%" in table
-    for title in ("Reward", "minutes of training", "Idle share: servers", "Stage times", "Lengths", "Host memory"):
-        assert title in words, title
-    assert "Entropy" not in words and not any(file.name == "comparison.html" for file in a.iterdir())
-
-
-def test_comparison_tells_equal_names_apart_and_rejects_duplicate_folders(tmp_path, capsys):
-    a, b = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", num_steps=1)
-    words = text_of(write_comparison([a, b], tmp_path / "page.html").read_text())
-    assert "a/run" in words and "b/run" in words and "The recipes are the same" in words
-    assert main(["report", str(a), str(a), "--output", str(tmp_path / "no.html")]) == 2
-    assert main(["report", str(a), str(tmp_path / "gone")]) == 2
-    errors = capsys.readouterr().err
-    assert "twice" in errors and "expected the output folder of a run" in errors
-
-
-@pytest.mark.parametrize("empty", ["", "{}\n"])
-def test_comparison_of_empty_runs_makes_a_page(tmp_path, empty):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text(empty)
-    words = text_of(write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html").read_text())
-    assert "2 runs" in words and "No run has a config.yaml" in words
 
 
 def test_report_command_writes_to_its_output_path(tmp_path, capsys):
@@ -118,3 +53,33 @@ def test_report_draws_evaluation_sets_and_best_of_k_with_standard_errors(tmp_pat
     page = write_report(tmp_path).read_text()
     assert "Evaluation by set" in page and "Best of k" in page and "aime" in page and "pass@4" in page
     assert "30.0% ± 30.0%" in page
+
+
+def test_corner_of_a_card_shows_a_mean_of_the_newest_steps(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for step in range(1, 41):
+            writer.log(step, {"step/tokens_per_s": 1000.0 if step < 40 else 100.0, "eval/accuracy": 0.5 if step < 40 else 0.25})
+    words = text_of(write_report(tmp_path).read_text())
+    throughput = words.split("Throughput")[1].split("Generated tokens")[0]
+    assert "(mean of 5 steps)" in throughput and 600 < float(throughput.split()[0]) < 800
+    assert "25 % at step 40" in words  # an evaluation is a point of its own
+
+
+def test_page_fits_a_phone_and_a_sheet_of_paper(tmp_path):
+    style = write_report(write_run(tmp_path / "run")).read_text().split("<style>")[1].split("</style>")[0]
+    rules = dict(re.findall(r"^([^@{}]+?) {([^}]*)}", style, re.MULTILINE))
+    assert "nowrap" not in rules[".panel .latest"] and "nowrap" not in rules[".tile b"] and "wrap" in rules[".panel header"]
+    printed = style.split("@media print {")[1]
+    assert re.search(r"\.panel[^{]*{ break-inside: avoid; }", printed) and "min-width: 0" in printed
+    assert "@media screen and (prefers-color-scheme: dark)" in style  # paper is white
+    # Rows of three that would end with a single card end with two rows of two.
+    assert ".panel:nth-child(3n+1):nth-last-child(4) ~ .panel" in style
+
+
+def test_reward_is_judged_only_over_steps_in_which_the_policy_trains():
+    flat = [{"reward/mean": 0.5} for _ in range(20)]
+    rising = [{"reward/mean": 0.5 + step / 100, "policy/grad_norm": 1.0} for step in range(20)]
+    falling = [{"reward/mean": 0.9 - step / 100} for step in range(20)]
+    still = [{**metrics, "policy/grad_norm": 1.0} for metrics in flat]
+    titles = [health_checks(record(*steps))[0].title for steps in (flat, rising, falling + rising, still)]
+    assert titles == ["Reward", "Reward rises", "Reward rises", "Reward does not rise"]

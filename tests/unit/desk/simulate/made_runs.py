@@ -7,11 +7,11 @@ import numpy as np
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.desk.simulate.clock import run_clock
-from megatron_rl.desk.simulate.decoding import serve, spread
+from megatron_rl.desk.simulate.decoding import spread
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import stage_load, stage_seconds, work_of
 from megatron_rl.desk.simulate.scenario import make_scenario
-from megatron_rl.desk.simulate.slot_simulation import SlotProcess
+from megatron_rl.desk.simulate.slot_simulation import SlotProcess, serve_rows
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.tracking.timeline import Timeline
 
@@ -95,9 +95,9 @@ def facts(span, spans, row, work, scenario, timing):
         return found
     generated, factor = row
     finish_s = np.zeros(len(generated))
-    for own in spread(len(generated), scenario.num_servers):
-        served = serve((generated.prompt + generated.held)[own], generated.new[own], timing, scenario.limits)
-        finish_s[own] = served.finish_s * factor
+    served = serve_rows(generated, scenario, timing)
+    for own, trace in zip(spread(len(generated), scenario.num_servers), served, strict=True):
+        finish_s[own] = trace.finish_s * factor
     # Next to a trainer stage, which goes on when the window begins, everything takes longer.
     beside = [
         other

@@ -6,15 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.desk.simulate.calibration import _fitted, calibrated
-from megatron_rl.desk.simulate.comparison import observed, recorded_works, replay_fitted, replay_measured
+from megatron_rl.desk.simulate.calibration import _fitted, calibrated, with_trained
 from megatron_rl.desk.simulate.fitting import nonnegative
+from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, prompt_lengths, read_run, response_lengths
 from megatron_rl.desk.simulate.scenario import make_scenario
+from megatron_rl.desk.simulate.simulation_request import observed, recorded_works, replay_fitted, replay_measured
+from megatron_rl.desk.simulate.slot_simulation import SlotProcess, trained_rows
 from megatron_rl.desk.simulate.timing import read_timing, write_timing
 from megatron_rl.errors import UserError
-from tests.unit.desk.simulate.made_runs import TIMING, make_config, make_run
+from tests.unit.desk.simulate.made_runs import LENGTHS, TIMING, make_config, make_run
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,21 @@ def test_work_is_read_from_the_rows(runs):
     assert [work.num_finished for work in works] == [one["ended"].split().count("1") for one in rounds]
 
 
-def test_a_run_that_does_not_say_what_its_stages_did_is_told_how_to_go_on(runs, tmp_path):
+@pytest.mark.parametrize("training_window", [None, 0, 97, 192, 300, 900])
+def test_windows_of_training_are_read_from_rows_that_do_not_name_them(training_window):
+    config = make_config()
+    config.schedule.training_window_tokens = training_window
+    scenario, rng = make_scenario(config), np.random.default_rng(3)
+    slots = SlotProcess(scenario, named_lengths(LENGTHS).draw, named_lengths("fixed:length=9").draw, rng)
+    for step in range(15):
+        window = slots.generate(step, TIMING)
+        unknown = np.zeros(len(window.generated), dtype=np.int64)
+        rows = replace(window.generated, first_window=unknown, trained=unknown)
+        found = trained_rows(with_trained(rows, scenario), scenario)
+        assert found.new.tolist() == window.trained.new.tolist() and found.held.tolist() == window.trained.held.tolist()
+
+
+def test_calibration_rejects_a_timeline_without_facts_of_the_stages(runs, tmp_path):
     run, scenario = runs["sync"]
     trace = json.loads((run.folder / "timeline.json").read_text())
     for event in trace["traceEvents"]:
@@ -129,10 +145,10 @@ def test_a_run_that_does_not_say_what_its_stages_did_is_told_how_to_go_on(runs, 
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "timeline.json"])
-def test_a_folder_that_is_no_run_is_named(runs, tmp_path, missing):
+def test_read_run_reports_the_missing_file(runs, tmp_path, missing):
     for name in {"config.yaml", "timeline.json"} - {missing}:
         (tmp_path / name).write_text((runs["sync"][0].folder / name).read_text())
-    with pytest.raises(UserError, match=f"there is no .*{missing}"):
+    with pytest.raises(UserError, match=f"{missing} does not exist"):
         read_run(tmp_path)
 
 

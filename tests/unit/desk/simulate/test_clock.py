@@ -65,7 +65,7 @@ def test_on_full_cores_everything_is_slower_although_there_is_one_for_each():
     assert found["update_policy", 1].end_s - found["update_policy", 1].start_s == pytest.approx(2.0)
 
 
-def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
+def test_a_stage_that_continues_on_fewer_cores_is_slowed_down_less():
     """Two servers of a core each, one of them idle after a second; the critic wants two cores of three."""
     servers = StageLoad(1.0, 2.0, StageLoad(3.0, 1.0))
     graph = make_graph(Facts())
@@ -80,7 +80,7 @@ def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(data):
+def test_every_stage_starts_with_its_products_made_and_its_resource_free(data):
     overlap = data.draw(st.sampled_from(Overlap))
     colocated = overlap < Overlap.training and data.draw(st.booleans())
     graph = make_graph(Facts(overlap, colocated=colocated, reference=data.draw(st.booleans())))

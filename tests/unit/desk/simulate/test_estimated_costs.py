@@ -8,8 +8,8 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import gpu
-from megatron_rl.desk.costs.serving_time import decode_seconds, prefill_seconds
-from megatron_rl.desk.costs.training_time import REINFORCEMENT, TrainingBatchWork, training_seconds
+from megatron_rl.desk.costs.serving_time import decode_curve, prefill_seconds
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.model_facts import as_config, read_model_json
@@ -59,8 +59,9 @@ def test_stages_take_what_their_passes_take(configured):
             model_of(config),
             config.parallel,
             H100,
-            TrainingBatchWork(lengths.tolist(), passes),
+            lengths.tolist(),
             num_ranks=8,
+            passes=passes,
             efficiency=REINFORCEMENT,
         )
         seconds = timing.stage(name).seconds(tokens=lengths.sum(), squares=(lengths**2.0).sum(), rows=3, updates=1)
@@ -79,18 +80,18 @@ def test_a_pipeline_fills_once_per_update(configured):
         assert cost.seconds(tokens=tokens, updates=1) == pytest.approx(flat * (1 + 3 / (2 * packs)))
 
 
-def test_servers_take_what_the_roofline_says(configured):
+def test_server_costs_equal_the_roofline(configured):
     config = configured()
     timing, model = estimated_timing(config, H100), model_of(config)
     for running in (1, 64, 4096):
         step = timing.decode.seconds(np.array(running)) + timing.decode.context_token_s * running * 500
-        assert step == pytest.approx(decode_seconds(model, H100, num_gpus=2, running=running, context_tokens=500))
+        assert step == pytest.approx(decode_curve(model, H100, num_gpus=2)(running, 500))
     prefill = timing.prefill.seconds(tokens=700, squares=700.0**2)
     assert prefill == pytest.approx(prefill_seconds(model, H100, num_gpus=2, lengths=[700]))
     assert timing.stage("publish").fixed_s > 0
 
 
-def test_what_is_missing_is_said(configured, tmp_path):
+def test_estimates_report_missing_keys(configured, tmp_path):
     assert estimated_kv_tokens(configured(), H100) > 10_000_000
     with pytest.raises(ConfigError, match="no room for a KV cache.*mem-fraction-static 0.0001"):
         estimated_kv_tokens(configured("rollout.server_args.mem-fraction-static=0.0001"), H100)

@@ -48,18 +48,18 @@ def test_fixed_uniform_and_normal():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("gamma:shape=2", "'gamma' is no distribution and no file; expected one of fixed:length"),
+        ("gamma:shape=2", "'gamma' is neither a distribution nor a file; expected one of fixed:length"),
         ("lognormal:median=10", "it lacks 'sigma'"),
-        ("lognormal:median=10,sigma=1,mx=4", "knows no mx"),
-        ("lognormal:mean=900,sigma=1,max=500", "mean=900 does not lie below max=500"),
-        ("pareto:shape=0.9,mean=50", "there is no mean without a max"),
-        ("uniform:min=9,max=3", "min=9 lies above max=3"),
+        ("lognormal:median=10,sigma=1,mx=4", "does not take mx"),
+        ("lognormal:mean=900,sigma=1,max=500", "mean=900 is not below max=500"),
+        ("pareto:shape=0.9,mean=50", "the mean is infinite without a max"),
+        ("uniform:min=9,max=3", "min=9 is above max=3"),
         ("bimodal:short=20,share=1.5,long=90", "share=1.5 is more than 1"),
         ("fixed:length=-3", "expected key=value with a number above 0, got 'length=-3'"),
         ("fixed:length", "got 'length'"),
     ],
 )
-def test_what_cannot_be_is_said(words, said):
+def test_named_lengths_reject_invalid_distributions(words, said):
     with pytest.raises(UserError, match=said.replace("(", r"\(")):
         named_lengths(words)
 

@@ -1,5 +1,6 @@
 """Which responses a step has, against slots that grow token by token; over-sampling by its laws."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -18,14 +19,14 @@ from tests.unit.desk.simulate.token_by_token import SlotsTokenByToken
 TIMING = Timing(Decode((1.0, 8.0), (1.0, 2.0)))
 
 
-def process(overlap, lengths, *, num_slots=6, num_trained=None, group_size=1, window=5, jitter=0, seed=0):
-    drawn = iter(lengths)
-    scenario = Scenario(Facts(overlap), num_trained or num_slots, num_slots, group_size, 40, window, jitter, 2, ServerLimits())
+def process(overlap, lengths, *, num_slots=6, num_trained=None, group_size=1, window=5, jitter=0, training_window=1):
+    drawn, facts = iter(lengths), Facts(overlap, training_window_tokens=training_window)
+    scenario = Scenario(facts, num_trained or num_slots, num_slots, group_size, 40, window, jitter, 2, ServerLimits())
     return SlotProcess(
         scenario,
         lambda rng, n: np.array([next(drawn) for _ in range(n)]),
         lambda rng, n: 1 + rng.integers(0, 4, n),
-        np.random.default_rng(seed),
+        np.random.default_rng(0),
     )
 
 
@@ -41,6 +42,32 @@ def test_slots_grow_as_they_do_token_by_token(overlap, lengths, window):
         assert rows.held.tolist() == [row["held"] for row in expected]
         assert rows.new.tolist() == [row["new"] for row in expected]
         assert rows.ended.tolist() == [row["held"] + row["new"] == row["length"] for row in expected]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([Overlap.critic, Overlap.training]),
+    st.lists(st.integers(1, 60), min_size=120, max_size=120),
+    st.integers(3, 12),
+    st.integers(0, 3),
+    st.sampled_from([1, 1.5, 2, 2.5, 3, math.inf]),
+)
+def test_windows_of_training_are_those_of_slots_token_by_token(overlap, lengths, window, jitter, windows):
+    """``windows``: size of the window of training, in windows."""
+    training_window = math.ceil(windows * window) if windows < math.inf else windows
+    found = process(overlap, lengths, window=window, jitter=jitter, training_window=training_window)
+    drawn, generated = iter(lengths), None
+
+    def draw():
+        return 0, min(next(drawn), 40), int(generated.first_window[len(brute.slots)])
+
+    brute = SlotsTokenByToken(draw, 6, window, carries=True, training_window=training_window)
+    for step in range(10):
+        window_of_step = found.generate(step, TIMING)
+        generated, rows = window_of_step.generated, window_of_step.trained
+        expected = [row for row in brute.step() if row["trains"]]
+        assert rows.new.tolist() == [row["trains"] for row in expected]
+        assert rows.held.tolist() == [row["trained"] for row in expected]
 
 
 def test_first_windows_are_shorter_by_the_jitter_and_the_others_full():
@@ -77,7 +104,7 @@ def test_enough_windows_end_a_step_and_what_was_cut_keeps_its_tokens():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
 def test_without_a_critic_a_response_leaves_its_slot_when_it_ends_and_trains_when_its_group_has(size, window, seed):
-    facts = Facts(critic=False, whole_responses=True, whole_groups=True)
+    facts = Facts(critic=False, training_window_tokens=math.inf, whole_groups=True)
     scenario = Scenario(facts, 7, 7, size, 40, window, num_servers=2, limits=ServerLimits())
     lengths = np.random.default_rng(seed).integers(1, 40, 400)
     drawn = iter(lengths.tolist())

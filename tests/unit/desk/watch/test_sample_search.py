@@ -164,12 +164,12 @@ def test_tokens_are_colored_by_advantage_mismatch_and_version():
     segment_names = ("num_tokens", "step", "weight_version", "turn", "role", "finish_reason")
     row["segments"] = [dict(zip(segment_names, one, strict=True)) for one in row["segments"]]
     row["advantages"], row["mask"], row["length"] = [1.0, -1.0, 0.0, float("nan"), 1.0], [True, True, True, False, False], 5
-    coloring = token_colors(row, "advantage")
-    assert coloring.of_tokens == [GOOD, BAD, PAPER, None, None]
+    colors, _ = token_colors(row, "advantage")
+    assert colors == [GOOD, BAD, PAPER, None, None]
     row["trainer_logprobs"], row["rollout_logprobs"] = [-1.0, -1.0, float("nan")], [-1.0, -2.0, -1.0]
-    by_mismatch = token_colors({**row, "length": 3}, "mismatch").of_tokens
+    by_mismatch, _ = token_colors({**row, "length": 3}, "mismatch")
     assert by_mismatch[0] == PAPER and by_mismatch[1] not in (PAPER, None) and by_mismatch[2] is None
-    assert len(token_colors(row, "version").of_tokens) == sum(s["num_tokens"] for s in row["segments"])
+    assert len(token_colors(row, "version")[0]) == sum(s["num_tokens"] for s in row["segments"])
 
 
 def test_samples_command_prints_table_single_response_and_jsonl(run, capsys, monkeypatch):
@@ -195,7 +195,7 @@ def test_samples_command_prints_table_single_response_and_jsonl(run, capsys, mon
 
 def test_colors_reach_a_terminal_but_control_characters_do_not(tmp_path, capsys, monkeypatch):
     columns = columns_of(1, 1)
-    text = "\x1b[31mred\x07 [bold]not markup[/bold]\x9b0m\n" + "x" * columns["length"][0]
+    text = "\x1b[31mred\x07\u202e [bold]not markup[/bold]\x9b0m\n" + "x" * columns["length"][0]
     columns["response"], columns["question"] = [text], ["\x1b]0;title\x07?"]
     from megatron_rl.tracking.samples_file import write_samples
 
@@ -206,7 +206,7 @@ def test_colors_reach_a_terminal_but_control_characters_do_not(tmp_path, capsys,
         monkeypatch.delenv("NO_COLOR" if not plain else "FORCE_COLOR", raising=False)
         assert main(["samples", str(tmp_path)]) == 0 and main(["samples", str(tmp_path), "--show", "100"]) == 0
         out = capsys.readouterr().out
-        assert "\x1b[31m" not in out and "\x07" not in out and "\x9b" not in out and "\x1b]" not in out
+        assert "\x1b[31m" not in out and "\x07" not in out and "\x9b" not in out and "\u202e" not in out and "\x1b]" not in out
         assert "[bold]not markup[/bold]" in re.sub(r"\x1b\[[0-9;]*m", "", out)
         assert ("\x1b[" in out) != plain
 

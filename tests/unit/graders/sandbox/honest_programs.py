@@ -115,30 +115,25 @@ def values(node):
 """A prompt with a class of its own."""
 
 OPERATED = {
-    "operators": (
-        "class V:\n    def __add__(s, o): return V()\n    def __eq__(s, o): return True",
-        "assert V() + V() == V()",
-    ),
+    "equality": ("class V:\n    def __eq__(s, o): return True", "assert V() == V()"),
+    "order": ("class V:\n    def __lt__(s, o): return True", "assert sorted([V(), V()])"),
+    "arithmetic that gives a number": ("class V:\n    def __sub__(s, o): return 0", "assert abs(V() - 4) < 1e-6"),
     "truth": ("class V: pass", "assert V()"),
-    "length": ("class V:\n    def __len__(s): return 3", "assert len(V()) == 3"),
-    "items": ("class V:\n    def __getitem__(s, i): return i", "assert V()[3] == 3"),
-    "iteration": ("class V:\n    def __iter__(s): return iter([1])", "assert list(V()) == [1]"),
-    "text": ("class V:\n    def __str__(s): return 'v'", "assert str(V()) == 'v'"),
-    "contexts": (
-        "class V:\n    def __enter__(s): return 1\n    def __exit__(s, *a): return True",
-        "with V() as x:\n    assert x == 2",
-    ),
-    "lists of its own": ("class V(list): pass", "assert V([1]) == [1]"),
-}
-"""Correct programs that fail in the sandbox, because their objects support only calls and attribute access."""
+    "membership": ("class V:\n    def __contains__(s, o): return True", "assert 3 in V()"),
+    "hashing": ("class V: pass", "assert len({V(), V()}) == 2"),
+    "length of another object": ("class V:\n    def __len__(s): return 3\ndef f(): return V()", "assert len(f()) == 3"),
+    "items of another object": ("class V:\n    def __getitem__(s, i): return i\ndef f(): return V()", "assert f()[3] == 3"),
+    "iteration over another object": ("class V:\n    def __iter__(s): return iter([1])\ndef f(): return V()", "assert list(f()) == [1]"),
+    "text of another object": ("class V:\n    def __str__(s): return 'v'\ndef f(): return V()", "assert str(f()) == 'v'"),
+    "equality of a list of its own": ("class V(list): pass", "assert V([1]) == [1]"),
+}  # fmt: skip
+"""Correct programs that are unscored, because only their objects could decide the tests."""
 
 INSEPARABLE = {
     "classes": ("class V: pass", "assert isinstance(V(), V)"),
-    "exceptions": ("class E(Exception): pass\ndef f(): raise E", "try:\n    f()\nexcept E:\n    pass"),
     "bases": ("class V: pass", "class W(V): pass\nassert W().x == 1"),
     "coroutines": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
     "objects of the tests": ("def f(node): return node.value", "class Node:\n    value = 3\nassert f(Node()) == 3"),
-    "iterators": ("def f(x): return list(x)", "assert f(iter([1])) == [1]"),
     "what is printed": (
         "def f(): print('a')",
         "from contextlib import redirect_stdout\nimport io\nwith redirect_stdout(io.StringIO()) as t:\n    f()\nassert t.getvalue()",

@@ -16,14 +16,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.graders.sandbox import sandbox as sandbox_module
-from megatron_rl.graders.sandbox.sandbox import (
-    BadTestsError,
-    CaseResult,
-    Program,
-    ProgramLimits,
-    Sandbox,
-    SandboxError,
-)
+from megatron_rl.graders.sandbox.guards import ProgramLimits
+from megatron_rl.graders.sandbox.sandbox import CaseResult, Program, Sandbox, SandboxError
+from megatron_rl.graders.sandbox.source import InvalidTests
 from tests.unit.graders.sandbox.honest_programs import HONEST, INSEPARABLE, NODES, OPERATED
 from tests.unit.graders.sandbox.hostile_programs import CHEATS, FORGED, GUARDED, LOOPS, MEMORY, SURVIVORS
 
@@ -39,11 +34,15 @@ MARK = "31557601"
 @pytest.fixture(scope="module", params=["namespaces", "filter"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with Sandbox(level=request.param) as sandbox:
-        try:
-            sandbox.start()
-        except SandboxError as error:
-            pytest.skip(f"this kernel cannot: {error}")
+        start(sandbox)
         yield sandbox
+
+
+def start(sandbox: Sandbox) -> None:
+    try:
+        sandbox.start()
+    except SandboxError as error:
+        pytest.skip(f"this kernel cannot: {error}")
 
 
 def command(pid: str) -> bytes:
@@ -62,7 +61,8 @@ def survivors(sandbox: Sandbox) -> list[int]:
             parents[int(pid)] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     for _ in range(4):
         below |= {pid for pid, parent in parents.items() if parent in below}
-    num_own = 3 if sandbox.level == "namespaces" else 1  # bubblewrap is two processes around the supervisor
+    # Bubblewrap is two processes around the supervisor; without it the supervisor has one.
+    num_own = (3 if shutil.which("bwrap") else 2) if sandbox.level == "namespaces" else 1
     extra = [pid for pid in sorted(below) if command(str(pid))][num_own:]
     return extra + [pid for pid in parents if MARK.encode() in command(str(pid))]
 
@@ -75,9 +75,15 @@ def run(
     limits: ProgramLimits = PATIENT,
     entry_point: str = "f",
     prompt_code: str = "",
+    is_scored: bool = True,
 ) -> CaseResult:
-    """Run a program and check that no process of it is left."""
-    outcome = sandbox.run(Program(code, tests, prompt_code, entry_point), limits)
+    """Run a program and check that no process of it is left. An unscored program has no ``num_failed``."""
+    try:
+        outcome = sandbox.run(Program(code, tests, prompt_code, entry_point), limits)
+    except InvalidTests as error:
+        if is_scored:
+            raise
+        outcome = CaseResult(0, -1, str(error))
     assert survivors(sandbox) == []
     return outcome
 
@@ -91,7 +97,7 @@ def test_correct_program_passes_and_a_wrong_one_reports_the_line(sandbox: Sandbo
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheating_programs_do_not_pass(sandbox: Sandbox, name: str) -> None:
-    outcome = run(sandbox, CHEATS[name])
+    outcome = run(sandbox, CHEATS[name], is_scored=False)
     assert not outcome.passed and outcome.detail
     assert run(sandbox, SQUARE).passed
 
@@ -137,9 +143,8 @@ def test_program_cannot_access_anything_outside_the_sandbox(sandbox: Sandbox, na
 def test_the_environment_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "secret")
     with Sandbox() as fresh:
-        assert fresh.run(
-            Program("import os\ndef f(): return dict(os.environ)", "assert 'SECRET_TOKEN' not in f()")
-        ).passed
+        program = Program("import os\ndef f(): return dict(os.environ)", "assert 'SECRET_TOKEN' not in f()")
+        assert fresh.run(program, PATIENT).passed
 
 
 def test_each_program_has_its_own_empty_folder(sandbox: Sandbox) -> None:
@@ -154,7 +159,7 @@ def test_each_program_has_its_own_empty_folder(sandbox: Sandbox) -> None:
 
 def test_tests_that_cannot_run_are_reported_as_bad_tests(sandbox: Sandbox) -> None:
     for tests in ("assert f(", "", "# nothing", "x = 1", "def check(candidate):\n    assert candidate(1) == 1"):
-        with pytest.raises(BadTestsError):
+        with pytest.raises(InvalidTests):
             run(sandbox, SQUARE, tests, entry_point="")
 
 
@@ -166,17 +171,17 @@ def test_tests_use_the_program_as_in_one_interpreter(sandbox: Sandbox, name: str
 
 
 @pytest.mark.parametrize("name", OPERATED)
-def test_program_objects_support_only_calls_and_attributes(sandbox: Sandbox, name: str) -> None:
+def test_tests_that_a_program_object_would_decide_are_unscored(sandbox: Sandbox, name: str) -> None:
     code, tests = OPERATED[name]
-    outcome = run(sandbox, code, tests, entry_point="")
-    assert not outcome.passed and ("plain value" in outcome.detail or "TypeError" in outcome.detail), outcome
+    outcome = run(sandbox, code, tests, entry_point="", is_scored=False)
+    assert outcome.num_failed == -1 and "plain value" in outcome.detail, outcome
 
 
 @pytest.mark.parametrize("name", INSEPARABLE)
 def test_tests_that_cannot_run_are_unscored_for_any_program(sandbox: Sandbox, name: str) -> None:
     code, tests = INSEPARABLE[name]
     for program in (code, "", "raise SystemExit", "def f(*a): return 1"):
-        with pytest.raises(BadTestsError):
+        with pytest.raises(InvalidTests):
             run(sandbox, program, tests, entry_point="")
 
 
@@ -195,7 +200,7 @@ def test_instances_of_prompt_classes_are_sent_as_attributes(sandbox: Sandbox) ->
 @pytest.mark.parametrize("name", FORGED)
 def test_program_objects_cannot_decide_their_own_comparison(sandbox: Sandbox, name: str) -> None:
     code, tests = FORGED[name]
-    outcome = run(sandbox, code, tests)
+    outcome = run(sandbox, code, tests, is_scored=False)
     assert not outcome.passed, outcome
 
 
@@ -222,6 +227,8 @@ def test_partial_credit_counts_asserts(sandbox: Sandbox) -> None:
     program = Program(SQUARE, tests, entry_point="f")
     assert sandbox.run(program, PATIENT, partial=True).share == 0.5
     assert sandbox.run(program, PATIENT).share == 0.0
+    raising = Program("def f(x): return x * x if x < 3 else 1 / 0", tests, entry_point="f")
+    assert sandbox.run(raising, PATIENT, partial=True).share == 0.25
     early = Program("import os\ndef f(x): return x if x < 2 else os._exit(0)", tests, entry_point="f")
     assert sandbox.run(early, PATIENT, partial=True).share == 0.25
 
@@ -274,12 +281,13 @@ def test_all_processes_end_with_a_killed_client() -> None:
     script = (
         "from megatron_rl.graders.sandbox.sandbox import *\n"
         "s = Sandbox(); s.start(); print(s.pid, flush=True)\n"
-        "s.run(Program('import os, time\\nos.fork()\\ntime.sleep(1000)', 'assert f()'), ProgramLimits(time_s=100, wall_s=100))\n"
+        "s.run(Program('import time\\ntime.sleep(1000)', 'assert f()'), ProgramLimits(time_s=100, wall_s=100))\n"
     )
     client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     helper = int(client.stdout.readline())
-    own = command(str(helper))
     time.sleep(0.3)
+    own = command(str(helper))
+    assert own, "the helper has ended before its client"
     client.kill()
     client.wait()
     client.stdout.close()
@@ -306,15 +314,26 @@ def test_folders_of_killed_supervisors_are_removed() -> None:
         os.close(above)
     os.close(deep)
     with Sandbox(level="filter") as sandbox:
-        try:
-            assert sandbox.run(Program(SQUARE, TESTS), PATIENT).passed
-        except SandboxError as error:
-            pytest.skip(f"this kernel cannot: {error}")
+        start(sandbox)
+        assert sandbox.run(Program(SQUARE, TESTS), PATIENT).passed
         assert not old.exists() and living.exists()
         folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox.pid}_*"))
         assert len(folders) == 1
     living.rmdir()
     assert not folders.pop().exists()
+
+
+def test_namespaces_hold_without_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with Sandbox(level="namespaces") as own:
+        start(own)
+        test_correct_program_passes_and_a_wrong_one_reports_the_line(own)
+        test_each_program_has_its_own_empty_folder(own)
+        for name in GUARDED:
+            test_program_cannot_access_anything_outside_the_sandbox(own, name, tmp_path)
+        for name in SURVIVORS:
+            test_nothing_survives_a_program(own, name)
+        test_all_processes_end_with_a_killed_supervisor(own)
 
 
 def test_preloaded_modules_are_available() -> None:

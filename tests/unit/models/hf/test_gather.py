@@ -12,7 +12,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.models.hf import gather
-from megatron_rl.models.hf.gather import GatherTarget, Owner, ShardedParameter, collect, messages
+from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, collect, messages
 from tests.fake_world import fake_rank
 
 LIMIT = 100
@@ -29,7 +29,7 @@ def small_world():
 
 def held(index: int, stage: int, rank: int, dtype: torch.dtype, size: int) -> ShardedParameter:
     entry = Entry(f"parameter{index}", {f"tensor{index}": (size,)}, Replicated())
-    return ShardedParameter(entry, stage, dtype, Owner(stage * RANKS_PER_STAGE + rank, None, is_here=False))
+    return ShardedParameter(entry, stage, dtype, stage * RANKS_PER_STAGE + rank, None, is_here=False)
 
 
 PARAMETERS = st.lists(
@@ -45,10 +45,10 @@ def test_messages_have_one_sender_and_at_most_the_byte_limit(parameters: list[Sh
 
     def travels(one: ShardedParameter) -> bool:
         target = one.stage * RANKS_PER_STAGE if to is GatherTarget.stage else 0
-        return to is GatherTarget.everywhere or one.owner.first != target
+        return to is GatherTarget.everywhere or one.first != target
 
     def kind(one: ShardedParameter) -> tuple:
-        return one.owner.first, one.dtype
+        return one.first, one.dtype
 
     for message in found:
         assert len({kind(one) for one in message}) == 1
@@ -62,7 +62,7 @@ def test_experts_of_a_layer_are_one_message_per_owning_rank():
     """128 experts on four ranks, two parameters each; the first rank is the destination."""
     experts = [held(2 * e + i, 0, e // 32, torch.bfloat16, 1) for e in range(128) for i in range(2)]
     found = list(messages(experts, GatherTarget.stage))
-    assert [len(message) for message in found if message[0].owner.first > 0] == [50, 14] * 3
+    assert [len(message) for message in found if message[0].first > 0] == [50, 14] * 3
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -71,7 +71,7 @@ def test_messages_between_two_ranks_create_no_communicator(rank: int, monkeypatc
     sent = []
     message = [held(i, 0, 1, torch.bfloat16, 3) for i in range(2)]
     if rank == 1:
-        message = [replace(one, owner=replace(one.owner, is_here=True)) for one in message]
+        message = [replace(one, is_here=True) for one in message]
     parameters = {one.entry.megatron: torch.full((3,), float(i), dtype=torch.bfloat16) for i, one in enumerate(message)}
     with fake_rank(rank, 4, ParallelConfig()):
         monkeypatch.setattr(gather.dist, "batch_isend_irecv", lambda batch: sent.extend(batch) or [])

@@ -27,8 +27,7 @@ from megatron_rl.families.transforms import (
 )
 from megatron_rl.models.hf.megatron_config import megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.mtp import is_mtp
-from megatron_rl.models.hf.tensor_sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError, is_mtp
 from megatron_rl.models.hf.weights import assemble, read_entry
 from megatron_rl.models.layers.attention import plan_attention
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops

@@ -1,11 +1,15 @@
 """The split of a pack over context-parallel ranks: an even partition, and a plan with every key exactly once."""
 
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import Fp8
 from megatron_rl.models.layers.attention import plan_context
-from megatron_rl.models.layers.context import NOWHERE, split_pack, zigzag
+from megatron_rl.models.layers.context import NOWHERE, pack_alignment, split_pack, zigzag
+from megatron_rl.models.megatron_fields import fp8_kwargs
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any)
 RANKS = st.integers(2, 4)
@@ -53,3 +57,19 @@ def test_context_plan_aligns_queries_with_keys_of_their_sequence(lengths, num_ra
             assert len({*sequence[q[real_q]].tolist(), *sequence[k[real_k]].tolist()}) <= 1
     assert (at_query, at_key) == (len(queries), len(keys))
     assert (plan.query_rows[plan.unsort] == torch.arange(len(queries))).all()
+
+
+def megatron(**fields: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = dict(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
+    return TransformerConfig(**sizes, **fields)
+
+
+def test_packs_are_padded_for_8_bit_products() -> None:
+    fp8 = fp8_kwargs(Fp8.hybrid)
+    assert pack_alignment(megatron()) == 1
+    assert pack_alignment(megatron(**fp8)) == 16
+    split = dict(tensor_model_parallel_size=4, sequence_parallel=True)
+    assert pack_alignment(megatron(**split)) == 4
+    assert pack_alignment(megatron(**split, **fp8)) == 64

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.config.schema import Dispatcher, GroupedGemm, LoadBalancing, MoeConfig, ParallelConfig, RoutingReplay
-from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory, message_segment
+from megatron_rl.data.trajectory import Prompt, Segment, Trajectory, message_segment
 from megatron_rl.errors import ModelError
 from megatron_rl.models.layers.moe import check_moe
 from megatron_rl.models.layers.routing import (
@@ -26,7 +26,7 @@ from megatron_rl.models.layers.routing import (
 from megatron_rl.rollout.requests import GenerationRequest, RouteShape
 from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
-from megatron_rl.rollout.sglang.wire.routes import InvalidRoutes, decode_routes
+from megatron_rl.rollout.sglang.wire.routes import decode_routes
 from megatron_rl.step.packing import window_routes
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
@@ -55,7 +55,7 @@ def test_decoded_routes_are_ids_plus_one_or_zero_for_duplicates():
     ],
 )
 def test_routes_impossible_for_the_model_are_rejected(encoded, num_tokens, message):
-    with pytest.raises(InvalidRoutes, match=message):
+    with pytest.raises(InvalidReply, match=message):
         decode_routes(encoded, num_tokens, SHAPE)
 
 
@@ -100,11 +100,11 @@ def segment(num_tokens: int, step: int) -> Segment:
 
 def test_routes_of_a_window_align_with_their_tokens():
     grown = trajectory_of(segment(2, 0), segment(3, 1))
-    grown.routes = RouteRecord(1, np.full((7, 2, 2), 3, dtype=np.int16))
+    grown.routes = 1, np.full((7, 2, 2), 3, dtype=np.int16)
     stale = trajectory_of(segment(2, 0))
-    stale.routes = RouteRecord(0, np.full((4, 2, 2), 2, dtype=np.int16))
+    stale.routes = 0, np.full((4, 2, 2), 2, dtype=np.int16)
     answered = trajectory_of(segment(2, 1), message_segment((9, 9), weight_version=1, step=1, turn=0))
-    answered.routes = RouteRecord(1, np.full((5, 2, 2), 4, dtype=np.int16))
+    answered.routes = 1, np.full((5, 2, 2), 4, dtype=np.int16)
     rows = window_routes([grown, stale, answered, trajectory_of()], 1)
     assert rows is not None
     routes = rows.packed(np.array([t.num_tokens for t in (grown, stale, answered, trajectory_of())]))
@@ -117,7 +117,7 @@ def test_routes_of_a_window_align_with_their_tokens():
 def test_checkpoints_contain_no_routes():
     trajectory = trajectory_of(segment(2, 0))
     plain = trajectory.to_dict()
-    trajectory.routes = RouteRecord(0, np.ones((4, 2, 2), dtype=np.int16))
+    trajectory.routes = 0, np.ones((4, 2, 2), dtype=np.int16)
     assert trajectory.to_dict() == plain and "routes" not in plain
     assert trajectory.routes is not None
     assert Trajectory.from_dict(plain).routes is None

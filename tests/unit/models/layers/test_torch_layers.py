@@ -52,7 +52,10 @@ def test_missing_transformer_engine_is_reported_on_a_gpu(
 
 @pytest.mark.parametrize(
     "failure",
-    ["OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "ModuleNotFoundError('no part', name='part')"],
+    [
+        *("OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "RuntimeError('wrong CUDA')"),
+        *("ModuleNotFoundError('no part', name='part')", "AssertionError('no cuDNN')"),
+    ],
 )
 def test_broken_transformer_engine_is_reported_with_the_reason(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,3 +74,11 @@ def test_broken_transformer_engine_is_reported_with_the_reason(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     note = layers.layers_note(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
     assert f"does not load on this GPU ({failure.partition('(')[0]}: " in note
+
+
+def test_bfloat16_on_a_cpu_is_reported_because_a_gpu_may_be_hidden() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    assert layers.layers_note(config) == ""
+    config.params_dtype = torch.bfloat16
+    note = layers.layers_note(config)
+    assert all(words in note for words in ("torch finds no GPU", "nvidia-smi", "MEGATRON_RL_REQUIRE_GPU=1", "policy.dtype=float32"))

@@ -45,7 +45,7 @@ def ask(name: str, handler: Callable, *items: tuple, **options: Any) -> tuple[li
     with local_service(handler) as service:
         full = {"url": service.url, "template": template, **options}
         with start_runner(name, options=full, row_fields=FIELDS[name]) as runner:
-            return runner.score_many_blocking(list(items)), service
+            return runner.submit(list(items)).result(), service
 
 
 # -------------------------------------------------------------------------------------------------- the judgement token
@@ -290,7 +290,7 @@ def test_judge_servers_are_used_in_rotation():
     with local_service(fake_judge(lambda t: 0.5)) as one, local_service(fake_judge(lambda t: 0.5)) as two:
         options = {"url": [one.url, two.url], "template": POINT}
         with start_runner("genrm", options=options, row_fields=("prompt",)) as runner:
-            runner.score_many_blocking([("r", "a", {"prompt": "p"})] * 10)
+            runner.submit([("r", "a", {"prompt": "p"})] * 10).result()
         asked = [sum(path == "/generate" for path, _ in service.requests) for service in (one, two)]
     assert asked == [5, 5]
 
@@ -304,7 +304,7 @@ def test_requests_of_a_judge_server_that_is_down_go_to_the_others():
             with start_runner(
                 "genrm", RunnerSettings(max_concurrency=8), options=options, row_fields=("prompt",)
             ) as runner:
-                scores = runner.score_many_blocking([("r", "a", {"prompt": "p"})] * 100)
+                scores = runner.submit([("r", "a", {"prompt": "p"})] * 100).result()
             assert [s.value for s in scores] == [pytest.approx(0.5)] * 100
             assert sum(path == "/generate" for path, _ in down.requests) <= 8
 

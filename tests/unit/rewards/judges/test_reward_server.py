@@ -23,7 +23,7 @@ def score(handler: Handler, *items: tuple, timeout_s: float = 2.0, **options: An
     with local_service(handler) as service:
         full = {"url": f"{service.url}/grade", **options}
         with start_runner("http", RunnerSettings(timeout_s=timeout_s), options=full, row_fields=("row",)) as runner:
-            return runner.score_many_blocking(list(items)), service
+            return runner.submit(list(items)).result(), service
 
 
 def length_share(path: str, body: Any) -> Any:
@@ -116,7 +116,7 @@ def test_unreachable_service_leaves_items_unscored():
     with local_service(length_share) as service:
         url = service.url
     with start_runner("http", RunnerSettings(timeout_s=2.0), options={"url": url}) as runner:
-        (found,) = runner.score_many_blocking([("r", "a")])
+        (found,) = runner.submit([("r", "a")]).result()
     assert found.value is None and "no answer" in found.error
 
 

@@ -354,7 +354,7 @@ def test_workers_score_hostile_programs_and_leave_no_process() -> None:
     ]
     options = {"time_limit_s": 0.3, "wall_limit_s": 20.0}
     with RewardRunner("code", RunnerSettings(timeout_s=30.0), options=options, row_fields=["tests"]) as runner:
-        scores = runner.score_many_blocking(items)
+        scores = runner.submit(items).result()
         assert [result.value for result in scores] == [1.0, 0.0, 1.0, 0.0, 0.0], scores
     assert helpers_below(os.getpid()) == []
 

@@ -253,3 +253,58 @@ def test_response_with_too_large_values_is_wrong_and_not_unscored(monster: str, 
 @pytest.mark.parametrize("truth", ["???", "1/0", "\\frac{3}{0}", "((((", "10^{10^{10}}", "\\boxed{}", "$ $"])
 def test_ground_truth_that_is_not_an_answer_is_unscored(truth: str) -> None:
     assert score("\\boxed{5}", truth).value is None
+
+
+@pytest.mark.parametrize(
+    ("truth", "candidate"),
+    [
+        ("5 m", "5 km"),
+        ("5\\text{ m}", "5\\text{ km}"),
+        ("45 degrees", "45 rad"),
+        ("45^\\circ", "45\\text{ rad}"),
+        ("100 km/h", "100 m/s"),
+        ("100\\text{ km/h}", "100\\,\\mathrm{m/s}"),
+        ("5\\text{ cm}^2", "5\\text{ cm}^3"),
+        ("5 square meters", "5 square feet"),
+        ("\\$5", "€5"),
+        ("5 dollars", "5 cents"),
+        ("3\\pi \\text{ cm}", "3\\pi \\text{ m}"),
+        ("30 mph", "30 kg"),
+        ("20^\\circ C", "20^\\circ F"),
+        ("2 km", "2000 m^2"),
+    ],
+)
+def test_equal_numbers_of_different_units_differ(truth: str, candidate: str) -> None:
+    assert grade(truth, candidate) == grade(candidate, truth) == 0.0
+    if "$" not in truth + candidate:
+        assert score(f"The answer is {candidate}.", truth).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "candidate"),
+    [
+        ("5 km", "5000 m"),
+        ("1 hour", "60 minutes"),
+        ("5\\text{ m}", "5"),
+        ("5", "5 km"),
+        ("180 degrees", "\\pi \\text{ rad}"),
+        ("36 km/h", "10 \\text{ m} \\text{ s}^{-1}"),
+        ("5 apples", "5 pears"),
+        ("0.5 dollars", "50 cents"),
+        ("1 liter", "1000 cm^3"),
+        ("2 m + 3 s", "3 s + 2 m"),
+        ("5 feet 3 inches", "5 feet 3 inches"),
+        ("5", "５"),
+        ("10", "{5 \\choose 2}"),
+        ("(10101)_2", "10101_2"),
+        ("\\{x \\mid x > 3\\}", "(3, \\infty)"),
+        ("(-2, 2)", "\\{x \\in \\mathbb{R} : |x| < 2\\}"),
+    ],
+)
+def test_equal_measures_agree_in_any_unit_and_notation(truth: str, candidate: str) -> None:
+    assert grade(truth, candidate) == 1.0
+
+
+def test_units_are_compared_outside_of_boxes() -> None:
+    assert score("so it is $5$ km.", "5 \\text{ m}").value == score("I walked 5 kilometers", "5 meters").value == 0.0
+    assert score("the distance is 5000 m", "5 km").value == score("It took 5 hours.", "5").value == 1.0

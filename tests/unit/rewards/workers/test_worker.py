@@ -1,4 +1,4 @@
-"""What counts as the result of a reward: numbers and Scores, and no text that looks like one."""
+"""Results of a reward are numbers and Scores; text that looks like a number is refused."""
 
 from fractions import Fraction
 
@@ -10,11 +10,11 @@ from megatron_rl.rewards.workers.worker import as_result
 
 
 @pytest.mark.parametrize("outcome", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), Fraction(1), Score(1.0)])
-def test_numbers_of_any_kind_are_values(outcome) -> None:
+def test_any_numeric_result_is_a_value(outcome) -> None:
     assert as_result(outcome)[0] == 1.0
 
 
 @pytest.mark.parametrize("outcome", ["1.0", b"1", bytearray(b"1"), "nan", "", Score("1.0"), None, [1.0], {"value": 1.0}])
-def test_text_and_containers_are_none(outcome) -> None:
+def test_text_and_containers_are_not_values(outcome) -> None:
     with pytest.raises(TypeError):
         as_result(outcome)

@@ -1,4 +1,4 @@
-"""Calls through rollout workers are calls: the same answers and errors, whatever becomes of the processes."""
+"""Calls through rollout workers give the same replies and errors as direct calls, also if processes are killed."""
 
 import asyncio
 import json
@@ -32,7 +32,6 @@ from megatron_rl.rollout.sglang.wire.response_validation import (
     ApiKeyRejected,
     InvalidReply,
     NonFiniteLogprob,
-    StaleWeights,
 )
 from megatron_rl.rollout.workers import worker_pool
 from megatron_rl.rollout.workers.worker_pool import WorkerFailed, WorkerPool
@@ -77,7 +76,7 @@ async def until(condition: Callable[..., bool], *arguments: Any) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_a_worker_gives_the_same_answers_as_the_event_loop() -> None:
+def test_worker_replies_equal_those_of_the_event_loop() -> None:
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> list[Generation]:
         return await asyncio.gather(*[client.generate(request_of(f"r{i}", (i % 50, 1))) for i in range(100)])
 
@@ -87,7 +86,7 @@ def test_a_worker_gives_the_same_answers_as_the_event_loop() -> None:
     ]
 
 
-def test_errors_keep_their_meaning() -> None:
+def test_errors_of_a_call_keep_their_type_across_processes() -> None:
     """Every kind that a call can end with, through one worker."""
     answers = {
         "fine": answer_of,
@@ -101,7 +100,7 @@ def test_errors_keep_their_meaning() -> None:
     expected = {
         "fine": Generation,
         "nan": NonFiniteLogprob,
-        "stale": StaleWeights,
+        "stale": InvalidReply,
         "busy": ServerBusy,
         "refused": RequestRejected,
         "failed": RetryableRequestError,
@@ -149,7 +148,7 @@ def test_errors_keep_their_meaning() -> None:
     run_with(handler, scenario)
 
 
-def test_a_refused_key_and_a_mismatched_prompt_end_the_request() -> None:
+def test_rejected_key_and_mismatched_prompt_end_the_request() -> None:
     async def handler(body: dict[str, Any]) -> web.Response:
         if body["rid"] == ["key;"]:
             return web.Response(status=401)
@@ -166,8 +165,8 @@ def test_a_refused_key_and_a_mismatched_prompt_end_the_request() -> None:
     run_with(handler, scenario)
 
 
-def test_tokens_become_the_same_text_as_here(tmp_path: Path) -> None:
-    """Also special tokens, bytes that are no characters, and nothing at all; whatever becomes of a worker."""
+def test_workers_decode_tokens_like_the_tokenizer(tmp_path: Path) -> None:
+    """Also special tokens, invalid UTF-8 and empty sequences, and after a worker was killed."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -195,8 +194,8 @@ def test_tokens_become_the_same_text_as_here(tmp_path: Path) -> None:
     assert asyncio.run(main()) == [tokenizer.decode(one.tolist()) for one in sequences]
 
 
-def test_a_response_goes_on_without_being_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the worker has read from a server passes the driver in neither direction."""
+def test_known_tokens_of_a_response_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that a worker has read from a server pass no socket to or from the driver."""
 
     async def handler(body: dict[str, Any]) -> web.Response:
         answers = [answer_of(*pair) for pair in zip(body["rid"], body["input_ids"], strict=True)]
@@ -207,11 +206,11 @@ def test_a_response_goes_on_without_being_sent_again(monkeypatch: pytest.MonkeyP
 
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> None:
         await client.generate(request_of("first"))
-        process = pool_of(client)._workers[0]._process
-        assert process is not None
         sent: list[int] = []
-        write = process._line._writer.writelines
-        monkeypatch.setattr(process._line._writer, "writelines", lambda data: (sent.append(sum(map(len, data))), write(data)))
+        write = asyncio.StreamWriter.writelines
+        monkeypatch.setattr(
+            asyncio.StreamWriter, "writelines", lambda to, data: (sent.append(sum(map(len, data))), write(to, data))
+        )
         parts = [np.array([3, 4], np.int32)]
         for window in range(3):
             request = request_of(f"r{window}", TokenParts(parts), max_new_tokens=5000)
@@ -224,7 +223,7 @@ def test_a_response_goes_on_without_being_sent_again(monkeypatch: pytest.MonkeyP
 
 
 class Gate:
-    """A handler that answers nobody before it is open, and notes who asked."""
+    """A handler that replies only once it is open, and records the request ids."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -238,8 +237,8 @@ class Gate:
         return len(self.seen) == number
 
 
-def test_a_killed_worker_loses_nothing() -> None:
-    """Its requests in progress are sent again, under other ids, and do not count as the server's failures."""
+def test_killed_worker_loses_no_request() -> None:
+    """Requests in progress are resent under other ids and do not count as failures of the server."""
     gate = Gate()
 
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> None:
@@ -255,13 +254,13 @@ def test_a_killed_worker_loses_nothing() -> None:
         gate.open.set()
         answers = await asyncio.gather(*tasks)
         assert [list(answer.token_ids) for answer in answers] == [[i + 1] for i in range(8)]
-        assert len(set(gate.seen)) == 8 * 4, "a server refuses an id twice"
+        assert len(set(gate.seen)) == 8 * 4, "a server rejects a duplicate id"
         assert client.live_urls == [url]
 
     run_with(gate, scenario, max_retries=0)
 
 
-def test_a_worker_that_always_dies_is_given_up() -> None:
+def test_worker_that_always_crashes_is_not_restarted_forever() -> None:
     gate = Gate()
 
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> None:
@@ -275,8 +274,8 @@ def test_a_worker_that_always_dies_is_given_up() -> None:
     run_with(gate, scenario)
 
 
-def test_a_worker_that_stands_still_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_SILENCE_S", 2.0)
+def test_blocked_worker_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_SILENCE_S", 30.0)
     gate = Gate()
 
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> Generation:
@@ -284,6 +283,7 @@ def test_a_worker_that_stands_still_is_killed_and_replaced(monkeypatch: pytest.M
         await until(gate.has_seen, 1)
         (pid,) = pool_of(client).pids
         os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(worker_pool, "_SILENCE_S", 2.0)  # now: a busy machine takes longer to start the worker
         await until(lambda: len(warnings) == 1)
         monkeypatch.setattr(worker_pool, "_SILENCE_S", 120.0)
         assert "was killed: it did nothing for 2 s" in warnings[0]
@@ -294,7 +294,7 @@ def test_a_worker_that_stands_still_is_killed_and_replaced(monkeypatch: pytest.M
     assert list(run_with(gate, scenario).token_ids) == [7]
 
 
-def test_a_caller_that_leaves_ends_its_request_at_the_server() -> None:
+def test_cancelled_call_ends_its_request_at_the_server() -> None:
     gate = Gate()
 
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> None:
@@ -304,7 +304,7 @@ def test_a_caller_that_leaves_ends_its_request_at_the_server() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         worker = psutil.Process(*pool_of(client).pids)
-        await until(lambda: not worker.net_connections("tcp"))  # which is how a server hears of it
+        await until(lambda: not worker.net_connections("tcp"))  # the server then aborts the request
         gate.open.set()
         assert list((await client.generate(request_of("next"))).token_ids) == [7]
         assert not warnings
@@ -333,8 +333,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_worker_ends_with_its_owner(stopped: bool) -> None:
-    """Whatever ends the owner, and also where the worker itself stands still."""
+def test_worker_exits_with_its_owner(stopped: bool) -> None:
+    """For any end of the owner, and also if the worker's event loop is blocked."""
     gate = Gate()
 
     async def main() -> None:

@@ -58,7 +58,7 @@ class Worker:
         return num_held(f"/proc/self/fd/{self.fd}")
 
 
-def test_other_processes_read_views_of_any_kind_at_their_addresses() -> None:
+def test_other_processes_read_any_view_at_its_address() -> None:
     arrays, rng = SharedArrays(), np.random.default_rng(1)
     kept, found, expected = [], [], 0
     for shape in ((5,), (3000, 7), (2_000_000,), (40, 3, 2)):
@@ -82,7 +82,7 @@ def test_arrays_with_an_address_are_not_copied_again() -> None:
         array[0] = 1
 
 
-def test_files_of_many_arrays_are_found_at_once() -> None:
+def test_files_of_many_arrays_are_found_in_one_call() -> None:
     one, two, own = SharedArrays(), SharedArrays(), np.arange(5)
     arrays = [one.put(np.arange(9)), own, two.put(np.arange(4)), one.put(np.arange(3000))[7:]]
     files, numbers, first = files_of(arrays)
@@ -154,7 +154,7 @@ def test_ranges_are_used_again_without_touching_live_ones(seed: int, monkeypatch
         worker.write(np.zeros(65 * PAGE, np.uint8))
 
 
-def test_a_limit_of_address_space_is_named() -> None:
+def test_limited_address_space_is_an_error_with_its_remedy() -> None:
     code = "import resource; from megatron_rl.system.files.shared_file import SharedArrays; "
     code += "resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36)); SharedArrays()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

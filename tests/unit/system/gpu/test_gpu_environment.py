@@ -5,6 +5,7 @@ import sysconfig
 import pytest
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.process.options import ServerOptions, server_environment
 from megatron_rl.system.gpu.gpu_environment import (
     NCCL_DEFAULTS,
     check_required_gpus,
@@ -31,6 +32,25 @@ def test_exported_variables_override_defaults_and_reach_servers():
     assert environ == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert nccl_values(environ) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     assert nccl_values({}) == NCCL_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ({}, ("0", "0")),
+        ({"NCCL_NVLS_ENABLE": "1"}, ("1", "1")),
+        ({"NCCL_NVLS_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}, ("1", "0")),
+        ({"NCCL_CUMEM_ENABLE": "1"}, ("0", "1")),
+    ],
+)
+def test_one_variable_sets_nvls_and_cumem_for_trainer_and_servers(given, values):
+    expected = dict(zip(("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE"), values, strict=True))
+    environ = dict(given)
+    set_gpu_defaults(environ)
+    options = ServerOptions("/m", device="cuda", nccl=nccl_values(environ))
+    assert {name: environ[name] for name in expected} == expected == nccl_values(given)
+    server = server_environment(options, environ, [0])
+    assert {name: server[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -1,4 +1,4 @@
-"""Laws of addresses: which of this machine's another one reaches. Interfaces and names are made up where they matter."""
+"""Addresses of this machine that another machine reaches. Interfaces and names are faked where they matter."""
 
 import socket
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_a_good_name_is_left_to_gloo(machine, monkeypatch):
     assert addresses.local_interface_for("node7") == ""
 
 
-def test_a_name_of_no_interface_here_is_not_good(machine, monkeypatch):
+def test_host_name_without_a_local_interface_is_rejected(machine, monkeypatch):
     """As in a container, or after a move to another address."""
     monkeypatch.setitem(NAMES, "node0", "192.168.9.9")
     assert addresses.local_interface_for("node7") == "eth0"

@@ -1,4 +1,4 @@
-"""Laws of HTTP sessions: what comes back as an answer, and what as which of the two errors."""
+"""Laws of HTTP sessions: replies, and the two errors."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ def test_a_deadline_that_passes_is_told_from_a_server_that_is_not_there(service:
     assert late.value.timed_out and not absent.value.timed_out
 
 
-def test_what_asking_again_cannot_help_is_no_missing_answer(service: Service, ask: Ask) -> None:
+def test_errors_that_a_retry_cannot_fix_are_not_no_http_reply(service: Service, ask: Ask) -> None:
     for url, options, words in (
         ("not a url", {}, "InvalidURL|InvalidUrl"),
         (f"{service.url}/long", {"max_answer_bytes": 4999}, "longer than 4999 bytes"),
@@ -89,7 +89,7 @@ def test_what_asking_again_cannot_help_is_no_missing_answer(service: Service, as
     assert len(ask(f"{service.url}/long", max_answer_bytes=5000).content) == 5000
 
 
-def test_a_thread_without_an_event_loop_asks_too(service: Service) -> None:
+def test_threads_without_an_event_loop_send_requests(service: Service) -> None:
     assert get_once(f"{service.url}/echo", timeout_s=10).status == 200
     with HttpThread() as http:
         futures = [http.submit(http.session.post(f"{service.url}/echo", i, timeout_s=10)) for i in range(20)]
@@ -97,7 +97,7 @@ def test_a_thread_without_an_event_loop_asks_too(service: Service) -> None:
         assert http.request("GET", f"{service.url}/busy", timeout_s=10).text == "later"
 
 
-def test_closing_ends_what_is_in_progress_at_once(service: Service) -> None:
+def test_close_cancels_requests_in_progress_immediately(service: Service) -> None:
     before = threading.active_count()
     http = HttpThread()
     future = http.submit(http.session.get(f"{service.url}/slow", timeout_s=30))

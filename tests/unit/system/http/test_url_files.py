@@ -1,4 +1,4 @@
-"""Servers that files and addresses name."""
+"""Servers that files and addresses list."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_an_address_names_each_server_once(path, text):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"workers": []}', "# none yet\n"])
-def test_an_address_may_name_nobody_yet(text):
+def test_url_address_may_list_no_servers_yet(text):
     with local_service(lambda asked, body: web.Response(text=text)) as service:
         assert named_urls(service.url) == []
 
@@ -39,13 +39,13 @@ def test_an_address_may_name_nobody_yet(text):
     ("text", "expected"),
     [
         ("<html>", "urls:1: '<html>' is not an address; expected http://host:port"),
-        ('{"servers": ["http://a:1"]}', "is no list of URLs"),
-        ("17", "'17' is no list of URLs"),
+        ('{"servers": ["http://a:1"]}', "is not a list of URLs"),
+        ("17", "'17' is not a list of URLs"),
         ('["a:1"]', "'a:1' is not an address"),
         ('["http://a:1", "http://a:99999"]', "'http://a:99999' is not an address"),
     ],
 )
-def test_what_names_no_servers_is_an_error_that_says_what_came(text, expected):
+def test_content_without_server_urls_is_an_error_that_quotes_it(text, expected):
     with local_service(lambda asked, body: web.Response(text=text)) as service, pytest.raises(UserError) as raised:
         named_urls(service.url + "/urls")
     assert expected in str(raised.value)
@@ -56,7 +56,7 @@ def test_an_address_that_does_not_answer_may_do_so_later_and_one_that_says_no_ne
         named_urls(service.url)
     with pytest.raises(OSError, match="does not answer"):
         named_urls(service.url)
-    words = "answered 404.*an address without a path is a router's: name a server in rollout.urls"
+    words = "answered 404.*an address without a path belongs to a router: list servers in rollout.urls"
     with local_service(lambda asked, body: web.Response(status=404)) as service, pytest.raises(UserError, match=words):
         named_urls(service.url)
 

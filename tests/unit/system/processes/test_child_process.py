@@ -1,4 +1,4 @@
-"""Child processes: they get what they are sent, die with the thread that started them, and leave signals to their parent."""
+"""Child processes receive their message, die with the thread that started them, and leave signals to their parent."""
 
 import asyncio
 import io
@@ -89,7 +89,7 @@ def test_a_child_that_ends_before_it_reads_its_message_shows_that_by_its_end():
     assert describe_end(process.wait(10)) == "exited with code 1"
 
 
-def test_ends_are_told_in_words():
+def test_end_of_a_process_is_described_by_status_or_signal():
     assert describe_end(0) == "exited with code 0"
     assert describe_end(-signal.SIGXCPU) == "died of SIGXCPU (used up its CPU time)"
 

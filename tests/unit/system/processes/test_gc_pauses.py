@@ -1,11 +1,11 @@
-"""The collector rests while modules are imported, and looks at young objects alone while a run goes on; it works as before afterwards."""
+"""The garbage collector is off during imports, collects only young objects during a run, and is restored afterwards."""
 
 import gc
 import weakref
 
 import pytest
 
-from megatron_rl.system.processes.gc_pauses import gc_disabled, gc_young_only
+from megatron_rl.system.processes.gc_pauses import gc_between_windows, gc_disabled, gc_young_only
 
 
 def test_the_collector_rests_inside_also_one_in_another_and_works_again_after_an_error():
@@ -43,3 +43,18 @@ def test_a_run_looks_at_old_objects_when_it_says_so_and_never_at_what_was_there(
     finally:
         gc.unfreeze()
         gc.collect()
+
+
+def test_garbage_of_a_step_is_collected_after_it_and_older_garbage_within_ten_steps():
+    with gc_young_only():
+        lasting = Knot()
+        gc_between_windows(0)
+        made = Knot()
+        gone, later = weakref.ref(made), weakref.ref(lasting)
+        del made, lasting
+        gc_between_windows(1)
+        assert gone() is None and later() is not None
+        for step in range(2, 11):
+            gc_between_windows(step)
+        assert later() is None
+    gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What this process used at most since it was last asked; that it may keep what it has freed."""
+"""Peak memory since the last call, the used share, and freed memory that the process keeps."""
 
 import platform
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.system.processes.host_memory import host_used_share, pop_host_peak_gib
 
 
-def test_a_peak_that_is_over_is_seen_once():
+def test_memory_peak_is_reported_once():
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -40,7 +40,7 @@ print((full - psutil.Process().memory_info().rss) >> 20)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc decides for itself")
-def test_memory_that_is_freed_stays_where_the_process_has_said_so():
+def test_freed_memory_stays_after_disable_memory_trim():
     given_back = {
         way: int(subprocess.run([sys.executable, "-c", _FREED, way], capture_output=True, text=True, check=True, timeout=300).stdout)
         for way in ("keep", "give back")

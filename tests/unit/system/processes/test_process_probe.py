@@ -1,4 +1,4 @@
-"""What a process is doing, as it says it and as its stacks do."""
+"""A probe shows the notes and stacks of another process."""
 
 import json
 import os
@@ -28,7 +28,7 @@ innermost()
 """
 
 
-def test_a_process_and_its_fork_say_each_what_they_do():
+def test_process_and_its_fork_have_separate_notes():
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(SAYS)], stdout=subprocess.PIPE, text=True) as process:
         pids = sorted({int(process.stdout.readline()), int(process.stdout.readline())}, key=lambda pid: pid != process.pid)
         try:
@@ -57,7 +57,7 @@ def test_a_process_that_does_not_listen_gets_no_signal_and_one_that_is_gone_is_s
     assert seen.state == "gone"
 
 
-def test_the_main_thread_is_the_one_named_or_the_last():
+def test_main_frames_fall_back_to_the_last_thread():
     text = 'Thread 0x00000002 (most recent call first):\n  File "a.py", line 3 in f\n\n' + (
         'Current thread 0x00000001 (most recent call first):\n  File "b.py", line 4 in g\n  File "c d.py", line 5 in <module>\n'
     )

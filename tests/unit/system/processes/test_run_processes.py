@@ -1,4 +1,4 @@
-"""Where the processes of a run are, on this machine and on others."""
+"""Processes of a run on this machine and on others."""
 
 import fcntl
 import os
@@ -44,7 +44,7 @@ def test_the_first_rank_of_another_machine_answers_and_a_machine_that_does_not_i
     assert sorted(path.name for path in tmp_path.iterdir()) == ["processes.json"]  # question and answer are gone
 
 
-def test_a_number_that_another_process_has_now_is_gone(tmp_path):
+def test_reused_pid_counts_as_an_exited_rank(tmp_path):
     own = this_process(0)
     assert own.pid == os.getpid() and own.host == socket.gethostname()
     write_members(tmp_path, [replace(own, started_s=own.started_s - 1000), RankProcess(1, own.host, 2**22 + 1, 0.0)])
@@ -62,7 +62,7 @@ def test_a_run_that_is_refused_leaves_the_record_of_the_one_that_goes_on(tmp_pat
     assert read_members(tmp_path) == []
 
 
-def test_a_record_that_cannot_be_read_is_refused_in_words(tmp_path):
+def test_unreadable_process_record_is_a_user_error(tmp_path):
     (tmp_path / "processes.json").write_text('[{"rank": 0}]')
     with pytest.raises(UserError, match="cannot be read"):
         read_members(tmp_path)

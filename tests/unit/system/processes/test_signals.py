@@ -1,4 +1,4 @@
-"""Signals: they end what runs, once, and leave nothing behind that somebody has to explain."""
+"""A signal ends the work once, and leaves no processes and no traceback."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ from megatron_rl.system.processes.signals import (
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_any_task_cancels_the_whole(number, caplog):
+def test_signal_during_any_task_cancels_the_whole_work(number, caplog):
     log = []
 
     async def unattended():
@@ -88,7 +88,7 @@ def test_a_stop_signal_is_raised_where_nothing_else_was_agreed(number):
     assert (status, said) == (STOPPED, signal.Signals(number).name)
 
 
-def test_where_it_is_deferred_it_waits_for_the_work_and_wakes_it():
+def test_deferred_signal_wakes_the_work_and_waits_for_it():
     work = """
 woken = threading.Event()
 stop = StopSignals(30.0)
@@ -113,7 +113,7 @@ def test_the_grace_ends_the_deferral_and_the_time_to_leave_ends_the_process():
     assert status == STOPPED and "ended" in said and time.monotonic() - started_s < 20
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once_whatever_it_does():
+def test_second_ctrl_c_ends_a_busy_process_immediately():
     work = """
 signals.LEAVE_S = 60
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -126,7 +126,7 @@ with stop.handling_signals(), stop.defer_signals(lambda: None): hashlib.pbkdf2_h
     assert status == INTERRUPTED and "at once" in said and time.monotonic() - started_s < 20
 
 
-def test_what_a_forked_process_gets_is_not_its_parents():
+def test_signals_of_a_forked_process_do_not_reach_its_parent():
     work = """
 stop = StopSignals(5.0)
 with stop.handling_signals(), stop.defer_signals(print):
@@ -148,6 +148,7 @@ def stopped(work):
 import hashlib, os, signal, sys, threading, time
 from megatron_rl.system.processes import signals
 from megatron_rl.system.processes.signals import STOPPED, StopRequested, StopSignals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests' own parent ignores it
 try:
     exec({work!r})
 except StopRequested as stop:

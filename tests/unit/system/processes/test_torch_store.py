@@ -1,4 +1,4 @@
-"""Laws of stores: they listen on their own address, and ranks meet there."""
+"""Stores listen on their own address alone, and ranks rendezvous there."""
 
 import os
 import subprocess

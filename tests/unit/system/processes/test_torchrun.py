@@ -1,4 +1,4 @@
-"""A rank that dies without a word is spoken for."""
+"""The launcher reports ranks that died before they could report."""
 
 import pytest
 from torch.distributed import run as torchrun
@@ -19,3 +19,10 @@ def test_a_killed_rank_is_named_and_one_that_failed_has_spoken_for_itself(monkey
     said = capsys.readouterr().err
     assert ("trainer rank 3 was killed by signal" in said) == (exit_code < 0)
     assert ("dmesg" in said) == (exit_code == -9)
+
+
+def test_torchrun_does_not_warn_about_the_options_that_it_is_given(monkeypatch, caplog):
+    monkeypatch.setattr(torchrun, "main", lambda words: torchrun.config_from_args(torchrun.parse_args(words)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_under_torchrun(2, ["train"]) == 0
+    assert caplog.messages == []

@@ -20,7 +20,7 @@ from megatron_rl.rollout.requests import (
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.liveness import PROBE_RID
 from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation, validate
-from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply, StaleWeights
+from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 
 VOCAB_SIZE = 100
 Handler = Callable[[dict[str, Any]], Awaitable[web.Response | None]]
@@ -217,11 +217,11 @@ def test_an_abort_returns_its_partial_output():
     assert (nothing.finish_reason, nothing.weight_version, nothing.cached_tokens) == ("abort", "7", 0)
 
 
-@pytest.mark.parametrize(("said", "taken"), [(1.5, 1.5), (None, 0.0), ("soon", 0.0), (-1, 0.0), (float("nan"), 0.0), ([2], 0.0)])
-def test_invalid_server_seconds_are_ignored(said, taken):
-    answer = answer_of("r", [3, 4], {"type": "stop", "matched": 4})
-    answer["meta_info"]["e2e_latency"] = said
-    assert parse_generation(request_of(stop_token_ids=(4,)), answer).seconds == taken
+@pytest.mark.parametrize(("reported", "seconds"), [(1.5, 1.5), (None, 0.0), ("soon", 0.0), (-1, 0.0), (float("nan"), 0.0), ([2], 0.0)])
+def test_invalid_server_seconds_are_ignored(reported, seconds):
+    answer = answer_of("r", [3, 4], {"type": "stop", "matched": 7})
+    answer["meta_info"]["e2e_latency"] = reported
+    assert parse_generation(request_of(stop_token_ids=(4,)), answer).seconds == seconds
 
 
 @pytest.mark.parametrize("logprob", [None, math.nan, -math.inf])
@@ -466,7 +466,7 @@ def test_stale_weight_version_is_retried_on_another_server():
         answers = [await client.generate(request_of(f"r{i}", weight_version="7")) for i in range(6)]
         assert {answer.weight_version for answer in answers} == {"7"}
         other.handler = good.handler = old
-        with pytest.raises(StaleWeights, match="version 'default', but version 7 was published"):
+        with pytest.raises(InvalidReply, match="version 'default', but version 7 was published"):
             await client.generate(request_of("stale", weight_version="7"))
 
     other.handler = old
@@ -732,3 +732,50 @@ def test_log_probs_after_top_k_and_the_matched_text_are_read():
 def test_client_rejects_requests_that_the_server_would_reject(changes, names):
     with pytest.raises(RequestRejected, match=names):
         validate(request_of(**changes), VOCAB_SIZE)
+
+
+def test_server_that_aborts_without_a_token_is_lost_instead_of_asked_forever():
+    async def abort(body):
+        meta = {"finish_reason": {"type": "abort"}, "weight_version": "7"}
+        return web.json_response([{"output_ids": [], "meta_info": meta | {"id": rid}} for rid in body["rid"]])
+
+    async def scenario(client, urls):
+        with pytest.raises(ServerLost, match="it aborted request 'r' without a token, although no abort was sent"):
+            await client.generate(request_of())
+        assert client.live_urls == []
+
+    server = FakeServer(abort)
+    run_with([server], scenario)
+    assert len(server.bodies) == 3
+
+
+def test_retry_after_of_years_is_not_waited_for():
+    async def busy(body):
+        return web.Response(status=503, headers={"Retry-After": "99999999"})
+
+    async def scenario(client, urls):
+        with pytest.raises(ServerLost, match="answered 503"):
+            await client.generate(request_of())
+
+    run_with([FakeServer(busy)], scenario, max_retries=1, request_timeout_s=0.2)
+
+
+def test_server_that_reports_progress_but_never_replies_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron_rl.config.derived._ANSWER_S", 0.1)
+    monkeypatch.setattr("megatron_rl.rollout.sglang.balance.client._MAX_UNANSWERED", 3.0)
+
+    class NeverDone(FakeServer):
+        async def _loads(self, http_request: web.Request) -> web.Response:
+            self.num_running += 1
+            return web.json_response({"loads": [{"num_running_reqs": self.num_running, "max_total_num_tokens": 1000}]})
+
+    async def silence(body: dict[str, Any]) -> None:
+        await asyncio.sleep(30)
+
+    async def scenario(client: SglangClient, urls: list[str]) -> None:
+        with pytest.raises(ServerLost, match="no answer within"):
+            await client.generate(request_of())
+
+    server = NeverDone(silence)
+    run_with([server], scenario, max_retries=1, request_timeout_s=0.1)
+    assert len(server.bodies) == 2 and server.num_running > 4

@@ -1,10 +1,12 @@
 """Laws of server start-up that need no server: command line, environment, refusals and diagnosis."""
 
+import importlib.util
 import re
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,19 @@ from megatron_rl.config.schema import Config, Placement, RolloutConfig
 from megatron_rl.rollout import server_pool as pool
 from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.process import server as server_module
 from megatron_rl.rollout.sglang.process.cleanup import write_secret
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
-from megatron_rl.rollout.sglang.process.server import SglangServer, free_port, group_members, port_is_free
-from megatron_rl.rollout.sglang.process.start_failures import last_lines, port_taken, remedy, start_failure
+from megatron_rl.rollout.sglang.process.server import (
+    SglangServer,
+    free_port,
+    group_members,
+    last_lines,
+    port_is_free,
+    port_taken,
+    remedy,
+    start_failure,
+)
 from tests.unit.local_service import local_service
 
 
@@ -116,6 +127,18 @@ def test_sleeping_server_runs_without_expandable_segments():
     assert server_environment(named, base, [0])["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
+def test_sleeping_server_frees_its_cuda_graphs_and_sglang_knows_every_variable_that_is_set():
+    """A variable that SGLang renames would be ignored without a word: 2 GB stay taken, or images keep stale outputs."""
+    options = ServerOptions("/m", device="cpu", tensor_parallel_size=2, can_sleep=True)
+    env = server_environment(options, {}, cores=[0])
+    assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in server_environment(replace(options, can_sleep=False), {}, cores=[0])
+    sources = Path(next(iter(importlib.util.find_spec("sglang").submodule_search_locations))) / "srt"
+    ours = [name for name in env if name.startswith("SGLANG_")]
+    missing = [name for name in ours if subprocess.run(["grep", "-rqF", "--include=*.py", name, sources], check=False).returncode]
+    assert len(ours) >= 5 and missing == []
+
+
 def test_float32_gpu_server_uses_an_attention_backend_with_kernels():
     def backend(**options):
         return flags_of(server_command(ServerOptions("/m", deterministic=True, **options), 1)).get("--attention-backend")
@@ -155,6 +178,37 @@ def test_port_in_use_is_rejected_before_a_process_starts(model_folder, tmp_path)
     assert port_is_free("127.0.0.1", port)
 
 
+def test_automatic_ports_are_outside_the_ephemeral_range(monkeypatch):
+    assert free_port("127.0.0.1") not in server_module.ephemeral_ports()
+    monkeypatch.setattr(server_module, "ephemeral_ports", lambda: range(1024, 65_536))
+    assert free_port("127.0.0.1") > 0
+
+
+SECOND_START_LOSES_ITS_PORT = """
+import http.server, pathlib, sys
+starts = pathlib.Path(sys.argv[2])
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if len(starts.read_text()) == 2:
+    sys.exit("OSError: [Errno 98] Address already in use")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_restarted_server_keeps_its_url_if_its_port_was_taken(model_folder, tmp_path, monkeypatch):
+    def command(options, port, secret):
+        return [sys.executable, "-c", SECOND_START_LOSES_ITS_PORT, str(port), str(tmp_path / "starts")]
+
+    monkeypatch.setattr(server_module, "server_command", command)
+    with SglangServer(ServerOptions(model_folder), tmp_path / "log") as server:
+        url = server.url
+        server.restart()
+        assert server.url == url and server.incarnation == 3 and server.num_restarts == 1
+
+
 def test_missing_model_folder_is_rejected_before_a_process_starts(tmp_path):
     server = SglangServer(ServerOptions(str(tmp_path / "nowhere")), tmp_path / "log")
     with pytest.raises(ServerError, match="no config.json in the model folder.*nowhere.*policy.path"):
@@ -188,7 +242,7 @@ def test_servers_take_the_gpus_after_the_trainers_if_there_are_enough(
     monkeypatch.setattr(pool, "count_gpus", lambda: num_gpus)
     notes = []
     rollout = RolloutConfig(num_servers=1, tensor_parallel_size=2)
-    assert pool._first_free_gpu(rollout, notes.append) == first
+    assert pool.first_free_gpu(rollout, notes.append) == first
     assert bool(notes) == noted
 
 

@@ -155,6 +155,8 @@ def test_changed_reply_is_either_valid_or_rejected_with_a_message(request, chang
         (("meta_info", "cached_tokens"), -1, "cached_tokens: expected a whole number from 0"),
         (("meta_info", "finish_reason", "type"), "done", "finish_reason.type: expected stop, length or abort, got 'done'"),
         (("meta_info", "finish_reason"), {"type": "stop", "matched": "NaN happened"}, "finish_reason.matched"),
+        (("meta_info", "finish_reason"), {"type": "stop", "matched": 99}, "finish_reason: expected a stop at the last token 13"),
+        (("meta_info", "finish_reason"), {"type": "stop"}, "finish_reason: expected a stop at the last token 13"),
         (("meta_info", "weight_version"), 7, "weight_version: expected a text, got 7"),
         (("meta_info", "weight_version"), "8", "version '8', but version 7 was published"),
         (("meta_info",), [], "meta_info: expected a JSON object, got .."),

@@ -1,0 +1,71 @@
+"""Checks of what a command finds outside its recipe before it starts: hosts, lists of servers, output folders.
+
+A run and its dry run call the same functions, so that a dry run accepts nothing that the run refuses.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_rl.config.checks.data_settings import output_of
+from megatron_rl.config.derived import uses_attached_servers
+from megatron_rl.config.load import flat_params
+from megatron_rl.config.schema import Config
+from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
+from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.system.files.atomic_files import is_locked
+from megatron_rl.system.files.probes import probe_folder
+from megatron_rl.system.http.addresses import host_problem, listen_problem
+from megatron_rl.system.http.url_files import named_urls
+
+_FILE_OUTPUTS = ("label-lines", "select-prompts")
+"""Commands whose output path is a file; the outputs of the others are folders."""
+
+
+def check_hosts(config: Config, command: str) -> None:
+    """Raise ConfigError for a host that this machine cannot resolve or listen on, and for an invalid list of servers."""
+    rollout = config.rollout
+    if command not in SERVED_COMMANDS:
+        return
+    urls = {"rollout.urls": rollout.urls, "eval.urls": config.eval.urls if command in RL_COMMANDS else []}
+    if rollout.urls_file and "://" not in rollout.urls_file:
+        try:
+            urls["rollout.urls_file"] = named_urls(rollout.urls_file)
+        except UserError as error:
+            raise ConfigError(f"rollout.urls_file: {error}") from error
+    hosts = {(key, urlsplit(url).hostname or "") for key, listed in urls.items() for url in listed}
+    problems = [f"{key}: {problem}" for key, host in sorted(hosts) if (problem := host_problem(host))]
+    if not uses_attached_servers(rollout) and (problem := listen_problem(rollout.host)):
+        problems.append(f"rollout.host: {problem}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_outputs(config: Config, command: str) -> None:
+    """Make and write every output folder of ``command``, and remove it again. Raises UserError, which names the key."""
+    folder = Path(config.run.output_dir)
+    writes_run = command in RL_COMMANDS or (command == "select-prompts" and not config.select_prompts.scores_path)
+    outputs = {"run.output_dir": folder} if writes_run else {}
+    if command in RL_COMMANDS and is_locked(folder / ".lock"):
+        raise UserError(f"run.output_dir: another run is writing to {folder} right now; give another folder")
+    if output := output_of(config, command):
+        key, path = output[0], Path(output[1])
+        outputs[key] = path.parent if command in _FILE_OUTPUTS else path
+    for key, folder in outputs.items():
+        probe_folder(key, folder)
+
+
+@contextmanager
+def os_errors_with_keys(config: Config) -> Iterator[None]:
+    """Turn an OSError of the block into a ConfigError that names the key whose path it concerns."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        place = str(error.filename or "")
+        texts = [(key, str(text)) for key, value in flat_params(config).items() for text in (value if isinstance(value, list) else [value])]
+        keys = {text: key for key, text in texts if text and place.startswith(text)}
+        key = f"{keys[max(keys, key=len)]}: " if keys else ""
+        raise ConfigError(f"{key}{f'{place}: ' if place else ''}{error.strerror or error}") from error

@@ -1,0 +1,37 @@
+"""The batch arithmetic that is printed at start."""
+
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.describe import batch_arithmetic
+from megatron_rl.config.load import load_config
+from megatron_rl.desk.plan.dry_run import print_plan
+
+
+def test_separate_layout_of_the_critic_is_described_next_to_the_policys(recipe, capsys):
+    overrides = ["parallel.tensor_parallel_size=2", "critic.parallel.pipeline_parallel_size=2", "parallel.num_ranks=4"]
+    config = load_config(recipe, [*overrides, "batch.critic_minibatch_size=64", "batch.policy_minibatch_size=32"])
+    check_config(config, command="train")
+    rows = batch_arithmetic(config, world_size=8)
+    assert rows["samples per policy update"][1] == "8" and rows["samples per critic update"][1] == "up to 16"
+    print_plan(config, command="train", world_size=8)
+    shown = capsys.readouterr().out
+    assert "policy: 8 ranks = tensor 2 x pipeline 1 x data 4" in shown
+    assert "critic: 8 ranks = tensor 1 x pipeline 2 x data 4" in shown
+
+
+def test_batch_arithmetic_counts_prompts_samples_and_tokens(recipe):
+    config = load_config(recipe, ["batch.num_prompts_per_step=8", "batch.num_samples_per_prompt=4"])
+    rows = batch_arithmetic(config, world_size=2)
+    assert rows["samples (slots)"][0] == "32"
+    assert rows["samples (slots)"][1] == "16"
+    assert rows["new tokens (window)"][0] == "up to 1,088"  # a window of 32, and a rest of 2
+    assert rows["windows of the longest response"][0] == "4"  # its first window may have one token
+    full = load_config(recipe, ["batch.window_jitter_tokens=0"])
+    rows = batch_arithmetic(full, world_size=2)
+    assert rows["windows of the longest response"][0] == "3"
+
+
+def test_samples_by_type_do_not_change_the_slots_of_a_step(recipe):
+    config = load_config(recipe, ["batch.num_prompts_per_step=8", "batch.num_samples_by_type={judged: 1, hard: 32}"])
+    check_config(config, command="train")
+    rows = batch_arithmetic(config, world_size=2)
+    assert rows["samples (slots)"][0] == "128" and rows["prompts"][0] == "up to 128"

@@ -1,0 +1,51 @@
+"""Verdicts: no wrong program scores 1 through the protocol, and right programs of many kinds do."""
+
+import pytest
+
+from megatron_rl.rewards.rules.code import CodeOptions, score
+from tests.unit.graders.sandbox.forged_verdicts import FORGED_OUTPUTS, FORGERIES
+from tests.unit.graders.sandbox.honest_tasks import HONEST_TASKS
+
+PATIENT = CodeOptions(time_limit_s=20.0, wall_limit_s=60.0)
+
+
+def scored(code: str, tests: object, prompt_code: str = "") -> float | None:
+    response = f"```python\n{code}\n```"
+    entry_point = "f" if "def f" in prompt_code else ""
+    result = score(response, tests=tests, prompt_code=prompt_code, entry_point=entry_point, options=PATIENT)
+    assert result.detail or result.error or result.value == 1.0
+    return result.value
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_no_forgery_scores_one(kind: str) -> None:
+    assert [row for row in FORGERIES[kind] if scored(*row) == 1.0] == []
+
+
+def test_no_forged_output_scores_one() -> None:
+    wrong = [row for row in FORGED_OUTPUTS if scored(row[0], {"inputs": [""], "outputs": [row[1]]}) == 1.0]
+    assert wrong == []
+
+
+def test_honest_programs_score_one() -> None:
+    results = {name: score(code, tests=tests, options=PATIENT) for name, (code, tests) in HONEST_TASKS.items()}
+    assert {name: result for name, result in results.items() if result.value != 1.0} == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        ("class V:\n    def __eq__(s, o): return True", "assert V() == V()"),
+        ("class V:\n    def __contains__(s, o): return True", "assert 3 in V()"),
+        ("class V: pass\ndef f(x): return V()", "assert abs(f(2) - 4) < 1"),
+        ("def f(p): return p.x", "class P:\n    x = 3\nassert f(P()) == 3"),
+        ("def f(x): return 1", "import io\nassert f(1) == 1\nassert f(io.StringIO()) == 1"),
+        ("class E(Exception):\n    code = 3\ndef f(): raise E", "try:\n    f()\nexcept E as e:\n    assert e.code == 3"),
+        ("class V: pass", "assert isinstance(V(), V)"),
+        ("import queue\nq = queue.Queue()\ndef put(x): q.put(x)\ndef get(): return q.get()",
+         "import threading\nt = threading.Thread(target=get)\nt.start()\nimport time; time.sleep(0.2)\nput(3)\nt.join()"),
+    ],
+)  # fmt: skip
+def test_uses_that_only_the_program_could_decide_are_unscored(code: str, tests: str) -> None:
+    result = score(code, tests=tests, options=CodeOptions(time_limit_s=1.0, wall_limit_s=30.0))
+    assert result.value is None and result.error
