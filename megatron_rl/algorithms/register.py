@@ -27,6 +27,10 @@ from megatron_rl.system.plugins import Function, Plugin, Registry, parameters, r
 class PolicyLoss(Plugin):
     averages: str = ""
     """Aggregation built into this loss, which overrides ``algorithm.aggregation``; "" if the loss reads ``coefficients``."""
+    needs_rollout: bool = False
+    """True if the old policy must be the one that sampled the tokens (``algorithm.correction.old_policy=rollout``)."""
+    selects: Callable[..., Tensor] | None = None
+    """Function that chooses the loss's input ``kept`` over a whole mini-batch; None: the loss has no such input."""
 
     def ignored(self) -> list[str]:
         """Names of inputs that this loss does not take, so that the configuration keys behind these inputs have no effect."""
@@ -82,7 +86,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = _registry(
     "policy loss",
     PolicyLoss,
     "policy_loss",
-    "logprobs old_logprobs advantages mask cu_seqlens weights coefficients clip_low clip_high dual_clip",
+    "logprobs old_logprobs advantages mask cu_seqlens weights coefficients kept clip_low clip_high dual_clip",
 )
 AGGREGATIONS: Registry[Aggregation] = _registry("aggregation", Aggregation, "aggregation", "mask cu_seqlens")
 KL_ESTIMATORS: Registry[KlEstimator] = _registry(
@@ -137,7 +141,9 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
     return ADVANTAGES.register(name)
 
 
-def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], Function]:
+def policy_loss(
+    name: str = "", *, averages: str = "", needs_rollout: bool = False, selects: Callable[..., Tensor] | None = None
+) -> Callable[[Function], Function]:
     """Register a policy loss: a function of
 
     - ``logprobs``: [T] float32, with gradient: the log-probs of the policy in training.
@@ -149,9 +155,13 @@ def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], F
     - ``clip_low``, ``clip_high``, ``dual_clip``: as in the ``algorithm`` section; a dual clip of 0 is passed as None.
 
     The function returns an ``algorithms.Loss``, whose metrics are logged under ``policy/``. A loss that already averages
-    over sequences is registered with ``averages="sequence_mean"``.
+    over sequences is registered with ``averages="sequence_mean"``; a loss whose ratio must be to the policy that sampled
+    the tokens with ``needs_rollout=True``. ``selects``: a function of ``logprobs``, ``old_logprobs``, ``advantages``,
+    ``mask`` and the loss's options, called with each whole mini-batch before its update (a separate forward pass); its
+    result [T] bool is the loss's input ``kept``. It implies ``needs_rollout``.
     """
-    return POLICY_LOSSES.register(name, averages=averages)
+    needs_rollout = needs_rollout or selects is not None
+    return POLICY_LOSSES.register(name, averages=averages, needs_rollout=needs_rollout, selects=selects)
 
 
 def aggregation(

@@ -94,7 +94,8 @@ def passes_metrics(state: StepState) -> dict[str, float]:
         "reference_logprobs": len(batch.tokens) * hasattr(state, "reference_logprobs"),
         "values": len(batch.tokens) * (state.values is not None),
         "process_rewards": len(batch.tokens) * (state.line_rewards is not None),
-        "update_policy": state.metrics.get("perf/policy_num_tokens", 0.0),
+        "update_policy": state.metrics.get("perf/policy_num_tokens", 0.0)
+        + state.metrics.get("perf/policy_num_selecting_tokens", 0.0),
         "update_critic": state.metrics.get("perf/critic_num_tokens", 0.0),
     }
     metrics = {f"passes/{stage}": number / num_generated for stage, number in passed.items() if number}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
@@ -79,6 +80,17 @@ def policy_denominators(
     counts = counted_tokens(batch) if counts is None else counts
     found = {name: float(of[rows].sum()) for name, of in counts.items()}
     return found | {"policy": _denominator(batch, rows, counts, *_aggregation(algorithm))}
+
+
+def kept_tokens(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch, rows: Sequence[int]) -> Tensor:
+    """[T] bool: the tokens that the policy loss's ``selects`` chooses in the mini-batch ``rows``; False in other sequences."""
+    loss = register.POLICY_LOSSES.find(algorithm.policy_loss)
+    assert loss.selects is not None
+    in_rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
+    in_rows[list(rows)] = True
+    of_rows = in_rows.repeat_interleave(batch.lengths)
+    mask, options = batch.fields["mask"] & of_rows, dict(algorithm.policy_loss_options)
+    return loss.selects(logprobs, batch.fields["old_logprobs"], batch.fields["advantages"], mask, **options)
 
 
 def critic_denominators(
@@ -191,6 +203,7 @@ def _surrogate(
         cu_seqlens=batch.cu_seqlens,
         weights=weights,
         coefficients=coefficients,
+        kept=batch.fields.get("kept"),
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip or None,

@@ -56,7 +56,7 @@ def problems(config: Config, command: str = "train") -> Iterator[str]:
     yield from _full_responses(config)
     yield from _old_tokens(config)
     yield from _comparisons(config)
-    yield from _unread_inputs(config.algorithm)
+    yield from _policy_loss(config.algorithm)
     yield from _correction(config.algorithm.correction)
     yield from _kl(config.algorithm, num_responses_per_step(config))
     yield from _hot_tokens(config)
@@ -197,9 +197,14 @@ def _blocks(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _unread_inputs(algorithm: AlgorithmConfig) -> Iterator[str]:
-    ignored = register.POLICY_LOSSES.find(algorithm.policy_loss).ignored()
-    correction = algorithm.correction
+def _policy_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+    loss, correction = register.POLICY_LOSSES.find(algorithm.policy_loss), algorithm.correction
+    ignored = loss.ignored()
+    if loss.needs_rollout and correction.old_policy is not OldPolicy.rollout:
+        yield (
+            f"algorithm.correction.old_policy: algorithm.policy_loss={algorithm.policy_loss} guards the ratio to the policy that "
+            "sampled the tokens, and with old_policy=recomputed it would not see how old they are; set rollout"
+        )
     if "weights" in ignored and (correction.weight != "none" or correction.opsm_delta):
         yield (
             f"algorithm.correction: algorithm.policy_loss={algorithm.policy_loss} has no parameter `weights`, so it "

@@ -43,7 +43,7 @@ class Scenario:
     """Number of trainer devices divided by the number of devices of one server."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     recomputes_old: bool = True
-    """True if log-probs of the old policy come from a separate trainer pass."""
+    """True if a separate trainer pass computes log-probs: of the old policy, or for a loss that chooses tokens (``selects``)."""
     first_is_own_old: bool = False
     """True if a step's first update needs no such pass (``config.schedule_facts.reuses_first_logprobs``)."""
     policy_minibatch_size: int = 512
@@ -122,7 +122,7 @@ def make_scenario(config: Config) -> Scenario:
             # If requests may be aborted, each one is sent alone (rollout/windows.py).
             **({"http_batch": 1} if config.rollout.over_sampling > 1 else {}),
         ),
-        recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
+        recomputes_old=_has_own_logprobs_pass(config),
         first_is_own_old=reuses_first_logprobs(config),
         policy_minibatch_size=batch.policy_minibatch_size,
         critic_minibatch_size=batch.critic_minibatch_size,
@@ -131,6 +131,13 @@ def make_scenario(config: Config) -> Scenario:
         save_every_steps=config.run.save_every_steps,
         eval_every_steps=config.eval.every_steps if eval_sets(config) else 0,
     )
+
+
+def _has_own_logprobs_pass(config: Config) -> bool:
+    from megatron_rl.algorithms import register  # torch, which reading a scenario does not need
+
+    selects = register.POLICY_LOSSES.find(config.algorithm.policy_loss).selects is not None
+    return selects or config.algorithm.correction.old_policy is not OldPolicy.rollout
 
 
 def _option(server_args: dict[str, Any], name: str, default: float = 0.0) -> float:

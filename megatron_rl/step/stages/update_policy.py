@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from megatron_rl.algorithms import register
 from megatron_rl.config.schema import Config, KlPlace
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.rollout.service import RolloutService
@@ -16,7 +17,7 @@ from megatron_rl.step.loss_batches import mismatch
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import CriticWarmup, policy_minibatches, update_metrics
 from megatron_rl.training.engine import UpdateResult
-from megatron_rl.training.losses import counted_tokens, policy_denominators
+from megatron_rl.training.losses import counted_tokens, kept_tokens, policy_denominators
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -59,6 +60,7 @@ def train_policy(
     results: list[UpdateResult] = []
     kept: Tensor | None = None
     temperature, counts = config.rollout.temperature, counted_tokens(batch)
+    selects, num_selecting = register.POLICY_LOSSES.find(config.algorithm.policy_loss).selects is not None, 0
     useful = np.any(np.stack(list(counts.values())) > 0, axis=0)
     for number, rows in enumerate(policy_minibatches(config, batch.num_sequences, step)):
         keeps = keeps_logprobs and number == 0
@@ -66,6 +68,11 @@ def train_policy(
         # An update that computes old log-probs needs all rows; later updates read them from all of its sequences.
         rows = rows if keeps else [row for row in rows if useful[row]]
         denominators = policy_denominators(batch, config.algorithm, rows, counts)
+        if selects and denominators["mask"]:
+            # A forward pass of this update's weights: the choice is over the whole mini-batch, which no rank sees.
+            current = group.logprobs(batch, rows, temperature=temperature)
+            read = read.with_fields(kept=kept_tokens(config.algorithm, current, batch, rows))
+            num_selecting += int(batch.lengths[rows].sum())
         if denominators["mask"]:
             results.append(
                 group.update(
@@ -83,7 +90,8 @@ def train_policy(
             # No token trains, so no update computes the log-probs that the metrics read.
             wanted = batch.fields.get("window", batch.fields["mask"])
             kept = group.logprobs(batch.with_fields(mask=wanted), rows, temperature=temperature)
-    return update_metrics("policy", results), kept
+    selecting = {"perf/policy_num_selecting_tokens": float(num_selecting)} if num_selecting else {}
+    return update_metrics("policy", results) | selecting, kept
 
 
 def _without(batch: PackedBatch, field: str) -> PackedBatch:

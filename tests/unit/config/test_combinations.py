@@ -41,6 +41,8 @@ from tests.unit.config.recipes import problems
             ["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"],
             "old_policy.*nothing to correct",
         ),
+        (["algorithm.policy_loss=dis"], "old_policy: algorithm.policy_loss=dis guards the ratio.*set rollout"),
+        (["algorithm.policy_loss=m2po"], "old_policy: algorithm.policy_loss=m2po guards the ratio.*set rollout"),
         (["algorithm.correction.rejection=token", "algorithm.correction.rejection_low=3"], "rejection_low.*low <= 1"),
         (["algorithm.correction.weight=sequence", "algorithm.correction.max_weight=0.5"], "max_weight.*at least 1"),
         (["algorithm.kl.place=loss", "algorithm.kl.estimator=k1"], "kl.estimator=k3 or k2"),

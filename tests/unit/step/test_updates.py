@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import AlgorithmConfig, Config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.rows import Rows
 from megatron_rl.step.stages.update_policy import train_policy
@@ -44,3 +44,32 @@ def test_every_update_reads_the_tokens_and_the_routes_that_nobody_has_put_togeth
     train_policy(config, Group(), batch, 0, keeps_logprobs=keeps_logprobs)
     assert len(seen) == 2 and all(one.parts == parts for one in seen)
     assert ["old_logprobs" in one.fields for one in seen] == [not keeps_logprobs, True]
+
+
+def test_m2po_chooses_tokens_over_each_whole_mini_batch_by_the_weights_of_that_update():
+    """Alone, the sequence with moves of 0.1 and 0.3 would lose the larger one; with the other sequence it keeps it."""
+    moves = torch.tensor([0.0, 0.1, 0.3, 0.0, 0.1, 0.1])
+    mask = torch.tensor([False, True, True, False, True, True])
+    fields = {"advantages": torch.ones(6), "old_logprobs": torch.full((6,), -2.0), "mask": mask}
+    batch = PackedBatch(torch.zeros(6, dtype=torch.int64), torch.tensor([0, 3, 6]), fields)
+    seen, passes = [], []
+
+    class Group:
+        def logprobs(self, batch, rows, *, temperature):
+            passes.append((len(seen), sorted(rows)))
+            return torch.where(mask, -2.0 + moves, 0.0)
+
+        def update(self, engine, batch, rows, **_):
+            seen.append((sorted(rows), batch.fields["kept"]))
+            return UpdateResult(1.0, 0.1, {}, skipped=False, plan={})
+
+    config = Config(algorithm=AlgorithmConfig(policy_loss="m2po", policy_loss_options={"max_second_moment": 0.04}))
+    metrics, _ = train_policy(config, Group(), batch, 0)
+    assert [(rows, kept.tolist()) for rows, kept in seen] == [([0, 1], mask.tolist())]
+    assert passes == [(0, [0, 1])] and metrics["perf/policy_num_selecting_tokens"] == 6
+
+    seen.clear(), passes.clear()
+    config.batch.policy_minibatch_size = 1
+    train_policy(config, Group(), batch, 0)
+    assert {rows[0]: kept.tolist() for rows, kept in seen} == {0: [False, True, *[False] * 4], 1: [*[False] * 4, True, True]}
+    assert [number for number, _ in passes] == [0, 1]

@@ -57,6 +57,8 @@ VARIANTS = {
     "policy-gmpo": AlgorithmConfig(policy_loss="gmpo", clip_low=0.4, clip_high=0.4),
     "policy-dppo-tv": AlgorithmConfig(policy_loss="dppo_tv", clip_low=0.05, clip_high=0.05),
     "policy-dppo-kl": AlgorithmConfig(policy_loss="dppo_kl", clip_low=0.01, clip_high=0.01),
+    "policy-dis": AlgorithmConfig(policy_loss="dis", clip_low=0.3, clip_high=0.5),
+    "policy-m2po": AlgorithmConfig(policy_loss="m2po", policy_loss_options={"max_second_moment": 0.5}),
     "policy-opsm": AlgorithmConfig(correction=CorrectionConfig(opsm_delta=0.01)),
 }
 
@@ -65,6 +67,8 @@ VARIANTS = {
 def test_microbatch_losses_and_gradients_add_up_to_the_whole(name):
     objective, algorithm = name.partition("-")[0], VARIANTS[name]
     batch, whole, split = make_batch(), make_outputs(objective), make_outputs(objective)
+    if algorithm.policy_loss == "m2po":
+        batch = batch.with_fields(kept=losses.kept_tokens(algorithm, whole["logprobs"].detach(), batch, range(4)))
     loss = losses.build(objective, algorithm, counts(batch, algorithm))
     total, metrics = loss(whole, batch)
     total.backward()
