@@ -85,7 +85,7 @@ def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     arguments = read(body, "chat_template_kwargs", dict, default={})
     for name, value in arguments.items():
         if name in _OWN_ARGUMENTS or not isinstance(value, str | int | float | bool | None):
-            raise BadRequest(f"chat_template_kwargs.{name}: expected a text, a number or true or false for an argument of the template alone")
+            raise BadRequest(f"chat_template_kwargs.{name}: expected a text, number or truth value for the template alone")
     return arguments
 
 

@@ -77,8 +77,8 @@ def _assistant(blocks: list[tuple[str, dict[str, Any]]]) -> tuple[Message, tuple
                 continue
             case "tool_use":
                 said = {"name": read(block, "name", str, where), "arguments": read(block, "input", dict, where, default={})}
-                calls.append({"id": read(block, "id", str, where), "type": "function", "function": said})
-                ids.append(calls[-1]["id"])
+                ids.append(read(block, "id", str, where))
+                calls.append({"id": ids[-1], "type": "function", "function": said})
             case _:
                 raise BadRequest(f"{where}type: expected 'text', 'thinking' or 'tool_use', got {kind!r}")
     message: Message = {"role": "assistant", "content": text}

@@ -30,9 +30,10 @@ def parse_request(path: str, body: Any) -> ChatRequest:
         case protocol:
             assert_never(protocol)
     if not request.messages:
-        raise BadRequest(f"{'input' if request.protocol is Protocol.RESPONSES else 'messages'}: expected at least one message, got none")
+        field = "input" if request.protocol is Protocol.RESPONSES else "messages"
+        raise BadRequest(f"{field}: expected at least one message, got none")
     if request.messages[-1]["role"] == "assistant":
-        raise BadRequest("the last message is the assistant's, and an answer is never continued; end with a message of the user or of a tool")
+        raise BadRequest("the last message is the assistant's, and answers are not continued; end with a message of the user or of a tool")
     return request
 
 

@@ -18,8 +18,8 @@ def parse(body: Mapping[str, Any]) -> ChatRequest:
     if instructions := read(body, "instructions", str, default=""):
         messages.append({"role": "system", "content": instructions})
         echoes.append(())
-    items = fields.objects(body, "input") if not isinstance(body.get("input"), str) else [("input.", {"role": "user", "content": body["input"]})]
-    for place, item in items:
+    said = [{"role": "user", "content": body["input"]}] if isinstance(body.get("input"), str) else body.get("input")
+    for place, item in fields.objects({"input": said}, "input"):
         message, ids = _message(item, place)
         if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
             _join(messages[-1], message)  # the items of one answer
@@ -58,8 +58,9 @@ def _message(item: Mapping[str, Any], place: str) -> tuple[Message, tuple[str, .
         case "function_call":
             text = read(item, "arguments", str, place, default="")
             said = {"name": read(item, "name", str, place), "arguments": fields.parsed_arguments(text, f"{place}arguments")}
-            call = {"id": read(item, "call_id", str, place), "type": "function", "function": said}
-            return {"role": "assistant", "content": "", "tool_calls": [call]}, (*ids, call["id"])
+            call_id = read(item, "call_id", str, place)
+            call = {"id": call_id, "type": "function", "function": said}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}, (*ids, call_id)
         case "function_call_output":
             output = fields.parts_text(item.get("output"), place, ("input_text", "output_text", "text"))
             return {"role": "tool", "tool_call_id": read(item, "call_id", str, place), "content": output}, ()
