@@ -29,9 +29,10 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           65289   430     572
-core            47800   330     447
+whole           66150   440     582
+core            48661   340     457
 .                 151     3       5
+agents            861    10      10
 algorithms       3238    24      17
 config           3804    24      71
 data             3353    15      25
