@@ -60,12 +60,21 @@ class SlotPool:
     def fill(self, step: int = 0) -> list[Trajectory]:
         """Return the ``num_slots`` trajectories of ``step``: unfinished ones, then new ones, which start here."""
         slots = [t for t in self._slots if not _ended_by(t, step - 1)]
-        while len(slots) < self._num_slots:
+        num_free = self._num_slots - sum(t.parent < 0 for t in slots)
+        for _ in range(num_free):
             if not self._fresh:
                 self._start_block(step)
             slots.append(self._fresh.popleft())
             self._slots.append(slots[-1])
         return slots
+
+    def open_row(self, parent_id: int, token_ids: Sequence[int]) -> Trajectory:
+        """Add another row of the episode of ``parent_id``. The row needs no slot: it shares its parent's."""
+        parent = next(t for t in self._slots if t.id == parent_id)
+        row = parent.further_row(self._next_id, token_ids)
+        self._next_id += 1
+        self._slots.append(row)
+        return row
 
     def release_finished(self, step: int | None = None) -> list[Trajectory]:
         """Remove and return the trajectories that have finished, in ``step`` or before if given.
@@ -88,7 +97,12 @@ class SlotPool:
         for t in self._slots:
             if _ended_by(t, step):
                 groups.setdefault(t.group_id, []).append(t)
-        return [group for group in groups.values() if len(group) == self._group_size(group[0].prompt)]
+        open_ = {t.group_id for t in self._slots if not _ended_by(t, step)}
+
+        def is_whole(group: list[Trajectory]) -> bool:
+            return group[0].group_id not in open_ and sum(t.parent < 0 for t in group) == self._group_size(group[0].prompt)
+
+        return [group for group in groups.values() if is_whole(group)]
 
     def discard(self, trajectories: Iterable[Trajectory]) -> None:
         """Remove these trajectories, finished or not; those that are not in the pool are ignored."""

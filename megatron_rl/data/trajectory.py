@@ -210,6 +210,12 @@ class Trajectory:
     """True once the environment has ended the dialogue."""
     out_of_room: bool = False
     """True if the next message would have left no tokens for a turn: the dialogue is truncated before the message."""
+    opened: bool = False
+    """True once the environment has written the prompt (``Environment.opens``)."""
+    parent: int = -1
+    """Id of the trajectory whose episode this further row belongs to; -1: the row is its episode's first."""
+    graded_text: str | None = None
+    """Text that the run's reward scores, if the environment named one at the end."""
     turn_grades: dict[int, Score] = field(default_factory=dict)
     """Score of each turn's graded text by the run's reward, keyed by turn."""
     turn_scores: dict[int, Score] = field(default_factory=dict)
@@ -351,6 +357,22 @@ class Trajectory:
     def _per_token(self, flags: list[bool]) -> np.ndarray:
         lengths = [len(segment.token_ids) for segment in self.segments]
         return np.repeat(np.array(flags, dtype=bool), np.array(lengths, dtype=np.int64))
+
+    def further_row(self, id: int, token_ids: Sequence[int]) -> Self:
+        """Another row of this trajectory's episode. Its prompt does not train: what it shares with this row trains here."""
+        most = len(self.prompt.token_ids) + self.max_response_tokens
+        return type(self)(
+            id,
+            replace(self.prompt, token_ids=tuple(token_ids)),
+            self.group_id,
+            self.sample_index,
+            max(1, most - len(token_ids)),
+            dialogue=True,
+            max_turn_tokens=self.max_turn_tokens,
+            next_role=self.next_role,
+            opened=True,
+            parent=self.id if self.parent < 0 else self.parent,
+        )
 
     def frozen_copy(self) -> Self:
         """A copy whose segments are fixed. Lists of values and the scores by turn are shared; ``score`` and new segments are not."""

@@ -6,22 +6,31 @@ modules of this package when a name is looked up.
 
 Invariants: an environment keeps no state. Its decisions follow from the prompt and the turns alone, so that a dialogue
 continues identically after a restart, in another window and on another server. ``respond`` is called on the event loop
-that communicates with the servers, so it must be fast and must not block.
+that communicates with the servers: a plain function must be fast, and one that waits (for a tool, for a program) must be
+``async def``. While it waits, its dialogue has no request at a server and the step ends without it
+(``environment.step_wait_s``); the message joins in a later window. With a parameter ``episode`` it gets the dialogue's
+name, which no other dialogue of the run has, the same in all windows and after a resume: with the number of turns it is
+the idempotency key of a call.
 
 Scoring: independent turns are separate episodes, each scored in the step in which the turn ends. A continuous dialogue
 is one episode; only its last turn is scored, once the dialogue is finished. In both cases ``turns`` are all finished
 turns, and ``grades`` has an entry for each turn whose ``graded_text`` was not None, even if the reward could not score it.
 """
 
+import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.data.trajectory import POLICY, Prompt, Score, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.system import plugins
+
+if TYPE_CHECKING:  # loads transformers
+    from megatron_rl.data.tokenizer import Tokenizer
 
 
 class EnvironmentFault(UserError, RuntimeError):
@@ -44,11 +53,50 @@ class TurnView:
 class Message:
     """Text that the environment adds to the dialogue; the model does not train on it."""
 
-    text: str
+    text: str = ""
     next_role: str = POLICY
     """Role of the next turn: one of the environment's roles."""
     verbatim: bool = False
     """True appends the text to the turn directly; False makes it a user message of the chat template, if the run has one."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens of a message that the environment has encoded itself, instead of ``text``."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a dialogue, with its score; without any, ``Environment.outcome`` determines the score."""
+
+    score: Score | None = None
+    """A value of None: the dialogue cannot be scored; it is masked and counted, never a reward of 0."""
+    graded_text: str | None = None
+    """Text that the run's reward scores in place of ``score``."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """A request for another row of an episode, beside the dialogue's first one: a history that is no continuation of a row."""
+
+    parent: str
+    """Episode of the first row."""
+    token_ids: tuple[int, ...]
+    """Prompt of the new row. What it shares with another row trains there, and nowhere else."""
+    opened: "asyncio.Future[str]"
+    """Receives the episode of the new row, when a window of the parent's step starts it."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts of a run that an environment may use."""
+
+    tokenizer: "Tokenizer"
+    server_urls: Callable[[], list[str]]
+    """URLs of the SGLang servers that currently run."""
+    api_key: str
+    """API key of the servers; empty: none."""
+    output_dir: Path
+    max_prompt_tokens: int
+    max_response_tokens: int
+    warn: Callable[[str], None]
 
 
 class Environment(ABC):
@@ -60,13 +108,30 @@ class Environment(ABC):
     """True if each turn is its own episode, whose prompt is the dialogue so far; returns then end with the turn."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end a turn, in addition to the stop tokens."""
+    opens: bool = False
+    """True if the environment writes the prompt: ``respond`` is asked before the first turn too, without turns, and the
+    tokens of its message take the place of the prompt's."""
+    branches: "asyncio.Queue[Branch] | None" = None
+    """Further rows that the environment wants, for windows to start; None: its dialogues have one row."""
+
+    async def start(self, services: Services) -> None:
+        """Begin to work for a run, on its event loop; called once, before the first dialogue."""
+
+    async def close(self) -> None:
+        """Release everything that ``start`` and the dialogues hold; called on the event loop at the end of a run."""
+
+    def stop(self, episode: str) -> None:
+        """Release what a dialogue holds that ended without a reply: its budget is used up, or a deadline has passed."""
 
     def first_role(self) -> str:
         return self.roles[0]
 
     @abstractmethod
-    def respond(self, prompt: Prompt, turns: Sequence[TurnView]) -> Message | None:
-        """The message after the last of ``turns`` (at least one), or None to end the dialogue."""
+    def respond(self, prompt: Prompt, turns: Sequence[TurnView]) -> Message | Ended | None:
+        """The message after the last of ``turns`` (at least one, but see ``opens``); Ended or None ends the dialogue.
+
+        May be an ``async def``, and may have a third parameter ``episode``.
+        """
 
     @abstractmethod
     def graded_text(self, prompt: Prompt, turns: Sequence[TurnView], index: int) -> str | None:

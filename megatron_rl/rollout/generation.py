@@ -8,6 +8,7 @@ from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
+from megatron_rl.rollout.environment_calls import EnvironmentCalls
 from megatron_rl.rollout.sampling import Sampling, SamplingOverrides, base_seed
 from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
 
@@ -18,12 +19,16 @@ Decode = Callable[[Sequence[int]], str]
 class Dialogue:
     """The environment of a run with several turns, and the function that encodes its messages."""
 
-    environment: Environment
+    calls: EnvironmentCalls
     encode_message: Callable[..., list[int]]
     """Maps (message, last token of the history, the prompt's chat-template arguments) to token ids."""
     server_stops: tuple[str, ...] = ()
     """Stop strings of the environment that servers match as text. The others are stop tokens or are searched in the
     replies."""
+
+    @property
+    def environment(self) -> Environment:
+        return self.calls.environment
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class GenerationPlan:
 def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
     """Build the plan of a run. Raises EnvironmentFault for stop strings that the tokenizer cannot represent."""
     sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
+    waits = config.environment
     # A stop string of one token is sent as a stop token, so that the server needs no tokenizer.
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
     overlap = overlap_of(config.schedule)
@@ -65,7 +71,14 @@ def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | N
         ),
         decode=tokenizer.decode,
         fire=make_fire(config.rollout.fire, tokenizer),
-        dialogue=make_dialogue(environment, tokenizer, chat=config.data.use_chat_template),
+        dialogue=make_dialogue(
+            environment,
+            tokenizer,
+            chat=config.data.use_chat_template,
+            call_timeout_s=waits.call_timeout_s,
+            episode_timeout_s=waits.episode_timeout_s,
+            step_wait_s=waits.step_wait_s if overlap > Overlap.nothing else None,
+        ),
         trains_meanwhile=overlap >= Overlap.training,
         published_meanwhile=overlap >= Overlap.publish,
     )
@@ -79,15 +92,15 @@ def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> FireConfig | None:
     return replace(fire, banned_token_ids=sorted({*fire.banned_token_ids, *tokenizer.special_ids}))
 
 
-def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
+def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool, **limits: Any) -> Dialogue | None:
     """Return the dialogue settings, or None without an environment. ``chat``: messages that are not ``verbatim`` go
-    through the chat template."""
+    through the chat template. ``limits``: time limits of ``EnvironmentCalls``."""
     if environment is None:
         return None
 
     def encode_message(message: Message, last_token_id: int, arguments: Mapping[str, Any] | None = None) -> list[int]:
         goes_through = chat and not message.verbatim
-        ids = tokenizer.encode_message(message.text, chat=goes_through, last_token_id=last_token_id, arguments=arguments)
+        ids = list(message.token_ids) or tokenizer.encode_message(message.text, chat=goes_through, last_token_id=last_token_id, arguments=arguments)
         # An image token without an image would hang the server.
         if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
             raise EnvironmentFault(
@@ -98,7 +111,7 @@ def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat
 
     token_stops = single_token_stops(environment.stop_strings, tokenizer)
     server_stops = tuple(text for text in environment.stop_strings if text not in token_stops)
-    return Dialogue(environment, encode_message, server_stops)
+    return Dialogue(EnvironmentCalls(environment, **limits), encode_message, server_stops)
 
 
 def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:

@@ -12,9 +12,10 @@ the newer weights under the newer version. Colocated servers sleep from ``sleep`
 """
 
 import asyncio
+import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ from megatron_rl.config.derived import (
     weight_method,
 )
 from megatron_rl.config.schedule_facts import Overlap, overlap_of
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import BatchConfig, Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
-from megatron_rl.environments.base import Environment
+from megatron_rl.environments.base import Environment, Services
 from megatron_rl.rollout.generation import GenerationPlan, make_plan
 from megatron_rl.rollout.recovering_client import RecoveringClient, follow_discovery
 from megatron_rl.rollout.requests import ServerError, ServerLost
@@ -41,7 +42,7 @@ from megatron_rl.rollout.sampling import SamplingOverrides
 from megatron_rl.rollout.server_pool import Server, ServerPool, attach_one, open_servers
 from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
-from megatron_rl.rollout.windows import WindowGenerator
+from megatron_rl.rollout.windows import TRAINING, WindowGenerator
 from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerFailed
 from megatron_rl.system.gpu.gpu_environment import detect_device
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 _SERVER_ERRORS = (ServerError, ServerLost, InvalidReply, ApiKeyRejected, WorkerFailed, WeightSyncError, ServerCallError)
 _CLOSE_TIMEOUT_S = 5.0
+_ENVIRONMENT_TIMEOUT_S = 30.0
+"""Time limit of an environment's ``start`` and ``close``."""
 _HEALTH_TIMEOUT_S = 20.0
 """Health check timeout after a failed publish; a server that does not answer by then is restarted."""
 
@@ -179,6 +182,26 @@ class RolloutService:
         await self._live.client.check()
         return self._live.num_live
 
+    async def start_environment(self, tokenizer: Tokenizer, output_dir: Path, batch: BatchConfig) -> None:
+        """Let the run's environment begin, if there is one (asyncio thread)."""
+        if self._plan.dialogue is not None:
+            services = Services(
+                tokenizer=tokenizer,
+                server_urls=lambda: [url for url in self.urls if url not in self.lost_urls],
+                api_key=self._servers.api_key,
+                output_dir=output_dir,
+                max_prompt_tokens=batch.max_prompt_tokens,
+                max_response_tokens=batch.max_response_tokens,
+                warn=self._trainer.warn,
+            )
+            await self._plan.dialogue.environment.start(services)
+
+    async def close_environment(self) -> None:
+        """End all dialogues and the environment (asyncio thread)."""
+        if self._plan.dialogue is not None:
+            self._plan.dialogue.calls.stop_all()
+            await self._plan.dialogue.environment.close()
+
     async def close(self) -> None:
         """End the requests and recoveries in progress (asyncio thread)."""
         await self._live.close()
@@ -235,11 +258,13 @@ class RolloutService:
         draw: SamplingOverrides | None = None,
         kind: str = "train",
         is_enough: Callable[[], bool] | None = None,
+        open_row: Callable[[str, Sequence[int]], Trajectory] | None = None,
     ) -> dict[int, float]:
         """Grow every trajectory by one window; the run's environment answers dialogues.
 
         Only ``kind="train"`` uses hot tokens (FIRE) and the run's sampling parameters; other kinds may pass a
         ``draw``. Once ``is_enough()`` returns True, the remaining requests are aborted and keep their tokens.
+        ``open_row`` makes further rows of an episode (``WindowGenerator.generate``); without it these do not train.
         Returns the seconds that the servers spent on each trajectory, keyed by trajectory id.
         """
         plan = self._plan if kind == "train" else self._plan.without_training(draw)
@@ -253,8 +278,13 @@ class RolloutService:
             kind=kind,
             warn=self._trainer.warn,
         )
-        await window.generate(trajectories, is_enough)
+        await window.generate(trajectories, is_enough, open_row or _rows_beside(trajectories))
         return window.server_s
+
+    def stop_dialogues(self, trajectories: Iterable[Trajectory]) -> None:
+        """End the environment's part in dialogues that leave the pool before their end (event loop)."""
+        if self._plan.dialogue is not None:
+            self._plan.dialogue.calls.stop_all([f"{TRAINING}-{t.id}" for t in trajectories])
 
     async def follow_servers(self, attach: Callable[[str], Server]) -> None:
         """Keep the servers equal to the list in ``rollout.urls_file`` or of the router, until cancelled."""
@@ -332,6 +362,12 @@ class RolloutService:
         return self._servers.at(url).healthy(_HEALTH_TIMEOUT_S)
 
 
+def _rows_beside(trajectories: Sequence[Trajectory]) -> Callable[[str, Sequence[int]], Trajectory]:
+    """Return a function that makes further rows of these episodes, for responses that do not train."""
+    by_id, ids = {str(t.id): t for t in trajectories}, itertools.count(max((t.id for t in trajectories), default=0) + 1)
+    return lambda episode, token_ids: by_id[episode.rpartition("-")[2]].further_row(next(ids), token_ids)
+
+
 def _close(
     service: RolloutService, publisher: WeightPublisher | None, servers: ServerPool, event_loop: asyncio.AbstractEventLoop
 ) -> None:
@@ -345,6 +381,14 @@ def _close(
     # Servers of this run are killed next, so only attached servers have to leave the process groups.
     if publisher is not None:
         publisher.close({server.url for server in servers.servers if server.is_ours} | service.lost_urls)
+
+
+def _close_environment(service: RolloutService, event_loop: asyncio.AbstractEventLoop) -> None:
+    closing = asyncio.run_coroutine_threadsafe(service.close_environment(), event_loop)
+    try:
+        closing.result(timeout=_ENVIRONMENT_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("the environment did not close within %.0f s", _ENVIRONMENT_TIMEOUT_S)
 
 
 @contextmanager
@@ -388,6 +432,9 @@ def open_rollout(
         followed = service.follow_servers(lambda url: attach_one(url, config, trainer.note)) if servers.named_by and not is_shared else None
         following = asyncio.run_coroutine_threadsafe(followed, event_loop) if followed else None
         try:
+            if not is_shared:
+                started = service.start_environment(tokenizer, folder, config.batch)
+                asyncio.run_coroutine_threadsafe(started, event_loop).result(timeout=_ENVIRONMENT_TIMEOUT_S)
             yield service
         except _SERVER_ERRORS as error:
             # Warn before the clean-up, which may wait for broken servers.
@@ -396,4 +443,6 @@ def open_rollout(
         finally:
             if following is not None:
                 following.cancel()
+            if not is_shared:
+                _close_environment(service, event_loop)
             _close(service, None if is_shared else publisher, servers, event_loop)

@@ -9,6 +9,8 @@ has been generated, unfinished windows keep their tokens and continue in the nex
 Dialogues: when a turn ends, the environment is called immediately and its message joins the history in the same
 step, even at the end of a window, so that ``Trajectory.finished`` is right at the end of every step. Messages count
 towards the response budget, not towards the window. The state of a dialogue follows from its segments alone.
+An environment that waits (``environment_calls.py``) holds no request. Once only such dialogues are left, and have been for
+``step_wait_s``, the window ends; the reply joins in a later one. An environment may open further rows of an episode.
 
 A stop string, or the text that precedes FIRE's hot token, may span two windows, so that no server sees all of it.
 Such texts are therefore searched here, in all tokens of the turn, and the tokens sampled after them are dropped.
@@ -24,8 +26,9 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.trajectory import Segment, TokenParts, Trajectory, message_segment
-from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
-from megatron_rl.rollout.generation import Decode, GenerationPlan
+from megatron_rl.environments.base import Branch, Ended, Message, turn_views
+from megatron_rl.rollout.environment_calls import Reply
+from megatron_rl.rollout.generation import Decode, Dialogue, GenerationPlan
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.balance.client import SglangClient
@@ -35,10 +38,18 @@ logger = logging.getLogger(__name__)
 
 _ENOUGH_POLL_S = 0.02
 """Minimum interval between calls of ``is_enough``, which inspects all responses."""
+_WAIT_POLL_S = 0.02
+"""Interval of looks whether all responses wait for the environment."""
+TRAINING = "train"
+"""Kind of the windows that train; other kinds start their dialogues anew in every step."""
 ABORT_REPEAT_S = 0.5
 """Interval after which an abort that overtook its request is resent."""
 ABORT_TIMEOUT_S = 60.0
 """Time after which an aborted request that has not returned is dropped, together with its tokens."""
+
+
+class _Later:
+    """The reply of an environment that has not answered when the window ends."""
 
 
 class WindowGenerator:
@@ -75,26 +86,86 @@ class WindowGenerator:
         self._rids_in_progress: set[str] = set()
         self._cut = False
         """True once enough was generated: no more requests are sent."""
+        self._closed = asyncio.Event()
+        """Set when the window no longer waits for the environment."""
+        self._num_waiting = self._num_generated = 0
         self.server_s: dict[int, float] = {}
         """Maps trajectory id to the seconds that the servers report for its requests."""
 
     async def generate(
-        self, trajectories: Sequence[Trajectory], is_enough: Callable[[], bool] | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        is_enough: Callable[[], bool] | None = None,
+        open_row: Callable[[str, Sequence[int]], Trajectory] | None = None,
     ) -> None:
-        """Append this step's segments; returns when every trajectory is finished or its window is full.
+        """Append this step's segments; returns when every trajectory is finished, its window is full, or it waits.
 
         ``is_enough()`` is called after trajectories end. Once it returns True, the remaining requests are aborted
-        and keep the tokens that they have.
+        and keep the tokens that they have. ``open_row(parent's episode, prompt tokens)`` makes the trajectory of another row
+        of an episode.
         """
-        tasks = [asyncio.create_task(self._grow(t, alone=is_enough is not None)) for t in trajectories]
+        dialogue = self._plan.dialogue
+        waits = dialogue is not None and dialogue.calls.waits
+        # A batched reply comes with the slowest of its batch, but an environment that waits should get each turn at once.
+        alone = is_enough is not None or waits
+        tasks = [asyncio.create_task(self._grow(t, alone=alone)) for t in trajectories]
+        watchers = []
+        if dialogue is not None and waits:
+            watchers.append(asyncio.create_task(self._close_when_all_wait(dialogue, tasks)))
+            if dialogue.environment.branches is not None and open_row is not None:
+                watchers.append(asyncio.create_task(self._open_rows(dialogue.environment.branches, tasks, open_row)))
+        for watcher in watchers:
+            watcher.add_done_callback(lambda _: self._closed.set())
         try:
-            if is_enough is None:
-                await asyncio.gather(*tasks)
-            else:
+            if is_enough is not None:
                 await self._until_enough(tasks, is_enough)
+            else:
+                await self._until_done(tasks)
+            for watcher in watchers:
+                if watcher.done():
+                    watcher.result()
         finally:
-            for task in tasks:
+            for task in (*tasks, *watchers):
                 task.cancel()
+            if dialogue is not None and self._kind != TRAINING:
+                dialogue.calls.stop_all([self._episode(t) for t in trajectories])
+
+    async def _until_done(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        while running := [task for task in tasks if not task.done()]:  # also rows that were opened meanwhile
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()  # one failure ends the whole window
+
+    async def _close_when_all_wait(self, dialogue: Dialogue, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Close the window once every response that is not done has waited for the environment for ``step_wait_s``."""
+        limit_s = dialogue.calls.step_wait_s
+        if limit_s is None:
+            await asyncio.Event().wait()  # full responses
+            return
+        clock, since_s = asyncio.get_running_loop().time, 0.0
+        while True:
+            await asyncio.sleep(_WAIT_POLL_S)
+            only_waits = 0 < self._num_waiting >= sum(not task.done() for task in tasks)
+            # A step without any token would train on nothing.
+            if not only_waits or not self._num_generated:
+                since_s = clock()
+            elif clock() - since_s >= limit_s:
+                return
+
+    async def _open_rows(
+        self, branches: "asyncio.Queue[Branch]", tasks: list[asyncio.Task[None]], open_row: Callable[[str, Sequence[int]], Trajectory]
+    ) -> None:
+        """Grow every further row that the environment asks for."""
+        while True:
+            branch = await branches.get()
+            row = open_row(branch.parent, branch.token_ids)
+            branch.opened.set_result(self._episode(row))
+            tasks.append(asyncio.create_task(self._grow(row, alone=True)))
+
+    def _episode(self, trajectory: Trajectory) -> str:
+        """Name of a dialogue; an evaluation starts dialogues of the same ids again in every step."""
+        own_step = "" if self._kind == TRAINING else f"{self._step}-"
+        return f"{self._kind}-{own_step}{trajectory.id}"
 
     async def _until_enough(self, tasks: Sequence[asyncio.Task[None]], is_enough: Callable[[], bool]) -> None:
         event_loop = asyncio.get_running_loop()
@@ -122,6 +193,7 @@ class WindowGenerator:
             # Many responses end together, and one check of ``is_enough`` serves all of them.
             await asyncio.sleep(_ENOUGH_POLL_S)
         self._cut = True
+        self._closed.set()
         deadline_s = event_loop.time() + ABORT_TIMEOUT_S
         while num_running() and event_loop.time() < deadline_s:
             # Repeated, because an abort that overtakes its request has no effect.
@@ -141,7 +213,8 @@ class WindowGenerator:
     async def _grow(self, trajectory: Trajectory, *, alone: bool) -> None:
         """Grow one trajectory until it is finished, its window is full or the step has enough."""
         attempt = 0
-        self._answer_turn(trajectory)
+        if not await self._answer_turn(trajectory):
+            return
         while not self._cut and (room := self._room(trajectory)) > 0:
             attempt += 1
             hot = hot_token_is_next(trajectory, self._plan.fire, self._plan.decode)
@@ -160,10 +233,12 @@ class WindowGenerator:
                 self._rids_in_progress.discard(rid)
             if len(answer.token_ids):
                 self._append(trajectory, answer, hot=hot)
-                self._answer_turn(trajectory)
+                if not await self._answer_turn(trajectory):
+                    return
 
     def _append(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> None:
         self._check_versions(answer)
+        self._num_generated += 1
         trajectory.segments += self._segments(trajectory, answer, hot=hot)
         self.server_s[trajectory.id] = self.server_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
@@ -268,27 +343,67 @@ class WindowGenerator:
         # A text that ended in earlier tokens was handled in its own window.
         return {reason: end - len(before) for reason, end in ends.items() if end is not None and end > len(before)}
 
-    def _answer_turn(self, trajectory: Trajectory) -> None:
-        """Let the environment answer a turn that has just ended: its message joins the history, or the dialogue ends."""
+    async def _answer_turn(self, trajectory: Trajectory) -> bool:
+        """Let the environment answer a turn that has just ended: its message joins the history, or the dialogue ends.
+
+        Returns False if the window ends before the environment answers.
+        """
         dialogue = self._plan.dialogue
-        if dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_finished:
-            return
+        if dialogue is None or not trajectory.dialogue or trajectory.env_done:
+            return True
+        opens = dialogue.environment.opens and not trajectory.opened
+        if not opens and not trajectory.turn_finished:
+            return True
         if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
-            return  # truncated by the budget; a turn that stopped on the budget's last token is still passed on
-        message = _ask_environment(dialogue.environment, trajectory, self._plan.decode)
-        if message is None:
-            trajectory.env_done = True
+            dialogue.calls.stop(self._episode(trajectory))
+            return True  # truncated by the budget; a turn that stopped on the budget's last token is still passed on
+        reply = await self._reply(dialogue, trajectory)
+        if isinstance(reply, Message):
+            self._add_message(dialogue, trajectory, reply)
+        elif not isinstance(reply, _Later):
+            self._end(trajectory, reply)
+        return not isinstance(reply, _Later)
+
+    async def _reply(self, dialogue: Dialogue, trajectory: Trajectory) -> "Reply | _Later":
+        """Return the environment's reply; _Later if the window ends first."""
+        episode = self._episode(trajectory)
+        asked = dialogue.calls.ask(trajectory, lambda: turn_views(trajectory, self._plan.decode), episode)
+        if not isinstance(asked, asyncio.Task):
+            return asked
+        closed = asyncio.ensure_future(self._closed.wait())
+        self._num_waiting += 1
+        try:
+            await asyncio.wait((asked, closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._num_waiting -= 1
+            closed.cancel()
+        return dialogue.calls.result(trajectory, episode) if asked.done() else _Later()
+
+    def _add_message(self, dialogue: Dialogue, trajectory: Trajectory, message: Message) -> None:
+        if dialogue.environment.opens and not trajectory.opened:
+            trajectory.prompt = replace(trajectory.prompt, token_ids=message.token_ids)
+            trajectory.opened, trajectory.next_role = True, message.next_role
             return
         token_ids = dialogue.encode_message(message, int(trajectory.token_ids[-1]), trajectory.prompt.chat_arguments)
         # A message that leaves no token for the policy's next turn would only lengthen the response.
         if trajectory.num_response_tokens + len(token_ids) >= trajectory.max_response_tokens:
             trajectory.out_of_room = True
+            dialogue.calls.stop(self._episode(trajectory))
             return
-        segment = message_segment(
-            token_ids, weight_version=self._weight_version, step=self._step, turn=trajectory.current_turn
-        )
-        trajectory.segments.append(segment)
+        self._add_segment(trajectory, token_ids)
         trajectory.next_role = message.next_role
+
+    def _end(self, trajectory: Trajectory, reply: Ended | None) -> None:
+        trajectory.env_done = True
+        if reply is not None:
+            trajectory.score, trajectory.graded_text = reply.score, reply.graded_text
+        if not trajectory.segments or trajectory.segments[-1].step < self._step:
+            self._add_segment(trajectory, ())  # so that the dialogue has ended in this step
+
+    def _add_segment(self, trajectory: Trajectory, token_ids: Sequence[int]) -> None:
+        trajectory.segments.append(
+            message_segment(token_ids, weight_version=self._weight_version, step=self._step, turn=trajectory.current_turn)
+        )
 
     def _check_versions(self, answer: Generation) -> None:
         unknown = [version for version, _, _ in answer.spans if version not in self._versions]
@@ -297,25 +412,6 @@ class WindowGenerator:
                 f"a server sampled with weight version {unknown[0]!r}, but version {self._weight_version} "
                 "was published; another trainer may be attached to the same server"
             )
-
-
-def _ask_environment(environment: Environment, trajectory: Trajectory, decode: Decode) -> Message | None:
-    """Return the environment's message, validated. Raises EnvironmentFault with the prompt's source."""
-    source = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
-    name = type(environment).__name__
-    try:
-        message = environment.respond(trajectory.prompt, turn_views(trajectory, decode))
-    except Exception as error:  # foreign code may raise anything
-        raise EnvironmentFault(
-            f"environment {name} failed at {source}: {type(error).__name__}: {error}; respond() must return a Message or "
-            "None for every text that a model may write"
-        ) from error
-    if message is None or (isinstance(message, Message) and message.next_role in environment.roles):
-        return message
-    raise EnvironmentFault(
-        f"environment {name} answered {message!r} at {source}: expected None, or a Message whose next_role is one of "
-        f"{', '.join(environment.roles)}"
-    )
 
 
 def _current_turn_ids(trajectory: Trajectory) -> list[int]:

@@ -136,7 +136,7 @@ class Collector:
         }
         return kept, metrics
 
-    async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
+    async def _generate(self, trajectories: list[Trajectory], step: int) -> None:
         def is_enough() -> bool:
             """True if as many windows (or groups of full responses) are complete as the step needs."""
             if not self._in_windows:
@@ -144,12 +144,17 @@ class Collector:
             num_complete = sum(t.finished or t.remaining_window(step, self._window_tokens) <= 0 for t in trajectories)
             return num_complete >= num_responses_per_step(self._config)
 
+        def open_row(parent: str, token_ids: Sequence[int]) -> Trajectory:
+            trajectories.append(self._pool.open_row(int(parent.rpartition("-")[2]), token_ids))
+            return trajectories[-1]
+
         over_samples = self._config.rollout.over_sampling > 1.0
         engine_s = await self._rollout.generate(
             trajectories,
             step=step,
             window_tokens=self._window_tokens,
             is_enough=is_enough if over_samples else None,
+            open_row=open_row,
         )
         # Saved with the pool, so that a resumed run does not generate this window again.
         self._pool.newest_generated = step
@@ -167,7 +172,7 @@ class Collector:
 
         def is_complete(group: Group) -> bool:
             size = batch.num_samples_by_type.get(group[0].prompt.type, batch.num_samples_per_prompt)
-            return len(group) == size + self._num_greedy and all(t.finished for t in group)
+            return sum(t.parent < 0 for t in group) == size + self._num_greedy and all(t.finished for t in group)
 
         return [group for group in groups.values() if is_complete(group)]
 
@@ -175,6 +180,7 @@ class Collector:
         kept_ids = {t.id for t in kept}
         discarded = [t for t in trajectories if t.id not in kept_ids]
         self._pool.discard(discarded)
+        self._rollout.stop_dialogues(discarded)
         return len(discarded)
 
 

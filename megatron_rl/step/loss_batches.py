@@ -135,7 +135,9 @@ def response_batch(
 
 def critic_responses(finished: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[Trajectory]:
     """Return the finished responses that a critic of whole responses trains on if they are scored."""
-    return [t for t in finished if algorithm.overlong is not Overlong.filter or t.ended_naturally]
+    filters = algorithm.overlong is Overlong.filter
+    # A dialogue that failed before its first turn has no tokens.
+    return [t for t in finished if t.num_generated_tokens and (t.ended_naturally or not filters)]
 
 
 def window_critic_batch(

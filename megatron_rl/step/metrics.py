@@ -20,7 +20,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
     """Return the metrics of generation. Lengths cover finished responses; tokens are the ones generated in this step."""
     finished = [t for t in trajectories if t.finished]
     metrics = {
-        "rollout/num_slots": len(trajectories),
+        "rollout/num_slots": sum(t.parent < 0 for t in trajectories),
         "rollout/num_finished": len(finished),
         "rollout/finished_share": len(finished) / len(trajectories),
         "rollout/prompt_tokens_mean": _mean([len(t.prompt.token_ids) for t in trajectories]),
@@ -29,6 +29,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
     messages = sum(t.num_response_tokens - t.num_generated_tokens for t in trajectories)
     if messages:
         metrics["rollout/message_share"] = messages / sum(t.num_response_tokens for t in trajectories)
+    rows = sum(t.parent >= 0 for t in trajectories)
+    waiting = sum(t.dialogue and not t.finished and t.turn_finished for t in trajectories)
+    metrics |= {name: n for name, n in (("rollout/num_further_rows", rows), ("rollout/num_waiting", waiting)) if n}
     hot = sum(len(s.token_ids) for t in trajectories for s in t.segments if s.hot and s.step == step)
     if hot:
         metrics["rollout/hot_tokens"] = hot
@@ -68,6 +71,7 @@ def _num_spans(trajectory: Trajectory) -> int:
 
 def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     """Return the reward metrics of finished responses, with an accuracy if every reward is 0 or 1."""
+    finished = [t for t in finished if t.parent < 0]  # further rows of an episode share its reward
     rewards = [t.reward for t in finished if t.reward is not None]
     metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
     if finished:

@@ -51,7 +51,21 @@ class ResponseScorer:
         # Decoding a step's responses takes seconds, which would block the event loop.
         return await asyncio.to_thread(lambda: [self._decode(np.asarray(one).tolist()) for one in sequences])
 
+    async def _grade_ended(self, trajectories: Sequence[Trajectory], step: int) -> None:
+        """Score the dialogues to which the environment gave a text or a score at their end; an episode's rows share its score."""
+        ended = [t for t in trajectories if t.finished and t.segments[-1].step == step]
+        named = [t for t in ended if t.graded_text is not None and t.score is None and t.parent < 0]
+        for trajectory, score in zip(named, await self._ask([(t, t.graded_text or "") for t in named]), strict=True):
+            trajectory.score = score
+        by_id = {t.id: t for t in named}
+        for t in ended:
+            if t.parent in by_id and t.graded_text is not None:
+                t.score = by_id[t.parent].score
+        given = [t.score for t in ended if t.score is not None and t.graded_text is None and t.parent < 0]
+        check_error_rate(given, max_error_rate=self._max_error_rate)
+
     async def _grade_turns(self, environment: Environment, trajectories: Sequence[Trajectory], step: int) -> None:
+        await self._grade_ended(trajectories, step)
         views = {t.id: turn_views(t, self._decode) for t in trajectories if t.turn_ended(step) or t.finished}
         open_ = [t for t in trajectories if t.id in views and t.score is None]
         asked = []

@@ -19,6 +19,7 @@ from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout import windows as windows_module
+from megatron_rl.rollout.environment_calls import EnvironmentCalls
 from megatron_rl.rollout.generation import Dialogue, GenerationPlan
 from megatron_rl.rollout.requests import NOTHING_GENERATED, Generation, ServerLost
 from megatron_rl.rollout.sampling import Sampling
@@ -135,7 +136,7 @@ def generate(
         recovered.append(lost)
 
     warnings = []
-    dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
+    dialogue = Dialogue(EnvironmentCalls(environment), encode, environment.stop_strings) if environment else None
     ahead = dict.fromkeys(("trains_meanwhile", "published_meanwhile"), isinstance(engine, Updated))
     plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue, **ahead)
     made = WindowGenerator(

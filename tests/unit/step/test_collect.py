@@ -26,7 +26,10 @@ class Engine:
         self.lengths = lengths
         self.num_calls = 0
 
-    async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
+    def stop_dialogues(self, trajectories):
+        pass
+
+    async def generate(self, trajectories, *, step, window_tokens, is_enough=None, open_row=None):
         self.num_calls += 1
         for trajectory in sorted(trajectories, key=lambda t: self.lengths(t.id)):
             cut = is_enough is not None and is_enough()

@@ -149,7 +149,10 @@ class Servers:
     def restart_counts(self):
         return []
 
-    async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
+    def stop_dialogues(self, trajectories):
+        pass
+
+    async def generate(self, trajectories, *, step, window_tokens, is_enough=None, open_row=None):
         self.sizes.append(len(trajectories))
         rooms = {
             t.id: min(t.remaining_window(step, window_tokens), min(LENGTHS[t.id], BUDGET) - t.num_response_tokens)

@@ -1,0 +1,102 @@
+"""Calls of a run's environment, which may outlive a window: a call that waits goes on while the run trains.
+
+Invariants: a dialogue has at most one call at a time. A call that another window finds still open is continued, not repeated;
+after a restart it is repeated under the same episode name and number of turns. A call ends within its deadline: a dialogue
+whose environment does not answer in time ends unscored, which is masked and counted, and never a reward of 0.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.data.trajectory import Score, Trajectory
+from megatron_rl.environments.base import Ended, Environment, EnvironmentFault, Message, TurnView
+
+Reply = Message | Ended | None
+
+
+@dataclass
+class EnvironmentCalls:
+    """The open calls of one environment, by episode. Used on the event loop."""
+
+    environment: Environment
+    call_timeout_s: float = 600.0
+    episode_timeout_s: float = 3600.0
+    step_wait_s: float | None = None
+    """Seconds that a window waits for the environment alone, without any response that grows; None: until every dialogue ends."""
+    _open: dict[str, "asyncio.Task[Reply]"] = field(default_factory=dict)
+    _began_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        respond = self.environment.respond
+        self._takes_episode = "episode" in inspect.signature(respond).parameters
+        self.waits = inspect.iscoroutinefunction(respond)
+
+    def ask(self, trajectory: Trajectory, turns: Callable[[], list[TurnView]], episode: str) -> "Reply | asyncio.Task[Reply]":
+        """Return the environment's reply, or the task of the call if the environment may wait.
+
+        Raises EnvironmentFault with the prompt's source if the environment fails or answers something else.
+        """
+        if not self.waits:
+            return self._checked(trajectory, lambda: self._respond(trajectory, turns(), episode))
+        if episode not in self._open:
+            self._open[episode] = asyncio.create_task(self._call(trajectory, turns(), episode))
+        return self._open[episode]
+
+    def result(self, trajectory: Trajectory, episode: str) -> Reply:
+        """Return the reply of a call whose task is done; the next ``ask`` begins another call."""
+        reply = self._checked(trajectory, self._open.pop(episode).result)
+        if not isinstance(reply, Message):
+            self._began_s.pop(episode, None)
+        return reply
+
+    def stop(self, episode: str) -> None:
+        """Tell the environment that a dialogue ended without its reply: the budget is used up, or nobody needs it any more."""
+        call = self._open.pop(episode, None)
+        if call is not None:
+            call.cancel()
+        self._began_s.pop(episode, None)
+        self.environment.stop(episode)
+
+    def stop_all(self, episodes: Sequence[str] | None = None) -> None:
+        """Stop the dialogues among ``episodes`` whose calls are open; None: all of them."""
+        for episode in list(self._open) if episodes is None else episodes:
+            if episode in self._open:
+                self.stop(episode)
+
+    def _respond(self, trajectory: Trajectory, turns: Sequence[TurnView], episode: str) -> "Reply":
+        named = {"episode": episode} if self._takes_episode else {}
+        return self.environment.respond(trajectory.prompt, turns, **named)
+
+    async def _call(self, trajectory: Trajectory, turns: Sequence[TurnView], episode: str) -> Reply:
+        now_s = asyncio.get_running_loop().time()
+        left_s = self._began_s.setdefault(episode, now_s) + self.episode_timeout_s - now_s
+        limit_s, key = min((self.call_timeout_s, "environment.call_timeout_s"), (left_s, "environment.episode_timeout_s"))
+        try:
+            async with asyncio.timeout(max(limit_s, 0.0)) as deadline:
+                return await self._respond(trajectory, turns, episode)  # type: ignore[misc]
+        except TimeoutError:
+            if not deadline.expired():  # the environment's own
+                raise
+            self.environment.stop(episode)
+            name = type(self.environment).__name__
+            return Ended(Score(None, error=f"environment {name} did not answer turn {len(turns)} of {episode} in time ({key})"))
+
+    def _checked(self, trajectory: Trajectory, respond: Callable[[], Reply]) -> Reply:
+        source = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
+        name = type(self.environment).__name__
+        try:
+            reply = respond()
+        except Exception as error:  # foreign code may raise anything
+            raise EnvironmentFault(
+                f"environment {name} failed at {source}: {type(error).__name__}: {error}; respond() must return a Message, "
+                "an Ended or None for every text that a model may write"
+            ) from error
+        roles = self.environment.roles
+        if reply is None or isinstance(reply, Ended) or (isinstance(reply, Message) and reply.next_role in roles):
+            return reply
+        raise EnvironmentFault(
+            f"environment {name} answered {reply!r} at {source}: expected None, or a Message whose next_role is one of "
+            f"{', '.join(roles)}, or an Ended"
+        )

@@ -1,0 +1,240 @@
+"""Laws of environments that wait: no window waits for them for ever, nothing is asked twice, and late replies join later."""
+
+import asyncio
+import time
+
+import pytest
+
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.trajectory import Prompt, Score, Trajectory
+from megatron_rl.environments.base import Branch, Ended, EnvironmentFault, Message
+from megatron_rl.rollout.environment_calls import EnvironmentCalls
+from megatron_rl.rollout.generation import Dialogue, GenerationPlan
+from megatron_rl.rollout.windows import WindowGenerator
+from tests.unit.rollout.test_windows import SAMPLING, Engine, Talk, decode, encode, new_trajectory
+
+
+class Tool(Talk):
+    """Answers ``num_turns`` - 1 turns, each after the event of its episode is set; counts its calls."""
+
+    def __init__(self, num_turns=3, ready=True, **options):
+        super().__init__(num_turns=num_turns, stop_strings=(), **options)
+        self.ready, self.asked, self.stopped = ready, [], []
+        self.events: dict[str, asyncio.Event] = {}
+
+    async def respond(self, prompt, turns, episode):
+        self.asked.append((episode, len(turns)))
+        event = self.events.setdefault(episode, asyncio.Event())
+        if self.ready:
+            event.set()
+        await event.wait()
+        return super().respond(prompt, turns)
+
+    def stop(self, episode):
+        self.stopped.append(episode)
+
+
+def plan_of(environment, **limits):
+    return GenerationPlan(SAMPLING, decode, dialogue=Dialogue(EnvironmentCalls(environment, **limits), encode))
+
+
+async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None):
+    made = WindowGenerator(Engine(), None, plan, step=step, num_tokens=num_tokens, weight_version=1, kind=kind)
+    await asyncio.wait_for(made.generate(trajectories, open_row=open_row), 20)
+
+
+def test_an_environment_that_answers_in_time_gives_the_same_tokens_as_one_that_need_not_wait():
+    def tokens(environment):
+        t = new_trajectory(budget=60, max_turn_tokens=5)
+        asyncio.run(window(plan_of(environment), [t]))
+        return t.response_ids.tolist(), t.generated_mask().tolist(), t.env_done
+
+    assert tokens(Tool()) == tokens(Talk(stop_strings=()))
+
+
+def test_a_waiting_dialogue_does_not_block_the_step_and_its_reply_joins_in_a_later_window():
+    async def main():
+        tool = Tool(num_turns=2, ready=False)
+        plan = plan_of(tool, step_wait_s=0.1)
+        slow = new_trajectory(id=1, budget=60, max_turn_tokens=4)
+        await window(plan, [slow, new_trajectory(id=2, dialogue=False)])
+        assert slow.turn_finished and not slow.finished and slow.segments[-1].generated
+        before = slow.num_response_tokens
+        tool.events["train-1"].set()
+        await asyncio.sleep(0)
+        await window(plan, [slow], step=1)
+        assert slow.finished and slow.num_response_tokens > before
+        # The first call was continued, and the second one is for the second turn.
+        assert tool.asked == [("train-1", 1), ("train-1", 2)]
+        assert {s.step for s in slow.segments[1:]} == {1}
+
+    asyncio.run(main())
+
+
+def test_a_step_in_which_every_dialogue_waits_goes_on_until_a_token_is_there():
+    async def main():
+        tool = Tool(num_turns=2, ready=False)
+        plan = plan_of(tool, step_wait_s=0.05)
+        t = new_trajectory(id=1, budget=60, max_turn_tokens=4)
+        await window(plan, [t])
+        asyncio.get_running_loop().call_later(0.3, tool.events["train-1"].set)
+        began_s = asyncio.get_running_loop().time()
+        await window(plan, [t], step=1)
+        assert asyncio.get_running_loop().time() - began_s > 0.25 and t.window_tokens(1) > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("limit", ["call_timeout_s", "episode_timeout_s"])
+def test_a_late_reply_ends_the_dialogue_unscored_and_names_the_limit(limit):
+    async def main():
+        tool = Tool(ready=False)
+        t = new_trajectory(id=4, budget=60, max_turn_tokens=4)
+        await window(plan_of(tool, **{limit: 0.1}), [t])
+        assert t.finished and t.env_done and t.score.value is None
+        assert f"environment.{limit}" in t.score.error and "train-4" in t.score.error
+        assert tool.stopped == ["train-4"]
+
+    asyncio.run(main())
+
+
+def test_an_environment_may_end_a_dialogue_with_a_score_or_a_text_for_the_reward():
+    class Judge(Talk):
+        def respond(self, prompt, turns):
+            return Ended(Score(0.5)) if prompt.id == "p" else Ended(graded_text="7")
+
+    one, other = (new_trajectory(id=i, budget=60, max_turn_tokens=4) for i in (1, 2))
+    other.prompt = Prompt("q", (1,))
+    asyncio.run(window(plan_of(Judge(num_turns=9, stop_strings=())), [one, other]))
+    assert one.score == Score(0.5) and one.env_done
+    assert other.score is None and other.graded_text == "7"
+
+
+def test_an_environment_that_opens_writes_the_prompt_before_the_first_turn():
+    class Opens(Tool):
+        opens = True
+
+        async def respond(self, prompt, turns, episode):
+            return Message(token_ids=(5, 4, 3)) if not turns else None
+
+    t = new_trajectory(id=3, budget=9)
+    asyncio.run(window(plan_of(Opens()), [t]))
+    assert t.prompt.token_ids == (5, 4, 3) and t.opened and len(t.turns()) == 1 and t.env_done
+    again = Trajectory.from_dict(t.to_dict())
+    assert again.opened and again.prompt.token_ids == (5, 4, 3)
+
+
+def test_an_episode_that_fails_before_its_first_turn_ends_without_tokens():
+    class Dead(Tool):
+        opens = True
+
+        async def respond(self, prompt, turns, episode):
+            return Ended(Score(None, error="the program ended"))
+
+    t, other = new_trajectory(id=3), new_trajectory(id=4, dialogue=False)
+    asyncio.run(window(plan_of(Dead(), step_wait_s=0.0), [t, other], step=2))
+    assert t.finished and t.num_response_tokens == 0 and t.segments[-1].step == 2 and t.score.error == "the program ended"
+
+
+def test_a_dialogue_that_ends_without_a_new_token_ends_in_the_step_of_the_reply():
+    async def main():
+        tool = Tool(num_turns=1, ready=False)
+        plan = plan_of(tool, step_wait_s=0.05)
+        t = new_trajectory(id=1, budget=60, max_turn_tokens=4)
+        await window(plan, [t])
+        tool.events["train-1"].set()
+        await asyncio.sleep(0)
+        await window(plan, [t, new_trajectory(id=2, dialogue=False)], step=1)
+        assert t.finished and t.segments[-1].step == 1 and t.window_tokens(1) == 0 and t.num_generated_tokens == 4
+
+    asyncio.run(main())
+
+
+def make_pool(num_slots=1):
+    sampler = PromptSampler([Prompt("p", (1, 2))], seed=0)
+    start = lambda prompt, id, group_id, sample_index: Trajectory(id, prompt, group_id, sample_index, 40, dialogue=True, max_turn_tokens=4)  # noqa: E731
+    return SlotPool(sampler, start, num_slots=num_slots, num_samples_per_prompt=1)
+
+
+def test_a_further_row_trains_its_own_tokens_alone_and_takes_no_slot():
+    class Forks(Tool):
+        """Opens a row whose prompt is the first row's first turn, and ends both rows together."""
+
+        async def respond(self, prompt, turns, episode):
+            if self.branches is None:
+                raise AssertionError
+            if episode == "train-0":
+                opened = asyncio.get_running_loop().create_future()
+                shared = (*prompt.token_ids, *turns[0].token_ids)
+                self.branches.put_nowait(Branch(episode, shared, opened))
+                self.row = await opened
+                await self.events.setdefault("row", asyncio.Event()).wait()
+            else:
+                self.events.setdefault("row", asyncio.Event()).set()
+            return Ended(Score(1.0))
+
+    async def main():
+        environment, pool = Forks(), make_pool()
+        environment.branches = asyncio.Queue()
+        slots = pool.fill(0)
+
+        def open_row(parent, token_ids):
+            slots.append(pool.open_row(int(parent.rpartition("-")[2]), token_ids))
+            return slots[-1]
+
+        await window(plan_of(environment), slots, open_row=open_row)
+        first, row = slots
+        assert environment.row == f"train-{row.id}" and row.parent == first.id and row.group_id == first.group_id
+        assert row.prompt.token_ids == (*first.prompt.token_ids, *first.response_ids.tolist())
+        assert row.num_generated_tokens > 0 and first.finished and row.finished
+        assert len(row.prompt.token_ids) + row.max_response_tokens == len(first.prompt.token_ids) + first.max_response_tokens
+        # The next step has one slot's episode, whatever the number of rows, and both rows leave together.
+        assert [t.parent for t in pool.fill(1)] == [-1]
+        assert {t.id for t in pool.release_finished(0)} == {first.id, row.id}
+
+    asyncio.run(main())
+
+
+def test_a_failing_environment_that_waits_is_reported_with_its_prompt():
+    class Broken(Tool):
+        async def respond(self, prompt, turns, episode):
+            raise RuntimeError("no tool")
+
+    with pytest.raises(EnvironmentFault, match="Broken failed at file:1: RuntimeError: no tool"):
+        asyncio.run(window(plan_of(Broken()), [new_trajectory(max_turn_tokens=4)]))
+
+
+def test_a_cancelled_evaluation_leaves_no_call_behind():
+    async def main():
+        tool = Tool(ready=False)
+        plan = plan_of(tool)
+        running = asyncio.create_task(window(plan, [new_trajectory(id=1, budget=60, max_turn_tokens=4)], kind="eval"))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert tool.asked == [("eval-0-1", 1)] and tool.stopped == ["eval-0-1"]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_two_thousand_waiting_dialogues_leave_the_loop_free():
+    async def main():
+        tool = Tool(num_turns=2, ready=False)
+        plan = plan_of(tool, step_wait_s=1.0)
+        trajectories = [new_trajectory(id=i, budget=60, max_turn_tokens=2) for i in range(2000)]
+        running = asyncio.create_task(window(plan, trajectories))
+        while len(tool.events) < 2000:
+            await asyncio.sleep(0.01)
+        # CPU seconds of this process between two turns of the loop, because other processes share a test machine's cores.
+        lags, before_s = [], time.process_time()
+        for _ in range(100):
+            await asyncio.sleep(0.005)
+            lags.append(time.process_time() - before_s)
+            before_s = time.process_time()
+        await running
+        assert sorted(lags)[90] < 0.02
+
+    asyncio.run(main())
