@@ -114,13 +114,13 @@ class Environment(ABC):
     branches: "asyncio.Queue[Branch] | None" = None
     """Further rows that the environment wants, for windows to start; None: its dialogues have one row."""
 
-    async def start(self, services: Services) -> None:
+    async def start(self, services: Services) -> None:  # noqa: B027
         """Begin to work for a run, on its event loop; called once, before the first dialogue."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Release everything that ``start`` and the dialogues hold; called on the event loop at the end of a run."""
 
-    def stop(self, episode: str) -> None:
+    def stop(self, episode: str) -> None:  # noqa: B027
         """Release what a dialogue holds that ended without a reply: its budget is used up, or a deadline has passed."""
 
     def first_role(self) -> str:

@@ -100,7 +100,9 @@ def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat
 
     def encode_message(message: Message, last_token_id: int, arguments: Mapping[str, Any] | None = None) -> list[int]:
         goes_through = chat and not message.verbatim
-        ids = list(message.token_ids) or tokenizer.encode_message(message.text, chat=goes_through, last_token_id=last_token_id, arguments=arguments)
+        ids = list(message.token_ids)
+        if not ids:
+            ids = tokenizer.encode_message(message.text, chat=goes_through, last_token_id=last_token_id, arguments=arguments)
         # An image token without an image would hang the server.
         if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
             raise EnvironmentFault(

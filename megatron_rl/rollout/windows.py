@@ -41,15 +41,11 @@ _ENOUGH_POLL_S = 0.02
 _WAIT_POLL_S = 0.02
 """Interval of looks whether all responses wait for the environment."""
 TRAINING = "train"
-"""Kind of the windows that train; other kinds start their dialogues anew in every step."""
+"""Kind of the windows that train; other kinds start all their dialogues again in every step."""
 ABORT_REPEAT_S = 0.5
 """Interval after which an abort that overtook its request is resent."""
 ABORT_TIMEOUT_S = 60.0
 """Time after which an aborted request that has not returned is dropped, together with its tokens."""
-
-
-class _Later:
-    """The reply of an environment that has not answered when the window ends."""
 
 
 class WindowGenerator:
@@ -360,12 +356,12 @@ class WindowGenerator:
         reply = await self._reply(dialogue, trajectory)
         if isinstance(reply, Message):
             self._add_message(dialogue, trajectory, reply)
-        elif not isinstance(reply, _Later):
+        elif not isinstance(reply, asyncio.Task):
             self._end(trajectory, reply)
-        return not isinstance(reply, _Later)
+        return not isinstance(reply, asyncio.Task)
 
-    async def _reply(self, dialogue: Dialogue, trajectory: Trajectory) -> "Reply | _Later":
-        """Return the environment's reply; _Later if the window ends first."""
+    async def _reply(self, dialogue: Dialogue, trajectory: Trajectory) -> "Reply | asyncio.Task[Reply]":
+        """Return the environment's reply, or the open call if the window ends first."""
         episode = self._episode(trajectory)
         asked = dialogue.calls.ask(trajectory, lambda: turn_views(trajectory, self._plan.decode), episode)
         if not isinstance(asked, asyncio.Task):
@@ -377,7 +373,7 @@ class WindowGenerator:
         finally:
             self._num_waiting -= 1
             closed.cancel()
-        return dialogue.calls.result(trajectory, episode) if asked.done() else _Later()
+        return dialogue.calls.result(trajectory, episode) if asked.done() else asked
 
     def _add_message(self, dialogue: Dialogue, trajectory: Trajectory, message: Message) -> None:
         if dialogue.environment.opens and not trajectory.opened:

@@ -75,7 +75,7 @@ class EnvironmentConfig:
     """Time limit for one reply of an environment that waits (``async def respond``), in seconds. A dialogue whose reply is late
     ends unscored: it is masked and counted."""
     episode_timeout_s: float = above(0, default=3600.0)
-    """Time limit for a whole dialogue of an environment that waits, in seconds. Counted anew after a resume."""
+    """Time limit for a whole dialogue of an environment that waits, in seconds. A resumed run starts the count again."""
     step_wait_s: float = at_least(0, default=5.0)
     """Seconds that a window waits for the environment after the last response has stopped to grow. Then the step trains without
     the dialogues that wait; they continue in a later window. Full responses (schedule.mode=sync) wait to the end."""
