@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_rl.commands.recipe_arguments import add_rank_recipe_arguments
+from megatron_rl.commands import add_rank_recipe_arguments
 from megatron_rl.commands.train import run_training
 
 add_arguments = add_rank_recipe_arguments

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.commands.recipe_arguments import add_recipe_arguments
+from megatron_rl.commands import add_recipe_arguments
 from megatron_rl.errors import DataError
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.files.hub_cache import find_download

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_rl.commands.recipe_arguments import add_recipe_arguments
+from megatron_rl.commands import add_recipe_arguments
 from megatron_rl.system.command_line.terminal import say
 
 add_arguments = add_recipe_arguments

@@ -3,8 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands import print_dry_run
-from megatron_rl.commands.recipe_arguments import add_rank_recipe_arguments
+from megatron_rl.commands import add_rank_recipe_arguments, print_dry_run
 from megatron_rl.errors import ConfigError
 from megatron_rl.system.processes.gc_pauses import gc_disabled
 

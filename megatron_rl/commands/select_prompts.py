@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.recipe_arguments import add_recipe_arguments
+from megatron_rl.commands import add_recipe_arguments
 from megatron_rl.system.command_line.terminal import say
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands import print_dry_run, write_run_report
-from megatron_rl.commands.recipe_arguments import add_rank_recipe_arguments
+from megatron_rl.commands import add_rank_recipe_arguments, print_dry_run, write_run_report
 from megatron_rl.system.processes.gc_pauses import gc_disabled
 
 if TYPE_CHECKING:

@@ -42,8 +42,7 @@ from megatron_rl.system.files.atomic_files import replace_folder, write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
 from megatron_rl.system.files.pickle_check import UnsafePickle
 from megatron_rl.system.processes.host_memory import available_bytes_per_rank
-from megatron_rl.training.optimizer import set_num_steps
-from megatron_rl.training.optimizer_shards import sharded_state
+from megatron_rl.training.optimizer import set_num_steps, sharded_state
 
 logger = logging.getLogger(__name__)
 

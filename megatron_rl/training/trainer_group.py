@@ -26,10 +26,9 @@ from megatron_rl.training.array_transport import ArrayTransport
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.export import exhausting
-from megatron_rl.training.profiling import memory_note
+from megatron_rl.training.profiling import ResourceUse, StageKey, memory_note, of_all_ranks, seconds_by_rank
 from megatron_rl.training.replica_assignment import PlacementPreferences, ReplicaPlanner
 from megatron_rl.training.sequence_cache import CacheDirectory
-from megatron_rl.training.stage_resources import ResourceUse, StageKey, of_all_ranks, seconds_by_rank
 from megatron_rl.training.trainer_rank import Call, TrainerRank
 
 

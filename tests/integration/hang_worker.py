@@ -23,7 +23,7 @@ from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.schedule.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.system.processes import process_probe
-from megatron_rl.training.stage_resources import StageMeter
+from megatron_rl.training.profiling import StageMeter
 from megatron_rl.training.trainer_ranks import register_processes
 
 LONG_S = 600.0

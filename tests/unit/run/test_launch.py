@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl import cli
-from megatron_rl.commands.recipe_arguments import add_rank_recipe_arguments
+from megatron_rl.commands import add_rank_recipe_arguments
 from megatron_rl.config.checks.servers import Node
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config, EvalSetConfig, RewardRouteConfig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from megatron_rl.training.optimizer_shards import _pieces_of, boxes
+from megatron_rl.training.optimizer import _pieces_of, boxes
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
