@@ -146,7 +146,7 @@ def bucket_bytes(rollout: RolloutConfig, device: str) -> int:
 
 
 def saves_in_background(run: RunConfig, device: str) -> bool:
-    """True if a trainer on ``device``, cpu or cuda, writes checkpoints during training."""
+    """True if training on ``device``, cpu or cuda, continues while a checkpoint is written."""
     return device == "cuda" if run.async_save is None else run.async_save
 
 

@@ -133,7 +133,7 @@ def preset_names() -> list[str]:
 
 
 def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
-    """Train tokens of an older policy with the decoupled loss (arXiv 2505.24298), unless a layer sets a weight."""
+    """Choose the decoupled loss (arXiv 2505.24298) for tokens of an older policy, unless a recipe or override sets a weight."""
     correction = config.algorithm.correction
     chosen = any("weight" in ((layer.get("algorithm") or {}).get("correction") or {}) for layer in layers)
     if overlap_of(config.schedule) >= Overlap.training and correction.old_policy is OldPolicy.recomputed and not chosen:

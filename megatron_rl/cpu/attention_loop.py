@@ -78,7 +78,10 @@ class QueryTokens(NamedTuple):
 
 
 def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> KVPages:
-    """keys, values: [slots, KV heads, size] of one dtype; table: [requests, context] int32; last axes dense."""
+    """Return the addresses and strides of a KV cache.
+
+    keys, values: [slots, KV heads, size] of one dtype; table: [requests, context] int32; last axes dense.
+    """
     return KVPages(
         keys.data_ptr(),
         values.data_ptr(),

@@ -39,7 +39,7 @@ def hide_megatron() -> None:
 
 
 def end() -> None:
-    """Freeze the imported objects, so that the collector never scans them again, here or in a fork."""
+    """Enable the collector again, and freeze the imported objects, so that it never scans them, here or in a fork."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -203,7 +203,7 @@ class Rows:
         return _received, (ids, *columns, self.like, starts)
 
     def _own_pieces(self) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """(indices of the pieces in this process's own memory, the bytes of each distinct piece, offset of each index in them)."""
+        """Pieces in this process's own memory: (their indices, the bytes of each distinct piece, each index's offset in these bytes)."""
         is_own = [isinstance(file, np.ndarray) for file in self.files]
         if not any(is_own):
             return np.zeros(0, np.int64), [], np.zeros(0, np.int64)

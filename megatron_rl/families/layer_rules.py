@@ -88,7 +88,7 @@ def moe_kwargs(config: ModelConfig) -> dict[str, Any]:
         num_moe_experts=sizes["experts"],
         moe_ffn_hidden_size=sizes["expert_ffn"],
         moe_router_topk=text_config(config).num_experts_per_tok,
-        # Off, because models/routing.py has its own load balancing.
+        # Off, because models/layers/routing.py has its own load balancing.
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",

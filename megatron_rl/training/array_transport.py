@@ -71,7 +71,7 @@ class ArrayTransport:
 
     @cached_property
     def _service(self) -> ArrayServerAddress | None:
-        """Server from which ranks on other machines fetch the driver's arrays."""
+        """Server from which ranks on other machines fetch the driver's arrays; None if there are no such ranks."""
         return start_array_server(os.environ["MASTER_ADDR"]) if self.has_far else None
 
     def add_node(self, service: ArrayServerAddress, ranks: Sequence[int]) -> int:

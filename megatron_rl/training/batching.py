@@ -56,7 +56,7 @@ def plan_microbatches(
 ) -> Plan:
     """Per rank, per micro-batch: the indices into ``lengths``, ascending. No sequences give no micro-batches.
 
-    ``cost`` is what is balanced (``planning.flops.flops_cost``), by default tokens; each rank's number of
+    ``cost`` is what is balanced (``families.flops.flops_cost``), by default tokens; each rank's number of
     micro-batches is a multiple of ``multiple_of``. Raises ValueError for a length, a number of ranks, a budget or a
     multiple below 1.
     """

@@ -59,14 +59,17 @@ class ModelMemory:
 
     @contextmanager
     def state(self, *, changes: bool) -> Iterator[None]:
-        """``weights`` with the optimizer state. ``changes``: the block may change both."""
+        """Keep weights and optimizer state on the device inside the block; ``changes``: the block may change both."""
         self._free_gradients()
         with self._in_use(state=True, changes=changes):
             yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Weights, optimizer state and gradient buffers, whose content is arbitrary; the buffers stay for the next update."""
+        """Keep all that an update needs on the device inside the block: also gradient buffers, with arbitrary content.
+
+        The buffers stay for the next update.
+        """
         with self._in_use(state=True, changes=True):
             if not self._has_gradients:
                 for storage, size in self._gradients:

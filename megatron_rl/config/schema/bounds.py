@@ -137,7 +137,7 @@ def _problems(key: str, value: object, annotation: Any, bound: Bound | None, nam
 
 
 def container_problem(key: str, value: Any, annotation: Any) -> str:
-    """Problem if exactly one of ``value`` and ``annotation`` is a list, mapping or section, or an empty string."""
+    """Problem if ``value`` is a list, a mapping or a section and ``annotation`` is not, or the reverse; "" without one."""
     wanted: Any = get_origin(annotation) or annotation
     if is_dataclass(wanted):
         good, name = isinstance(value, dict) or type(value) is wanted, "a section with keys"

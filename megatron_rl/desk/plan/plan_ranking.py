@@ -151,7 +151,7 @@ class PlanRanking:
 
     @cached_property
     def _windows(self) -> dict[int, list[GeneratedStep]]:
-        """Return the work of each step until the mix of the slots is stationary, and of some steps after that."""
+        """Return by window size the steps that one server generates until the mix of the slots is stationary, and some more."""
         found = {}
         for window in self.windows:
             scenario = self._scenario(with_window(self.config, window))

@@ -239,7 +239,7 @@ def _placed(search: PlanSearch, config: Config, parallel: ParallelConfig, slowes
 
 
 def _is_hopeless(search: PlanSearch, config: Config) -> bool:
-    """True if the mean rank exceeds a GPU by more than the nearest miss does; the refusal is counted."""
+    """True if even equal shares of weights and state exceed a GPU by more than the best refused layout; counts the refusal."""
     held, parallel, policy = search.held, config.parallel, config.policy
     state = parameter_bytes(policy.dtype, policy.optimizer, policy.vision)
     dense = held.split / parallel.tensor_parallel_size + held.replicated

@@ -74,7 +74,7 @@ class Scenario:
 
     @property
     def num_settling_steps(self) -> int:
-        """Number of steps until the mix of the slots is stationary: the longest response of the first step has ended."""
+        """Steps until the work per step is stationary: the first step's longest response and the critic's warm-up have ended."""
         windows = ceil((self.max_response_tokens + self.jitter_tokens) / self.window_tokens) if self.facts.windows else 0
         return max(windows, self.critic_warmup_steps)
 

@@ -229,7 +229,7 @@ class _Filter:
         return compute.match_substring(column, value)
 
     def _value(self, node: ast.expr) -> tuple[str, Any]:
-        """Returns (kind, column or constant) of ``node``."""
+        """Returns (kind of values, a key of ``_KINDS``; column or constant) of ``node``."""
         match node:
             case ast.Name(id=name):
                 if name not in self._kinds:

@@ -277,7 +277,10 @@ def _read_relation(text: str, depth: int) -> Meaning:
 
 
 def _settled(relation: Relation) -> Meaning:
-    """The value of ``2 + 3 = 5``, if the relation is true; other relations unchanged."""
+    """The right side of a true equation between numbers, ``2 + 3 = 5``; a relation with an unknown is unchanged.
+
+    Raises ParseError for any other relation between numbers.
+    """
     if any(unknowns(side.expression) for side in relation.sides):
         return relation
     if relation.signs != ("=",) or not same_value(*relation.sides):

@@ -256,7 +256,7 @@ class Handle:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """isinstance asks for it, if the type itself is no instance."""
+        """``isinstance`` reads this attribute if the handle's own type does not match."""
         raise _undecided(self, "class")
 
     def __exit__(self, kind: Any, error: BaseException | None, _traceback: object) -> None:

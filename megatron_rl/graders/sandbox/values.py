@@ -209,7 +209,7 @@ class _Decoder:
 
 
 def _name(name: Any, record: type) -> str:
-    """The name of an attribute, which shadows no method of its class: the tests call the class's own methods."""
+    """Return ``name`` if it names an attribute that shadows no method of ``record``: the tests call the class's own methods."""
     shadowed = getattr(record, name, None)
     if type(name) is not str or name.startswith("__") or callable(shadowed) or hasattr(shadowed, "__get__"):
         raise ValueError("not the name of an attribute")

@@ -80,7 +80,7 @@ def megatron_config(
 
 
 def _architecture(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Fields that all families share."""
+    """Fields of Megatron's TransformerConfig that all families share."""
     sizes, text = dims(hf_config), text_config(hf_config)
     return dict(
         num_layers=text.num_hidden_layers,
