@@ -3,15 +3,12 @@
 # uv installs (requirements/uv.txt; pip, if uv cannot be had) from the registries and folders of pip's settings (pip config, PIP_*).
 #   bash launch/setup.sh            # for this machine: GPU pins if nvidia-smi works, otherwise CPU pins
 #   FLAVOR=cpu bash launch/setup.sh # choose explicitly (cpu or gpu)
+# In a folder of `megatron-rl examples`, it completes the environment of the installed wheel with what is missing.
 # For GPUs: installs requirements/gpu.lock, then compiles Transformer Engine against its torch. This needs neither a GPU nor a
 # CUDA toolkit. If Transformer Engine does not compile: TRANSFORMER_ENGINE=no bash launch/setup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [ ! -f setup.py ]; then
-    echo "setup: these are the files of 'megatron-rl examples': .venv is the environment of the installed package"
-    exit 0
-fi
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$1" >&2; printf 'setup: remedy: %s\n' "$2" >&2; exit 1; }
 
@@ -27,14 +24,26 @@ if [ -z "${FLAVOR:-}" ]; then
 fi
 [ "$FLAVOR" = cpu ] || [ "$FLAVOR" = gpu ] || fail "FLAVOR=$FLAVOR is unknown" "use FLAVOR=cpu or FLAVOR=gpu"
 VENV=${VENV:-.venv}
+# Without setup.py these are the files of `megatron-rl examples`, and .venv is the environment of an installed wheel.
+if [ ! -f setup.py ] && "$VENV/bin/python" -c 'import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, ("torch", "megatron.core", "sglang"))))' 2>/dev/null; then
+    say "the environment of the installed package has all that it needs"
+    exit 0
+fi
 TRANSFORMER_ENGINE=${TRANSFORMER_ENGINE:-yes}
 # GPU: 11,000 MiB installed, 5,000 of downloads in a cache, the rest to unpack and compile. CPU: 2,900 installed, 1,000 of downloads.
 if [ "$FLAVOR" = gpu ]; then NEEDED_MIB=18000; else NEEDED_MIB=6000; fi
 CUDA_TORCH_MIB=10000  # on a CPU with a CUDA build of torch: 6,600 installed, 3,000 of downloads
 
 is_right() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
+version() { "$1" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>&1; }
 PYTHON=${PYTHON:-}
-if [ -z "$PYTHON" ]; then
+if is_right "$VENV/bin/python"; then
+    if [ -n "$PYTHON" ] && [ "$(version "$PYTHON")" != "$(version "$VENV/bin/python")" ]; then
+        fail "$VENV has Python $(version "$VENV/bin/python"), PYTHON=$PYTHON is $(version "$PYTHON")" "rm -rf $VENV, or unset PYTHON"
+    fi
+    PYTHON=$VENV/bin/python
+elif [ -z "$PYTHON" ]; then
     pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
     uv_pythons=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
     # A shim of pyenv on PATH may not run, although pyenv has the version: so its versions are tried themselves.
@@ -50,7 +59,7 @@ fi
 is_right "$PYTHON" || fail "$PYTHON is $("$PYTHON" --version 2>&1)" "set PYTHON to a Python 3.11 or 3.12"
 
 # The installation depends only on these inputs: if none has changed, there is nothing to do.
-wanted=$({ cat pyproject.toml setup.py launch/*.pth requirements/*.txt requirements/*.lock; echo "$FLAVOR $TRANSFORMER_ENGINE"; "$PYTHON" --version; pwd; } |
+wanted=$({ cat $(ls pyproject.toml setup.py 2>/dev/null) launch/*.pth requirements/*.txt requirements/*.lock; echo "$FLAVOR $TRANSFORMER_ENGINE"; "$PYTHON" --version; pwd; } |
     sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/megatron-rl" ] && [ "$(cat "$VENV/.megatron_rl" 2>/dev/null)" = "$wanted" ]; then
     say "$VENV is up to date"
@@ -66,7 +75,9 @@ check_room() { # MIB
 # The packages are already installed: an update needs little space.
 if [ -f "$VENV/.megatron_rl" ]; then NEEDED_MIB=1000; fi
 if [ "$FLAVOR" = gpu ]; then
-    "$PYTHON" -I megatron_rl/system/gpu/gpu_stack.py "$VENV" "$NEEDED_MIB" || exit 1
+    stack=megatron_rl/system/gpu/gpu_stack.py
+    [ -f "$stack" ] || stack=$(echo "$VENV"/lib/python3*/site-packages/"$stack")
+    "$PYTHON" -I "$stack" "$VENV" "$NEEDED_MIB" || exit 1
 else
     check_room "$NEEDED_MIB"
 fi
@@ -97,7 +108,7 @@ if [ -z "$UV" ]; then
     if [ -x "$VENV/bin/uv" ]; then UV=$VENV/bin/uv; else say "note: uv could not be installed, so pip installs: some minutes instead of seconds"; fi
 fi
 if [ -n "$UV" ]; then
-    eval "$("$VENV/bin/python" -m pip config list | "$PYTHON" launch/pip_settings.py)"
+    eval "$("$VENV/bin/python" -m pip config list 2>/dev/null | "$PYTHON" launch/pip_settings.py)"
     export UV_PYTHON_DOWNLOADS=never
     install() { attempt "$UV" pip install --no-progress --python "$VENV/bin/python" "$@"; }
 else
@@ -171,7 +182,7 @@ if [ "$FLAVOR" = gpu ]; then
     fi
     say "4/4 megatron_rl itself"
 else
-    bash launch/te_python.sh "$VENV" >"$VENV/te_python.log" 2>&1 &
+    if [ -f setup.py ]; then bash launch/te_python.sh "$VENV" >"$VENV/te_python.log" 2>&1 & else true & fi
     te_python=$!
     say "1/3 locked packages (requirements/cpu.lock): 600 MB to download"
     install --no-deps --require-hashes -r requirements/cpu.lock
@@ -179,7 +190,7 @@ else
     wait "$te_python" || fail "Transformer Engine's Python code, for tests, could not be downloaded" "read $VENV/te_python.log"
     say "3/3 megatron_rl itself"
 fi
-install --no-deps --no-build-isolation -e .
+if [ -f setup.py ]; then install --no-deps --no-build-isolation -e .; fi
 "$VENV/bin/python" -c 'import megatron_rl' || fail "megatron_rl does not import" "remove $VENV and run this again"
 # Only the reward `code` needs these packages, so a machine without them gets a note, not an error.
 if ! "$VENV/bin/python" -c 'import pyseccomp' 2>/dev/null; then

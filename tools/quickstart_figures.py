@@ -1,8 +1,7 @@
 """Keeps the quickstart's published figures in one file, docs/quickstart.json, and writes them into the pages that show them.
 
-    bash launch/quickstart.sh 2>&1 | tee quickstart.log
-    python tools/quickstart_figures.py --log quickstart.log     # a run of this machine and commit becomes the published one
-    python tools/quickstart_figures.py                          # the pages again, from the file; a test compares them
+    .venv/bin/python tools/quickstart_figures.py --run     # runs the quickstart; this machine, load and commit become the published ones
+    .venv/bin/python tools/quickstart_figures.py           # the pages again, from the file; a test compares them
 
 A page has the figures between ``<!-- quickstart NAME -->`` and ``<!-- end -->``.
 """
@@ -10,10 +9,12 @@ A page has the figures between ``<!-- quickstart NAME -->`` and ``<!-- end -->``
 import argparse
 import datetime
 import json
+import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ SOURCE = ROOT / "docs" / "quickstart.json"
 SHOWN_STEPS = (1, 20, 110)
 """Training steps of the transcript."""
 SHOWN = re.compile(
-    r"== [2-4]/4|sft step \d+/\d+ .*|before training:|accuracy on held-out|wall-clock time  |critic update"
+    r"== [2-4]/4|sft step \d+/\d+ .*|before training:|accuracy on held-out|wall-clock time  |critic update|quickstart: done"
 )
 """Other lines of the transcript. Of lines that differ in numbers only, the last one is shown."""
 SHORTER = ((r"\((generate [\d.]+), .*", r"(\1, ...)"), (r" ± [\d.]+%", ""), (r" \(\d+ s since the start\)", ""))
+KEPT = ("processor", "vectors", "note", "date", "commit", "before", "after", "seconds")
+"""What is kept of a run that is no longer the published one."""
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}
 
 Figures = Mapping[str, Any]
@@ -35,31 +38,49 @@ Figures = Mapping[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--log", type=Path, help="output of launch/quickstart.sh on this machine")
-    parser.add_argument("--note", default="two cores of a shared machine", help="load of the machine during the run")
-    arguments = parser.parse_args()
-    if arguments.log:
-        figures = {"published": {**machine(arguments.note), **read_log(arguments.log.read_text())}}
-        write_atomic(SOURCE, json.dumps({**load(), **figures}, indent=1, ensure_ascii=False) + "\n")
+    parser.add_argument("--run", action="store_true", help="run launch/quickstart.sh here and publish its figures")
+    if parser.parse_args().run:
+        measured = {**machine(), **read_log(quickstart())}
+        write_atomic(SOURCE, json.dumps(published(load(), measured), indent=1, ensure_ascii=False) + "\n")
     for page, text in pages(load()).items():
         write_atomic(page, text)
 
 
+def quickstart(command: Sequence[str] = ("bash", "launch/quickstart.sh")) -> str:
+    """The output of the quickstart, which is also shown as it comes. Raises CalledProcessError if it fails."""
+    lines = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, list(command))
+    return "".join(lines)
+
+
+def published(figures: Figures, measured: Figures) -> Figures:
+    """``figures`` with a new published run; the last run of every other processor goes to ``elsewhere``."""
+    kind = itemgetter("processor", "vectors")
+    others = {kind(run): run for run in (figures["published"], *figures["elsewhere"]) if kind(run) != kind(measured)}
+    return {"published": measured, "elsewhere": [{key: run[key] for key in KEPT if key in run} for run in others.values()]}
+
+
 def load() -> Figures:
     """The published run, and the figures of runs on other machines."""
-    figures: Figures = json.loads(SOURCE.read_text()) if SOURCE.exists() else {"elsewhere": []}
+    figures: Figures = json.loads(SOURCE.read_text())
     return figures
 
 
-def machine(note: str) -> Figures:
-    """Processor, vector instructions, versions, date and commit of this moment."""
+def machine() -> Figures:
+    """Processor, vector instructions, load, versions, date and commit of this moment."""
     processor = Path("/proc/cpuinfo").read_text()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     flags = re.findall(r"\w+", processor.partition("flags")[2].partition("\n")[0])
     return {
         "processor": re.findall(r"model name\s*: (.*)", processor)[0],
         "vectors": next((name for flag, name in VECTORS.items() if flag in flags), "SSE"),
-        "note": note,
+        "note": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit.stdout.strip(),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "sglang", "numpy")},
@@ -79,7 +100,8 @@ def read_log(log: str) -> Figures:
     for pattern, short in SHORTER:
         lines = [re.sub(pattern, short, line).rstrip() for line in lines]
     before, after = re.findall(r"accuracy on held-out prompts +([\d.]+)% before, ([\d.]+)% after", "\n".join(lines))[-1]
-    return {"before": before, "after": after, "transcript": lines}
+    seconds = re.findall(r"(?m)^quickstart: done in (\d+) s$", log)[-1]
+    return {"before": before, "after": after, "seconds": seconds, "transcript": lines}
 
 
 def transcript(figures: Figures) -> str:
@@ -100,10 +122,10 @@ def transcript(figures: Figures) -> str:
 
 def processors(figures: Figures) -> str:
     """A table with one row per machine that ran the quickstart."""
-    rows = ["| processor | vector instructions | date, commit | accuracy before and after |", "|---|---|---|---|"]
+    rows = ["| processor | vector instructions | date, commit, load | seconds | accuracy before and after |", "|---|---|---|---|---|"]
     for run in (figures["published"], *figures["elsewhere"]):
-        when = ", ".join(run[key] for key in ("date", "commit") if run.get(key))
-        rows.append(f"| {run['processor']} | {run['vectors']} | {when} | {run['before']} %, {run['after']} % |")
+        when = ", ".join(run[key] for key in ("date", "commit", "note") if run.get(key))
+        rows.append(f"| {run['processor']} | {run['vectors']} | {when} | {run['seconds']} | {run['before']} %, {run['after']} % |")
     return "\n".join(rows)
 
 

@@ -1,7 +1,7 @@
 """`megatron-rl examples DIR`: write the examples, recipes and launch scripts of this version into a folder.
 
-A wheel has no repository around it. The folder gets a link `.venv` to the environment of this program, where the scripts
-look for it, so that `bash launch/torchrun.sh train --config ...` and `bash launch/quickstart.sh` run in the folder.
+A wheel has no repository around it. The folder gets a link `.venv` to the environment of this program, so that
+`bash launch/torchrun.sh train --config ...` and `bash launch/quickstart.sh` run in it; `launch/setup.sh` completes the environment.
 """
 
 import argparse
@@ -15,7 +15,7 @@ _FOLDERS = ("examples", "launch", "requirements")
 _SCRIPT = "tools/prepare_data.py"
 _SHARE = "share/megatron_rl"
 """Folder of these files in an environment (setup.py)."""
-_IGNORED = shutil.ignore_patterns("__pycache__", "outputs")
+_IGNORED = shutil.ignore_patterns("__pycache__", "outputs", "test.sh", "te_python.sh")  # the tests are not here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -104,10 +104,9 @@ def test_a_run_is_watched_reported_and_browsed_from_the_wheel(said, tmp_path):
 
 def test_what_needs_more_says_so_in_one_line(said, examples):
     status, printed = said("train", "--config", examples / "examples" / "gpu" / "tppo.yaml")
-    assert status == 2 and "megatron_rl[cpu]" in printed and len(printed.splitlines()) == 1
+    assert status == 2 and "bash DIR/launch/setup.sh" in printed and len(printed.splitlines()) == 1
 
 
 def test_the_launch_scripts_use_the_environment_of_the_wheel(machine, examples):
-    done = subprocess.run(["bash", "launch/setup.sh"], cwd=examples, capture_output=True, text=True, timeout=60, check=True)
-    assert "environment of the installed package" in done.stdout
+    assert not (examples / "launch" / "test.sh").exists()
     assert (examples / ".venv").resolve() == machine[0].resolve()

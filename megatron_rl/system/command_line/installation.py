@@ -18,8 +18,8 @@ def missing_package(error: ModuleNotFoundError) -> str:
     if not package or package == "megatron_rl" or package in sys.stdlib_module_names:
         return ""
     return (
-        f"this command needs {package}, which is not installed: pip install 'megatron_rl[cpu]', or 'megatron_rl[gpu]' on a machine "
-        "with GPUs; `megatron-rl examples DIR` writes launch/setup.sh, which also installs what pip cannot (docs/install.md)"
+        f"this command needs {package}, which is not installed: `megatron-rl examples DIR && bash DIR/launch/setup.sh` installs it here; "
+        "pip install 'megatron_rl[cpu]' omits SGLang, pip install 'megatron_rl[gpu]' Transformer Engine"
     )
 
 

@@ -94,7 +94,7 @@ def reader(tmp_path_factory):
     folder = fake_root(tmp_path_factory.mktemp("reader"))
     make_tiny_model(folder / "model", num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32768)
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    for name in ("train.jsonl", "data/train.jsonl", "data/eval.jsonl", "prompts.jsonl"):
+    for name in ("train.jsonl", "eval.jsonl", "data/train.jsonl", "data/eval.jsonl", "prompts.jsonl"):
         write_rows(folder / name, PROMPT)
     write_rows(folder / "HumanEval.jsonl.gz", HUMAN_EVAL)
     write_rows(folder / "responses.jsonl", RESPONSE)

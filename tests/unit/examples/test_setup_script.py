@@ -31,14 +31,16 @@ fi
 exec REAL "$@"
 """.replace("REAL", sys.executable)
 VENV_PYTHON = """#!/bin/sh
+case "$*" in *find_spec*) exit ${LACKS:-0} ;; *version_info*) exec REAL "$@" ;; esac
 [ "$1" = -c ] && exit 0
+case "$1" in --version | -I | launch/*) exec REAL "$@" ;; esac
 case "$*" in *"-r requirements/uv.txt") exit 1 ;; esac  # the registry has no uv, but in tests of uv itself
 case "$*" in *--dry-run*) echo "Would install torch-2.13.0${BUILD-+cpu} torchvision-0.28.0${BUILD-+cpu}" ;; esac
 printf '%s|%s|%s\\n' "$*" "$NVTE_PYTORCH_FORCE_BUILD" "$CUDA_HOME" >>"$CALLS"
 case "$*" in
     *"${FAILS:-nothing fails}"*) echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."; exit 1 ;;
 esac
-"""
+""".replace("REAL", sys.executable)
 
 
 @pytest.fixture
@@ -219,10 +221,27 @@ def test_a_python_of_pyenv_or_uv_is_found_where_the_one_on_path_does_not_run(mac
         shutil.rmtree(machine.folder / ".venv")
 
 
-def test_the_folder_of_written_examples_needs_no_installation(machine):
-    (machine.folder / "setup.py").unlink()
+def test_the_folder_of_written_examples_completes_the_environment_of_the_wheel(machine):
+    for name in ("setup.py", "pyproject.toml"):
+        (machine.folder / name).unlink()
+    (machine.folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(machine.bin / "venv_python", machine.folder / ".venv" / "bin" / "python")
     done = machine.run()
-    assert done.returncode == 0 and "megatron-rl examples" in done.stdout and machine.calls() == []
+    assert done.returncode == 0 and "has all that it needs" in done.stdout and machine.calls() == []
+    done = machine.run(LACKS="1")
+    assert done.returncode == 0, done.stderr
+    locked, planned, torch = [call for call in machine.calls() if "uv.txt" not in call]
+    assert "requirements/cpu.lock" in locked and "--dry-run" in planned and "torch==2.13.0" in torch
+
+
+def test_an_environment_keeps_its_python_and_another_one_is_refused(machine):
+    assert machine.run().returncode == 0
+    other = "3.12" if sys.version_info[:2] == (3, 11) else "3.11"
+    machine.command("other", f'#!/bin/sh\ncase "$*" in *print*) echo {other} ;; esac\n')
+    machine.command("python3.11", "#!/bin/sh\nexit 1\n")
+    assert "up to date" in machine.run().stdout
+    done = machine.run(PYTHON="other")
+    assert done.returncode == 1 and f"PYTHON=other is {other}" in done.stderr and "rm -rf .venv" in done.stderr
 
 
 def test_a_driver_that_does_not_answer_is_told_and_not_taken_for_a_cpu_machine_in_silence(machine):
