@@ -18,6 +18,7 @@ from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED, StopRequested
 
+_ENGINES = ("torch", "megatron-core", "sglang")
 _EXIT_STATUSES = f"""\
 exit statuses: 0 done, 1 failed, 2 the user's error, {STOPPED} stopped by a signal and resumable (run.resume=auto),
   {INTERRUPTED} interrupted"""
@@ -35,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {error}")
         return 2
     except ModuleNotFoundError as error:
-        from megatron_rl.system.command_line.installation import missing_package
-
         if not (problem := missing_package(error)):
             raise
         say(f"error: {problem}")
@@ -92,9 +91,7 @@ def _parsers(name: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParse
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from megatron_rl.system.command_line.installation import version_text
-
-        print(version_text(__version__))
+        print(_version_text())
         parser.exit()
 
 
@@ -114,6 +111,30 @@ def _complete_keys(prefix: str, **_: object) -> list[str]:
     from megatron_rl.config.keys import sections
 
     return [f"{key.name}=" for section in sections() for key in section.keys if key.name.startswith(prefix)]
+
+
+def _version_text() -> str:
+    """One line per package: this one, Python, and the engines that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    lines = [f"megatron-rl {__version__}", f"python {sys.version.split()[0]}"]
+    for name in _ENGINES:
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} not installed")
+    return "\n".join(lines)
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """The problem and its remedy in one line; "" if the missing module is none of another package."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package == "megatron_rl" or package in sys.stdlib_module_names:
+        return ""
+    return (
+        f"this command needs {package}, which is not installed: `megatron-rl examples DIR && bash DIR/launch/setup.sh` installs it here; "
+        "pip install 'megatron_rl[cpu]' omits SGLang, pip install 'megatron_rl[gpu]' Transformer Engine"
+    )
 
 
 def run() -> int:

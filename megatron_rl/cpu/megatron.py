@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.system.gpu import transformer_engine
+from megatron_rl.system.gpu import gpu_environment
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")
@@ -42,7 +42,7 @@ def find_spec(
     """
     if torch.cuda.is_available():
         if is_first:
-            transformer_engine.disable_if_broken()
+            gpu_environment.hide_broken_transformer_engine()
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if spec is None or spec.loader is None:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_rl.models.layers.attention import PackedAttention
-from megatron_rl.system.gpu import transformer_engine
+from megatron_rl.system.gpu import gpu_environment
 
 _SPLIT_GRADIENT_MARK = "sequence_parallel"
 """Attribute of parameters that Megatron checks."""
@@ -60,7 +60,8 @@ def layers_note(config: TransformerConfig, longest: int = 0) -> str:
     slow += ["latent attention without a fused kernel"] if config.multi_latent_attention else []
     if config.context_parallel_size > 1:
         slow += ["keys and values of whole sequences gathered on every rank, with masks of length x length"]
-    why = f"does not load on this GPU ({transformer_engine.problem})" if transformer_engine.problem else "is missing on this GPU"
+    problem = gpu_environment.transformer_engine_problem
+    why = f"does not load on this GPU ({problem})" if problem else "is missing on this GPU"
     return (
         f"Transformer Engine {why}: layers in plain PyTorch replace it, correct but slow "
         f"({'; '.join(slow)}); install it for anything but a trial (docs/cluster.md)"

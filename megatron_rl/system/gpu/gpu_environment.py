@@ -1,11 +1,17 @@
-"""Environment variables for GPUs, the same for trainer ranks and servers, and the GPUs that torch detects.
+"""Environment variables for GPUs, the same for trainer ranks and servers; the GPUs and Transformer Engine that work here.
 
 A broadcast of weights uses one NCCL communicator of trainer ranks and server workers. NCCL fails or hangs if the two
 sides have different values of ``NCCL_DEFAULTS``, which SGLang sets to 0 in a server that has none.
+
+Megatron Core expects Transformer Engine complete or missing: some of its modules catch only ModuleNotFoundError, but the
+import of Transformer Engine may raise anything. A package that does not load, for example because a shared library is
+missing, therefore counts as missing, and the reason is recorded.
 """
 
+import importlib
 import os
 import socket
+import sys
 import sysconfig
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -20,6 +26,9 @@ NCCL_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
 them. An NCCL_CUMEM_ENABLE that is not set follows NCCL_NVLS_ENABLE."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
+_TRANSFORMER_ENGINE = "transformer_engine"
+transformer_engine_problem = ""
+"""Reason why Transformer Engine does not load; empty if it loads or is not installed."""
 
 
 def set_gpu_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -89,3 +98,21 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def hide_broken_transformer_engine() -> None:
+    """Call before Megatron's first import: later imports of a Transformer Engine that does not load then find none."""
+    global transformer_engine_problem
+    try:
+        importlib.import_module(f"{_TRANSFORMER_ENGINE}.pytorch")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == _TRANSFORMER_ENGINE:
+            return
+        transformer_engine_problem = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        transformer_engine_problem = f"{type(error).__name__}: {error}"
+    else:
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] == _TRANSFORMER_ENGINE]:
+        del sys.modules[name]
+    vars(sys)["modules"][_TRANSFORMER_ENGINE] = None

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.schedule_facts import (
     Facts,
     Overlap,
@@ -15,6 +14,7 @@ from megatron_rl.config.schedule_facts import (
     window_jitter_tokens,
 )
 from megatron_rl.config.schema import Config, KlPlace, Mode, Placement, ScheduleConfig, WeightUpdate
+from megatron_rl.desk.plan.dry_run import batch_arithmetic
 
 
 @pytest.mark.parametrize(

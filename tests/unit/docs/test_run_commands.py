@@ -39,7 +39,7 @@ NOT_RUN = {
     "megatron-rl convert": "tests/integration/test_models.py",
     "megatron-rl plan --model": "seconds each; tests/unit/commands/test_plan.py and tests/unit/examples/test_model_recipes.py",
     "megatron-rl examples": "tests/integration/test_wheel.py",
-    "megatron-rl --version": "tests/unit/commands/test_command_line.py",
+    "megatron-rl --version": "tests/unit/commands/test_cli.py",
     "megatron-rl reward-train --config examples/reward_models/process.yaml reward_train.train_files": "reads what label-lines makes",
     "python launch": "compiles",
     "python tools/release.py": "changes the repository; tests/unit/tools/test_release.py",

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import flat_params, load_config, preset_names
 from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.desk.plan.dry_run import batch_arithmetic
 from megatron_rl.errors import ConfigError
 from megatron_rl.schedule.graph import check_graph
 from megatron_rl.schedule.table import make_graph

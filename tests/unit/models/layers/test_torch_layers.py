@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl.cpu import megatron as cpu
 from megatron_rl.models.layers import torch_layers as layers
-from megatron_rl.system.gpu import transformer_engine
+from megatron_rl.system.gpu import gpu_environment
 
 
 def test_megatrons_names_are_fixed_without_transformer_engine() -> None:
@@ -64,11 +64,11 @@ def test_broken_transformer_engine_is_reported_with_the_reason(
     (tmp_path / "transformer_engine" / "__init__.py").write_text("")
     (tmp_path / "transformer_engine" / "pytorch" / "__init__.py").write_text(f"raise {failure}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(transformer_engine, "problem", "")
+    monkeypatch.setattr(gpu_environment, "transformer_engine_problem", "")
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    transformer_engine.disable_if_broken()
-    assert transformer_engine.problem.startswith(failure.partition("(")[0])
+    gpu_environment.hide_broken_transformer_engine()
+    assert gpu_environment.transformer_engine_problem.startswith(failure.partition("(")[0])
     with pytest.raises(ModuleNotFoundError):
         import transformer_engine as engine  # noqa: F401
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,9 +1,18 @@
-"""The batch arithmetic that is printed at start."""
+"""The batch arithmetic that a dry run prints."""
+
+from pathlib import Path
+
+import pytest
 
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import load_config
-from megatron_rl.desk.plan.dry_run import print_plan
+from megatron_rl.desk.plan.dry_run import batch_arithmetic, print_plan
+from tests.unit.config.recipes import MODEL, write_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path, MODEL)
 
 
 def test_separate_layout_of_the_critic_is_described_next_to_the_policys(recipe, capsys):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import megatron_rl
-from megatron_rl.cli import _parse, _parsers, main
+from megatron_rl.cli import _parse, _parsers, main, missing_package
 from megatron_rl.commands import COMMANDS, EXAMPLES
-from megatron_rl.system.command_line.installation import missing_package
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "megatron", "sglang", "transformers", "numpy", "rich", "omegaconf", "matplotlib", "pyarrow", "aiohttp"}
