@@ -1,12 +1,15 @@
 """Lists every parameter of a model: Megatron's name, the Hugging Face tensors with their shapes, and the transform."""
 
+import fnmatch
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 import torch
 
+from megatron_rl.errors import ModelError
 from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.families.transforms import Dims, Replicated, Transform, VocabParallel
@@ -78,6 +81,35 @@ def entries(config: ModelConfig, role: Role) -> list[Entry]:
     elif not config.tie_word_embeddings:
         rules.append(_fill(_LM_HEAD, sizes))
     return rules
+
+
+def frozen_parameters(config: ModelConfig, role: Role, patterns: Sequence[str]) -> set[str]:
+    """Megatron's names (of the tables) of the parameters whose tensors match ``patterns``.
+
+    A pattern is a shell's (``*.self_attn.*``) for whole Hugging Face names, so it means the same for every layer
+    implementation. Raises ModelError for a pattern without a match, for a part of what is one parameter in Megatron
+    (q_proj without k_proj and v_proj), and if nothing is left to train.
+    """
+    found, all_entries = set(), entries(config, role)
+    expressions = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in patterns}
+    unused = set(patterns)
+    for entry in all_entries:
+        matching = {pattern: [name for name in entry.hf if expressions[pattern].match(name)] for pattern in patterns}
+        unused -= {pattern for pattern, names in matching.items() if names}
+        matched = {name for names in matching.values() for name in names}
+        if matched and len(matched) < len(entry.hf):
+            raise ModelError(
+                f"{', '.join(sorted(matched))}: one parameter in Megatron together with "
+                f"{', '.join(sorted(set(entry.hf) - matched))}; match all of them, or none"
+            )
+        if matched:
+            found.add(entry.megatron)
+    if unused:
+        some = [name for entry in all_entries[:12] for name in entry.hf]
+        raise ModelError(f"{sorted(unused)[0]!r} matches no tensor of the model; its tensors are {', '.join(some)}, ...")
+    if len(found) == len(all_entries):
+        raise ModelError("all parameters match, so nothing would train; leave some out")
+    return found
 
 
 def stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

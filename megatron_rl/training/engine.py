@@ -46,6 +46,7 @@ from megatron_rl.data.batch import ALSO_WANTED, PackedBatch, dummy_batch, on_dev
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
+from megatron_rl.models.freezing import freeze_matching
 from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, named_parameters, sharded_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import check_mtp_present, mtp_note
@@ -125,6 +126,7 @@ class Engine:
         fp32_head: bool = False,
         mtp: Mtp = Mtp.drop,
         vision: VisionConfig | None = None,
+        frozen: Sequence[str] = (),
         megatron: Mapping[str, Any] | None = None,
         seed: int = 1,
     ) -> None:
@@ -133,7 +135,8 @@ class Engine:
         ``moe``: the choice of a policy's experts; with replay the field ``routes`` of the batches determines it.
         ``offload``: when ``offload`` moves the model. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``:
         whether ``save_hf`` keeps the multi-token-prediction layers of ``path``. ``vision``: trained parts of a
-        vision-language model's encoder. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
+        vision-language model's encoder. ``frozen``: patterns of tensors that do not train (``models.freezing``).
+        ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -164,11 +167,12 @@ class Engine:
         if optimizer is None:
             torch.nn.ModuleList(self.chunks).requires_grad_(False)
         else:
-            self._make_trainable(optimizer, vision, torch_dtype)
+            self._make_trainable(optimizer, vision, frozen, torch_dtype)
         self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=_moves(offload, topology))
 
-    def _make_trainable(self, optimizer: OptimizerConfig, vision: VisionConfig, dtype: torch.dtype) -> None:
+    def _make_trainable(self, optimizer: OptimizerConfig, vision: VisionConfig, frozen: Sequence[str], dtype: torch.dtype) -> None:
         freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
+        freeze_matching(self.chunks, self.hf_config, self.role, frozen)
         self._replicas = ddp.wrap(self.chunks, dtype)
         self._optimizer = build_optimizer(optimizer, self._replicas, dtype)
         self._scheduler = build_scheduler(optimizer, self._optimizer)

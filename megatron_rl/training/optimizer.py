@@ -8,7 +8,8 @@ In a checkpoint each rank stores its own shard of the state, under the names and
 distributed optimizer has a range of the elements of some weights. Such a range of a row-major tensor consists of a few
 boxes (the end of a row, whole rows, the start of a row), which Megatron's format can store and split again. So nothing is
 gathered or copied: in any layout, views of the state itself are written and read. The names are those of Megatron's
-"fully_reshardable" format, whose checkpoints can be read as well.
+"fully_reshardable" format, whose checkpoints can be read as well. Parameters that do not train have the state of a first
+update: the format stacks equal layers, and a stack of which some layers train must be whole.
 """
 
 import math
@@ -17,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -190,7 +192,21 @@ def sharded_state(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> d
                     for weight, ranges in bucket["param_map"].items():
                         for name, values in weight_states(part, weight).items():
                             pieces += _pieces_of(found[id(weight)], name, values.detach(), ranges["param"].start)
+    for entry in found.values():
+        if isinstance(entry.data, torch.nn.Parameter) and not entry.data.requires_grad:
+            pieces += _frozen_pieces(entry, optimizer.config.exp_avg_dtype)
     return {str(index): piece for index, piece in enumerate(pieces)}
+
+
+def _frozen_pieces(weight: ShardedTensor | ShardedTensorFactory, moments: torch.dtype) -> Iterator[ShardedTensor]:
+    """The state of this data-parallel rank's part of a weight that does not train."""
+    is_expert = not getattr(weight.data, "allreduce", True)
+    group = parallel_state.get_expert_data_parallel_group() if is_expert else parallel_state.get_data_parallel_group(True)
+    number, num_ranks = weight.data.numel(), group.size()
+    start, end = (number * rank // num_ranks for rank in (group.rank(), group.rank() + 1))
+    main = weight.data.detach().reshape(-1)[start:end].float()
+    for name, values in (("param", main), *((name, torch.zeros_like(main, dtype=moments)) for name in ("exp_avg", "exp_avg_sq"))):
+        yield from _pieces_of(weight, name, values, start)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -124,7 +124,7 @@ def build_engine(
         offload=model.offload,
         vision=model.vision,
         megatron=model.megatron,
-        **(_policy_settings(model) if isinstance(model, PolicyConfig) else {}),
+        **(_policy_settings(model) if isinstance(model, PolicyConfig) else {"frozen": model.freeze}),
         seed=config.run.seed,
     )
 

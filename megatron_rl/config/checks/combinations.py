@@ -301,8 +301,9 @@ def _without_critic(config: Config) -> Iterator[str]:
         yield f"critic.warmup_steps: {without}; set 0"
     if config.schedule.training_window_tokens:
         yield f"schedule.training_window_tokens: {without}, so whole groups train; set null or 0"
-    if config.critic.path:
-        yield f"critic.path: {without}; leave it empty"
+    for key, value in (("path", config.critic.path), ("freeze", config.critic.freeze)):
+        if value:
+            yield f"critic.{key}: {without}; leave it empty"
     if config.critic.parallel and not config.reward.process.path:
         yield f"critic.parallel: {without}; remove it"
     if config.environment.name == "pag":

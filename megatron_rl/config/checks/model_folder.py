@@ -19,6 +19,7 @@ from megatron_rl.families.model_facts import (
     read_json_object,
     uses_only_experts,
 )
+from megatron_rl.families.parameters import frozen_parameters
 from megatron_rl.families.sglang_limits import cpu_problems, engine_problems, split_problems
 
 
@@ -42,6 +43,7 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
     for name, settings in (("policy", config.policy.vision), ("critic", config.critic.vision)):
         if family.vision is None and settings != VisionConfig():
             yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
+    yield from _frozen(config.critic.freeze, model, path)
     yield from _divisions(config.parallel, model, path)
     if config.critic.parallel:
         yield from (of_critic(problem) for problem in _divisions(config.critic.parallel, model, path))
@@ -98,6 +100,13 @@ def moe_problems(moe: MoeConfig, config: ModelConfig, where: object) -> Iterator
             f"policy.moe.load_balancing=bias: the routers of {config.model_type} have no expert bias ({where}); use "
             "aux_loss or none"
         )
+
+
+def _frozen(patterns: list[str], model: dict[str, Any], path: Path) -> Iterator[str]:
+    try:
+        frozen_parameters(as_config(model), "critic", patterns) if patterns else ()
+    except ModelError as error:
+        yield f"critic.freeze: {error} ({path})"
 
 
 def _largest_token_id(path: Path) -> int:

@@ -271,6 +271,9 @@ class CriticConfig:
     """Number of first steps in which only the critic trains."""
     num_epochs: int = at_least(1, default=1)
     """Passes over the finished responses per step (K critic updates per policy update)."""
+    freeze: list[str] = field(default_factory=list)
+    """Tensors that keep their values while the critic trains, also in critic-pretrain: patterns such as "*.self_attn.*" for
+    names in its Hugging Face files, where * stands for any text. Empty: everything trains."""
     parallel: ParallelConfig | None = None
     """A separate layout over the same ranks for the critic and the process reward model. null: the policy's layout."""
     vision: VisionConfig = field(default_factory=VisionConfig)
