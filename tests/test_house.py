@@ -29,13 +29,13 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           66594   435     586
-core            49049   335     461
+whole           67033   435     591
+core            49488   335     466
 .                 172     3       5
-agents            861    10      10
+agents           1264    10      15
 algorithms       3238    24      17
 config           3758    22      71
-data             3389    15      25
+data             3425    15      25
 environments      547     4      10
 families         1644    20      19
 models           4681    25      44

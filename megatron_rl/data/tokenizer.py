@@ -87,10 +87,46 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a control token's text as ordinary letters: the text is cut where both pieces are free of control tokens."""
+        control = self._tokenizer.added_tokens_decoder.keys() - {self._tokenizer.unk_token_id}
+        for cut in range(1, len(text)):
+            ids = self.encode(text[:cut]) + self.encode(text[cut:])
+            if control.isdisjoint(ids):
+                return ids
+        return []
+
     def template_reads(self, argument: str) -> bool:
         """True if the chat template mentions ``argument``; other arguments have no effect."""
-        template = self._tokenizer.chat_template
-        return bool(re.search(rf"\b{re.escape(argument)}\b", str(template))) or argument == "chat_template"
+        return bool(re.search(rf"\b{re.escape(argument)}\b", self.template_text)) or argument == "chat_template"
+
+    @property
+    def template_text(self) -> str:
+        """The chat template; "None" without one."""
+        return str(self._tokenizer.chat_template)
+
+    @property
+    def added_texts(self) -> tuple[str, ...]:
+        """Texts that become one token anywhere in a text, control tokens and others."""
+        return tuple(dict.fromkeys([*self.special_texts, *(t.content for t in self._tokenizer.added_tokens_decoder.values())]))
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool, arguments: Mapping[str, Any] | None = None
+    ) -> str:
+        """Text of a conversation in the chat template; with ``generate`` up to the start of the model's answer.
+
+        ``tools`` and the arguments of tool calls are objects. Raises DataError if there is no template, or if it rejects
+        these messages.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=generate, tokenize=False, **arguments or {}
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            roles = ", ".join(message["role"] for message in messages[-8:])
+            raise DataError(f"{self.path}: the chat template rejects messages of {roles}: {error}") from error
 
     def encode_prompt(
         self,
@@ -183,7 +219,7 @@ class Tokenizer:
 
     def raw_text(self, token_ids: Sequence[int]) -> str:
         """Text with special tokens, for messages."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def unknown_text(self, text: str, token_ids: Sequence[int] | None = None) -> str:
         """Part of ``text`` that is only covered by the unknown token; empty if the tokenizer covers all of it.
