@@ -1,5 +1,6 @@
 # Defaults that the launch scripts source; a site may set them beforehand.
 VENV=${VENV:-.venv}
+source launch/bytecode.sh
 # Trainer ranks and servers share an NCCL communicator: both sides need the same values, and 0 is SGLang's default.
 # NCCL_NVLS_ENABLE=1 turns both on; multi-node NVLink (GB200, GB300) needs that, for the trainer and for every server.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}

@@ -25,6 +25,7 @@ case $MODE in
 esac
 
 bash launch/setup.sh
+source launch/bytecode.sh
 # Hide all GPUs from torch and SGLang.
 export CUDA_VISIBLE_DEVICES= MEGATRON_RL_REQUIRE_GPU=0
 if nvidia-smi -L >/dev/null 2>&1; then echo "quickstart: running on the CPU; for GPU recipes see examples/gpu/README.md"; fi

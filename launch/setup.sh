@@ -188,7 +188,7 @@ else
     install --no-deps --require-hashes -r requirements/cpu.lock
     install_torch
     wait "$te_python" || fail "Transformer Engine's Python code, for tests, could not be downloaded" "read $VENV/te_python.log"
-    say "3/3 megatron_rl itself"
+    if [ -f setup.py ]; then say "3/3 megatron_rl itself"; fi
 fi
 if [ -f setup.py ]; then install --no-deps --no-build-isolation -e .; fi
 "$VENV/bin/python" -c 'import megatron_rl' || fail "megatron_rl does not import" "remove $VENV and run this again"

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
+source launch/bytecode.sh
 # One thread per process: the ranks and servers of a test share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Tests that are not marked gpu run on the CPU, with several ranks and servers each, even if there is a GPU.

@@ -203,6 +203,7 @@ def test_tests_see_gpus_only_where_they_are_meant_for_them(site, words, visible)
     program(site[0] / "fake" / "launch" / "setup.sh", "#!/bin/sh\n")
     text = (ROOT / "launch" / "test.sh").read_text().replace("bash launch/setup.sh", "true")
     program(site[0] / "fake" / "launch" / "test.sh", text)
+    program(site[0] / "fake" / "launch" / "bytecode.sh", "")
     (site[0] / "fake" / ".venv").symlink_to(site[0] / ".venv")
     _, calls = run(site, "fake/launch/test.sh", *words)
     assert calls[0][2]["CUDA_VISIBLE_DEVICES"] == visible
@@ -211,7 +212,7 @@ def test_tests_see_gpus_only_where_they_are_meant_for_them(site, words, visible)
 def test_the_suite_on_the_torch_of_gpu_machines_has_an_environment_of_its_own(site):
     copy = site[0] / "fake"
     program(copy / "launch" / "setup.sh", "echo set up $FLAVOR $TRANSFORMER_ENGINE $VENV\n")
-    for path in ("launch/test.sh", ".ci/gpu_torch"):
+    for path in ("launch/test.sh", "launch/bytecode.sh", ".ci/gpu_torch"):
         program(copy / path, (ROOT / path).read_text())
     (copy / ".venv-gpu-torch").symlink_to(site[0] / ".venv")
     done, calls = run(site, "fake/.ci/gpu_torch", "tests/unit")

@@ -40,3 +40,13 @@ def test_ranks_on_gpus_share_the_cores(
         check=True,
     )
     assert done.stdout.split() == [threads]
+
+
+@pytest.mark.parametrize(("settings", "prefix"), [({}, ""), ({"PYTHONDONTWRITEBYTECODE": "1", "VENV": "/v"}, "/v/bytecode")])
+def test_processes_share_bytecode_in_the_environment_where_python_may_write_none(settings: dict[str, str], prefix: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    script = "set -euo pipefail; source launch/bytecode.sh; echo ${PYTHONDONTWRITEBYTECODE-unset} ${PYTHONPYCACHEPREFIX-}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPOSITORY, env=inherited | settings, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["unset", *filter(None, [prefix])]
