@@ -48,8 +48,8 @@ class PeerLost(RuntimeError):
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """True if a peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
-    lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, PeerLost) or any(words in str(error) for words in lost_words)
+    lost_texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, PeerLost) or any(text in str(error) for text in lost_texts)
 
 
 def rank() -> int:

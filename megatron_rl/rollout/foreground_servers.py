@@ -175,14 +175,14 @@ def _of_model(arguments: argparse.Namespace, device: str) -> tuple[ServerOptions
 
 
 def _of_recipe(arguments: argparse.Namespace) -> tuple[ServerOptions, int, str]:
-    config = load_config(arguments.config, _recipe_words(arguments))
+    config = load_config(arguments.config, _recipe_overrides(arguments))
     _check_servers(config)
     options = server_options(config, load_weights=False, tokenizer=True)
     options = replace(options, server_args=_named(options.server_args))
     return options, config.rollout.num_servers, config.rollout.api_key_env
 
 
-def _recipe_words(arguments: argparse.Namespace) -> Sequence[str]:
+def _recipe_overrides(arguments: argparse.Namespace) -> Sequence[str]:
     given = {
         "policy.dtype": arguments.dtype,
         "rollout.tensor_parallel_size": arguments.tensor_parallel_size,

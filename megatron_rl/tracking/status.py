@@ -22,7 +22,8 @@ import psutil
 
 EVERY_S = 2.0
 SILENT_S = 60.0
-"""Many times ``EVERY_S``, so that long library calls, slow file systems and clock differences do not look like a dead run."""
+"""Age of a status file from which its run counts as silent. It is many times ``EVERY_S``, so that long library calls, slow file
+systems and clock differences do not look like a dead run."""
 _FILE = "status.json"
 _MAX_REASON_CHARACTERS = 2000
 

@@ -299,7 +299,7 @@ def _raised_together(kind: type[UserError], text: str) -> Iterator[None]:
         problem = str(error)
     # Libraries under Megatron raise many kinds of errors on a full disk or another model's files; torch's is not an Exception.
     except (Exception, CheckpointException) as error:
-        problem = f"{text}: {_words(error)}"
+        problem = f"{text}: {_one_line(error)}"
     _agree(problem, kind)
 
 
@@ -312,7 +312,7 @@ def _agree(problem: str, kind: type[UserError]) -> None:
         raise kind(said)
 
 
-def _words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """The error in one line: the first of the ranks' failures, which torch wraps."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

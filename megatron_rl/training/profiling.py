@@ -192,13 +192,13 @@ def seconds_by_rank(accounts: Sequence[Mapping[StageKey, ResourceUse]]) -> dict[
     for rank, account in enumerate(accounts):
         for stage, use in account.items():
             found.setdefault(stage, []).append((use.busy_s, rank))
-    words = {}
+    texts = {}
     for stage, ranks in found.items():
         if len(ranks) > _MAX_RANKS:
             by_time = sorted(ranks)
             ranks = by_time[: _MAX_RANKS // 2] + by_time[-_MAX_RANKS // 2 :]
-        words[stage] = " ".join(f"{rank}:{seconds:.4g}" for seconds, rank in sorted(ranks, key=lambda one: one[1]))
-    return words
+        texts[stage] = " ".join(f"{rank}:{seconds:.4g}" for seconds, rank in sorted(ranks, key=lambda one: one[1]))
+    return texts
 
 
 def _together(one: ResourceUse, other: ResourceUse) -> ResourceUse:

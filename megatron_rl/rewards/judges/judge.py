@@ -44,7 +44,7 @@ _Words = tuple[tuple[str, ...], tuple[str, ...]]
 """(surface forms of yes, surface forms of no)."""
 _Ids = tuple[tuple[int, ...], tuple[int, ...]]
 """(token ids of yes, token ids of no)."""
-_server_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], int]] = WeakKeyDictionary()
+_token_ids_of_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ async def _word_ids(settings: JudgeOptions, url: str) -> _Ids:
     words = settings.words
     if settings.tokenizer_path:
         return _local_ids(settings.tokenizer_path, words)
-    known = _server_words.setdefault(asyncio.get_running_loop(), {})
+    known = _token_ids_of_words.setdefault(asyncio.get_running_loop(), {})
     for word in itertools.chain(*words):
         if (url, word) not in known:
             answer = await post_json(f"{url}/tokenize", {"prompt": word, "add_special_tokens": False})

@@ -126,7 +126,7 @@ def test_apt_leaves_no_lists_and_recommends_nothing():
             assert run.count("rm -rf /var/lib/apt/lists/*") == 1
 
 
-def test_what_git_ignores_does_not_get_into_the_image():
+def test_files_that_git_ignores_stay_out_of_the_image():
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
     for name in [*ignored, ".git"]:

@@ -47,7 +47,7 @@ def test_arms_are_told_from_seeds_and_steps_stand_in_columns(monkeypatch, tmp_pa
     assert lines[5] == "| `plain` (2 seeds) | 10.0 ± 0.0 % | 30.0 ± 10.0 % |"
 
 
-def test_a_folder_without_runs_is_told(monkeypatch, tmp_path, capsys):
+def test_a_folder_without_runs_is_reported(monkeypatch, tmp_path, capsys):
     table = load("arms_table", "arms_table.py", monkeypatch)
     assert table.main([str(tmp_path)]) == 2
     assert "no run under" in capsys.readouterr().err

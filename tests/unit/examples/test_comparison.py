@@ -156,7 +156,7 @@ def test_a_reader_can_compute_the_figures_from_the_numbers_of_each_run(folder):
         (lambda f: write_run(f / "runs" / "x-1", {}), (), "run.keep_policy_every_s"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_a_reason(folder, change, arguments, words, capsys):
+def test_runs_that_cannot_be_compared_are_rejected_with_a_reason(folder, change, arguments, words, capsys):
     change(folder)
     assert run(folder, *arguments) == 2
     assert words in capsys.readouterr().err

@@ -251,7 +251,7 @@ def test_a_driver_that_does_not_answer_is_told_and_not_taken_for_a_cpu_machine_i
     assert any("requirements/cpu.lock" in call for call in machine.calls())
 
 
-def test_without_transformer_engine_what_is_missing_is_said(machine):
+def test_without_transformer_engine_the_missing_package_is_reported(machine):
     machine.driver("580.65.06")
     enough_disk(machine)
     done = machine.run(TRANSFORMER_ENGINE="no")
@@ -262,7 +262,7 @@ def test_without_transformer_engine_what_is_missing_is_said(machine):
 
 
 @pytest.mark.parametrize(("fails", "error"), [("gpu-build.lock", "differs from the locked one"), ("gpu.lock", "locked")])
-def test_what_fails_is_told_with_its_log_and_can_be_run_again(machine, fails, error):
+def test_a_failed_part_is_reported_with_its_log_and_can_run_again(machine, fails, error):
     machine.driver("580.65.06")
     enough_disk(machine)
     done = machine.run(FAILS=fails)

@@ -75,7 +75,7 @@ def test_both_sides_get_the_same_reward(text, reward):
     assert last_number(text, "18") == score(text, "18") == reward
 
 
-def test_without_trl_or_a_start_the_way_to_make_one_is_said(monkeypatch, capsys, tmp_path):
+def test_without_trl_or_a_start_the_command_for_one_is_reported(monkeypatch, capsys, tmp_path):
     import bench_trl
 
     words = ["bench_trl.py", "--start", str(tmp_path), "--trl-python", ""]

@@ -42,7 +42,7 @@ def test_the_lock_of_a_cpu_machine_leaves_the_build_of_torch_open_and_has_sglang
     assert "sglang" in locked and not {package for package in locked if "flashinfer" in package or package.startswith("sgl-")}
 
 
-def test_what_is_compiled_is_no_part_of_what_is_installed_first():
+def test_compiled_packages_are_not_installed_first():
     installed = {package for package, *_ in lock.locked(TEXTS["gpu.lock"])}
     compiled = lock.read_pins(["gpu-build.txt"])
     assert not installed & compiled.keys()
@@ -98,7 +98,7 @@ def test_gpu_and_cpu_machines_have_the_same_trackers():
         assert pins.items() <= {(package, version) for package, version, *_ in lock.locked(TEXTS[name])}
 
 
-def test_without_uv_the_remedy_is_said(monkeypatch, tmp_path, capsys):
+def test_without_uv_the_remedy_is_reported(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert lock.main(["--check"]) == 1
     assert "pip install uv" in capsys.readouterr().err
