@@ -29,8 +29,8 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           67033   435     591
-core            49488   335     466
+whole           67034   435     591
+core            49489   335     466
 .                 172     3       5
 agents           1264    10      15
 algorithms       3238    24      17
@@ -48,7 +48,7 @@ selection        1282     5      10
 step             3947    38      29
 supervised        579     4       5
 system           3071    31      33
-tracking         1806    10      15
+tracking         1807    10      15
 training         3945    17      26
 weights          1975    11      28
 commands         1248    21       0
