@@ -1,7 +1,7 @@
 """Values derived from a configuration and from the model folder that it names."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.schema import (
     BatchConfig,
     Config,
+    DataConfig,
     Dtype,
     EvalSetConfig,
     KlPlace,
@@ -82,7 +83,7 @@ def num_responses_per_step(config: Config) -> int:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """``EvalSetConfig`` with every null replaced by the value of ``eval``."""
+    """``EvalSetConfig`` with every null replaced by the value of ``eval`` or ``data``."""
 
     files: list[str]
     num_prompts: int
@@ -90,6 +91,14 @@ class EvalSet:
     temperature: float
     top_p: float
     top_k: int
+    prompt_field: str
+    answer_field: str
+    instruction: str
+
+    def data_of(self, data: DataConfig) -> DataConfig:
+        """``data`` with the set's own fields and instruction."""
+        own = {name: getattr(self, name) for name in ("prompt_field", "answer_field", "instruction")}
+        return replace(data, **own)
 
 
 def eval_sets(config: Config) -> dict[str, EvalSet]:
@@ -98,7 +107,7 @@ def eval_sets(config: Config) -> dict[str, EvalSet]:
 
     def setting(one: EvalSetConfig, name: str) -> Any:
         own = getattr(one, name)
-        return getattr(config.eval, name) if own is None else own
+        return own if own is not None else getattr(config.eval if hasattr(config.eval, name) else config.data, name)
 
     return {
         name: EvalSet(**{item.name: setting(one, item.name) for item in fields(EvalSet)}) for name, one in named.items()

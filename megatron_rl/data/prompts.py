@@ -309,6 +309,7 @@ def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message]
     value = lookup(row, path)
     if not isinstance(value, list):
         text = text_field(row, path, place)
+        text = data.instruction.replace("{prompt}", text) if data.instruction else text
         return _with_marks(text, text.count(IMAGE_MARK), column, place, data), column
     folder = image_folder(place, data)
     parsed = [_message(given, f"{place}: field {path!r}: message {i}", folder, data) for i, given in enumerate(value, 1)]

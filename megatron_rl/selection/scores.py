@@ -165,6 +165,7 @@ def score_settings(config: Config) -> dict[str, Any]:
         "data.prompt_field": data.prompt_field,
         "data.use_chat_template": data.use_chat_template,
         "data.system_prompt": data.system_prompt,
+        "data.instruction": data.instruction,
     }
     # Through JSON, so that these settings compare equal to settings read from a file.
     return json.loads(json.dumps(settings))

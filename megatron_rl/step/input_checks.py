@@ -135,6 +135,6 @@ def check_eval_inputs(config: Config) -> None:
     for eval_set in eval_sets(config).values():
         takes_images = model_has_vision(config)
         num_by_type = check_files(
-            eval_set.files, config.data, with_response=False, takes_images=takes_images, unique_ids=True
+            eval_set.files, eval_set.data_of(config.data), with_response=False, takes_images=takes_images, unique_ids=True
         )
         check_types(config.reward, num_by_type)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.derived import (
@@ -62,7 +62,10 @@ def make_eval_inputs(config: Config) -> EvalInputs:
     """Load tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
     tokenizer = Tokenizer(config.policy.path)
     environment = _environment(config)
-    held_out = {name: scored_prompts(config, one.files, tokenizer) for name, one in eval_sets(config).items()}
+    held_out = {
+        name: scored_prompts(replace(config, data=one.data_of(config.data)), one.files, tokenizer)
+        for name, one in eval_sets(config).items()
+    }
     return EvalInputs(
         tokenizer=tokenizer,
         environment=environment,

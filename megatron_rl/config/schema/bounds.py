@@ -54,7 +54,7 @@ _SMALLEST = 1e-20
 _MAX_SECONDS, _MIN_SECONDS = 10**7, 1e-3
 """A few months, well below the limit of clocks and condition variables (9e9 s), and a millisecond."""
 _PATHS = ("path", "_dir", "files", "_file")
-_TEXTS = ("system_prompt", "after", "yes_word", "no_word")
+_TEXTS = ("system_prompt", "instruction", "after", "yes_word", "no_word")
 """Keys whose text may have lines, and blanks at its ends."""
 _MAX_PATH, _MAX_NAME, _MAX_TEXT = 4095, 255, 10**6
 _NO_DISKS = ("/proc", "/sys", "/dev")

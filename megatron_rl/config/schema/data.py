@@ -59,6 +59,9 @@ class DataConfig:
     """Mixtures of the first steps, in order; ``mixture`` applies after the last phase."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch; false: keep the order of the files."""
+    instruction: str = bounded("text with {prompt} in it once, or nothing", lambda text: not text or text.count("{prompt}") == 1, default="")
+    """Text around each prompt, for example a demanded form of the answer; {prompt} is the place of the row's text. A prompt of
+    messages remains as it is."""
     use_chat_template: bool = False
     """Wrap the prompt as a user message in the tokenizer's chat template."""
     system_prompt: str = ""

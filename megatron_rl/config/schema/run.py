@@ -133,7 +133,7 @@ class ScheduleConfig:
 
 @dataclass
 class EvalSetConfig:
-    """A named set of prompts; null takes the value of eval."""
+    """A named set of prompts; null takes the value of eval, or of data for fields and instruction."""
 
     files: list[str] = field(default_factory=list)
     """Prompts, in the formats of data.train_files."""
@@ -147,6 +147,14 @@ class EvalSetConfig:
     """Sample from the smallest set of most likely tokens with this probability."""
     top_k: int | None = num_likeliest(default=None)
     """Sample from this many most likely tokens."""
+    prompt_field: str | None = None
+    """Column of the prompt."""
+    answer_field: str | None = None
+    """Column of the ground truth."""
+    instruction: str | None = bounded(
+        "text with {prompt} in it once, or nothing", lambda text: not text or text.count("{prompt}") == 1, default=None
+    )
+    """Text around each prompt, as data.instruction."""
 
 
 @dataclass

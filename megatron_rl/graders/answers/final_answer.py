@@ -19,6 +19,7 @@ _ANSWER_PHRASE = re.compile(r"(?i)\banswer\s*(?:is|[:=])(?!n['\u2019]?t)[ \t:=*_
 _ANY_ANSWER = re.compile(
     r"(?i)\banswers?\s+(?:is|are|was|isn['\u2019]?t|cannot|can|could|may|might|would)\b|\banswer\s*[:=]"
 )
+_ANSWER_LINE = re.compile(r"(?i)[*_`]*answer[*_`]*[ \t]*:(.*)")
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"]|$)")
 _FORMULA = re.compile(
     r"""\$\$ (?P<a>[^$]{1,1000}?) \$\$ | \\\[ (?P<b>.{1,1000}?) \\\] | \\\( (?P<c>.{1,1000}?) \\\)
@@ -122,6 +123,18 @@ def hash_answer(text: str) -> str | None:
     """Text after the last ``####``, up to the end of its line (the GSM8K form); None without the marker."""
     start = text.rfind("####")
     return text[start + 4 :].strip().partition("\n")[0].strip() if start >= 0 else None
+
+
+def answer_line(text: str) -> str | None:
+    r"""Text after ``Answer:`` at the start of the last line, without emphasis and ``\boxed``; None if that line begins otherwise."""
+    match = _ANSWER_LINE.fullmatch(text.rstrip().rpartition("\n")[2].strip())
+    if match is None:
+        return None
+    answer = match[1].strip(" *_`")
+    boxes = _boxes(answer)
+    if len(boxes) == 1 and not _DELIMITERS.sub("", answer[: boxes[0][0]] + answer[boxes[0][2] + 1 :]).strip(" ."):
+        return answer[boxes[0][1] : boxes[0][2]].strip()
+    return answer
 
 
 def phrase_answer(text: str) -> str | None:

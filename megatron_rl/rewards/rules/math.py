@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megatron_rl.data.trajectory import Score
 from megatron_rl.graders.answers.final_answer import (
     MAX_ANSWER_CHARS,
+    answer_line,
     boxed_answer,
     hash_answer,
     hedged,
@@ -28,7 +29,7 @@ from megatron_rl.graders.answers.number_parsing import ParsedNumber, all_numbers
 from megatron_rl.graders.answers.units import Unit, leading_unit, split_unit, unit_behind
 from megatron_rl.rewards.registry import register
 
-Extract = Literal["auto", "last_number", "boxed", "exact"]
+Extract = Literal["auto", "last_number", "boxed", "exact", "answer_line"]
 
 _CPU_LIMIT_S = 2.0
 """CPU time limit for parsing and comparing one answer; below any sensible ``reward.timeout_s``."""
@@ -72,7 +73,8 @@ def score(response: str, answer: str, *, extract: Extract = "auto", separator: s
 
     Args:
         extract: Location of the final answer, after the thought if there is one. ``boxed``: the last ``\boxed{}``, or the
-            last few if they are adjacent. ``last_number``: the last number. ``exact``: the whole response. ``auto``:
+            last few if they are adjacent. ``answer_line``: the last line, if it has the form ``Answer: 42``.
+            ``last_number``: the last number. ``exact``: the whole response. ``auto``:
             the last "answer is" or ``\boxed{}``, whichever comes last, else the text after the last ``####``, else the
             last formula or number; a sentence that hedges or denies is not an answer.
         separator: Separates the numbers of an answer that lists several; the last number counts. With "," commas are
@@ -121,6 +123,9 @@ class _AnswerComparison:
             return self._last_number(solution)
         if extract == "exact":
             return self._anchored("response", solution.strip())
+        if extract == "answer_line":
+            line = answer_line(solution)
+            return self._anchored("answer line", line) if line is not None else Score(0.0, "the last line is not 'Answer: ...'")
         boxed = boxed_answer(solution)
         if extract == "boxed":
             return (

@@ -15,6 +15,7 @@ from megatron_rl.config.derived import (
 )
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BatchConfig, Config, RolloutConfig, RunConfig
+from megatron_rl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,22 @@ def test_null_in_an_evaluation_set_takes_the_value_of_eval(recipe, tmp_path):
     config = load_config(recipe, ["eval.temperature=0.6", "eval.num_samples=32", "eval.num_prompts=5", sets])
     check_config(config, command="train")
     assert eval_sets(config) == {
-        "a": EvalSet([file], 5, 8, 0.6, 0.9, -1),
-        "b": EvalSet([file], 5, 1, 0.0, 1.0, -1),
+        "a": EvalSet([file], 5, 8, 0.6, 0.9, -1, "prompt", "answer", ""),
+        "b": EvalSet([file], 5, 1, 0.0, 1.0, -1, "prompt", "answer", ""),
     }
     config = load_config(recipe, [f"data.eval_files=[{file}]", "eval.temperature=1"])
-    assert eval_sets(config) == {"": EvalSet([file], 0, 1, 1.0, 1.0, -1)} and eval_sets(load_config(recipe)) == {}
+    assert eval_sets(config) == {"": EvalSet([file], 0, 1, 1.0, 1.0, -1, "prompt", "answer", "")} and eval_sets(load_config(recipe)) == {}
+
+
+def test_a_set_has_its_own_columns_and_instruction_and_takes_the_others_from_data(recipe):
+    own = "eval.sets={aime: {files: [a], prompt_field: problem, instruction: 'Think. {prompt}'}, plain: {files: [b]}}"
+    config = load_config(recipe, ["data.answer_field=solution", "data.instruction=<{prompt}>", own])
+    aime, plain = (one.data_of(config.data) for one in eval_sets(config).values())
+    assert (aime.prompt_field, aime.answer_field, aime.instruction) == ("problem", "solution", "Think. {prompt}")
+    assert plain == config.data
+    for wrong in ("no place", "{prompt} {prompt}"):
+        with pytest.raises(ConfigError, match=r"eval.sets.aime.instruction: expected text with \{prompt\} in it once"):
+            check_config(load_config(recipe, [f"eval.sets={{aime: {{files: [a], instruction: '{wrong}'}}}}"]), command="train")
 
 
 def test_device_decides_the_values_that_a_recipe_leaves_open():

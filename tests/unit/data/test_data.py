@@ -165,6 +165,9 @@ def chat(content, role="user"):
         ("1+1=", {"use_chat_template": True, "system_prompt": "add"}, "(system add)(user 1+1=)(A", "1+1="),
         ("1+1=", {}, "1+1=", "1+1="),
         ([chat("1+1=")], {}, "(user 1+1=)(A", "1+1="),
+        ("1+1=", {"use_chat_template": True, "instruction": "add {prompt}"}, "(user add 1+1=)(A", "add 1+1="),
+        ("1+1=", {"instruction": "1+{prompt}"}, "1+1+1=", "1+1+1="),
+        ([chat("1+1=")], {"instruction": "add {prompt}"}, "(user 1+1=)(A", "1+1="),
         ([chat("be", "system"), chat("1+1=")], {"system_prompt": "add"}, "(system be)(user 1+1=)(A", "1+1="),
         (
             [chat("1"), chat("2", "assistant"), chat("3")],

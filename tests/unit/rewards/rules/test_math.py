@@ -257,3 +257,18 @@ def test_every_gsm8k_solution_matches_only_its_own_answer(split: str) -> None:
 )
 def test_ground_truth_may_be_a_whole_solution(response, answer, value):
     assert score(response, answer).value == value
+
+
+@pytest.mark.parametrize("form", ["Answer: {}", "answer : {}.", "**Answer:** ${}$", "Answer: $\\boxed{{{}}}$", "*Answer*: \\({}\\)"])
+def test_answer_line_reads_the_asked_form(form: str) -> None:
+    response = f"First 41.\n{form.format(42)}\n"
+    assert score(response, "42", extract="answer_line").value == 1.0
+    assert score(response, "41", extract="answer_line").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["so it is 42", "the answer is 42", "\\boxed{42}", "Answer: 42\nbut wait", "Hence Answer: 42", "Answer:", "Answer: 42 or 43", "Answer: $Answer"],
+)
+def test_answer_line_reads_no_other_form(response: str) -> None:
+    assert score(response, "42", extract="answer_line").value == 0.0
