@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schedule_facts import Facts, Overlap
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Offload
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import kv_tokens
 from megatron_rl.desk.simulate.calibration import calibrated
@@ -131,6 +131,7 @@ def costs(slots: int) -> Timing:
         config = Config()
         config.policy.path, config.parallel.num_ranks = folder, 64
         config.rollout.num_servers, config.rollout.tensor_parallel_size = NUM_SLOTS // slots, 8
+        config.policy.offload = config.critic.offload = Offload.never  # copies would be scaled with the passes
         return estimated_timing(config, gpu("H100-80G"))
 
 

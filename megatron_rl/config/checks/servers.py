@@ -168,8 +168,8 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
     if shares_devices(rollout) and has_servers and num_ranks > ranks > 0:
         yield (
             f"rollout.placement=colocated: the run starts its servers only on the driver's node, which has {ranks} of the "
-            f"{num_ranks} trainer ranks; start the servers of each node there (bash launch/serve_sglang.sh --config RECIPE) and list "
-            "them in the order of the ranks in rollout.urls"
+            f"{num_ranks} trainer ranks; start the job with ROLLOUT_NODES=all (launch/slurm.sbatch), or start the servers of each node "
+            "there (bash launch/serve_sglang.sh --config RECIPE) and list them in the order of the ranks in rollout.urls"
         )
     if not gpus or not has_servers or shares_devices(rollout):
         return

@@ -100,14 +100,13 @@ def start_command(planned: PlanReport) -> str:
     shared = shares_devices(config.rollout)
     servers = 0 if shared else -(-config.rollout.num_servers * size // (per_machine - per_machine % min(size, per_machine)))
     trainers = machines - servers if num_ranks % (machines - servers) == 0 else -(-num_ranks // per_machine)
-    variables = {
-        "ROLLOUT_NODES": servers,
+    variables: dict[str, int | str] = {
+        "ROLLOUT_NODES": "all" if shared else servers,
         "SERVER_NODES": size // per_machine if size > per_machine else 0,
         # Pinned sizes may leave GPUs of each node idle.
         "RANKS_PER_NODE": num_ranks // trainers if num_ranks < trainers * per_machine else 0,
     }
-    command = " ".join([*(f"{name}={number}" for name, number in variables.items() if number), command])
-    return f"{command} rollout.urls=[...], with servers on each node (docs/weight_sync.md)" if shared else command
+    return " ".join([*(f"{name}={number}" for name, number in variables.items() if number), command])
 
 
 def no_plan_message(search: PlanSearch, num_gpus: int, gpu_name: str) -> str:
@@ -199,14 +198,19 @@ def _lines(planned: PlanReport) -> Iterator[str]:
     yield f"bottleneck: {planned.chosen.bottleneck}"
     spent = f"{planned.chosen.response_s * planned.num_gpus:.3g} GPU-s per response"
     yield f"cost: {spent}, {_multiple(planned, planned.chosen)} times the limit of {planned.limit_gpu_s:.3g}"
-    hours = config.run.num_steps * outcome.step_s / 3600
-    yield f"{config.run.num_steps:,} steps: {hours / 24:,.3g} days, {hours * planned.num_gpus:,.0f} GPU-hours"
+    yield _run_cost(planned)
     found = check_fit(config, search.facts, search.gpu)
     spare = search.gpu.hbm_bytes - found.needed
     word = "tightly, " if spare < _TIGHT_SHARE * search.gpu.hbm_bytes else ""
     taken = f"{found.needed / _GIGA:.1f} of {search.gpu.hbm_bytes / _GIGA:.0f} GB"
     yield f"memory: {found.stage} needs {taken}, {word}{spare / _GIGA:.1f} GB free"
     yield f"a server's KV cache: {int(found.kv_tokens // search.longest)} responses of {search.longest:,} tokens at a time"
+
+
+def _run_cost(planned: PlanReport) -> str:
+    num_steps = planned.chosen.config.run.num_steps
+    hours = num_steps * planned.chosen.outcome.step_s / 3600
+    return f"{num_steps:,} steps: {hours / 24:,.3g} days, {hours * planned.num_gpus:,.0f} GPU-hours"
 
 
 def _refusals(search: PlanSearch) -> Table:
@@ -243,6 +247,7 @@ def recipe_text(planned: PlanReport) -> str:
     head = [
         f"By `megatron-rl plan`: {planned.title}.",
         f"Predicted: {one.response_s:.3g} s per finished response, {one.outcome.step_s:.4g} s per step; bottleneck: {one.bottleneck}.",
+        f"{_run_cost(planned)}. Estimates of one simulation; the plan has not been run.",
         f"start: {start_command(planned)}",
     ]
     base = to_yaml_values(load_config(None, [f"preset={config.preset}"] if config.preset else []))

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from megatron_rl.config.derived import bucket_bytes, shares_devices
+from megatron_rl.config.derived import bucket_bytes, needs_critic, needs_reference, shares_devices
 from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_replica
-from megatron_rl.config.schema import Config, ParallelConfig, Recompute
+from megatron_rl.config.schema import Config, Offload, ParallelConfig, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
+from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank, parameter_bytes
 from megatron_rl.desk.costs.run_memory import memory_fraction
 from megatron_rl.desk.costs.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
 from megatron_rl.desk.costs.training_time import REINFORCEMENT, publish_seconds, training_seconds
@@ -24,6 +25,8 @@ from megatron_rl.schedule.table import ROWS, DeviceWork, StageRow
 
 _NODES = tuple(2.0**power for power in range(13))
 """Numbers of running responses between which a decode step's time is interpolated linearly."""
+_HOST_BANDWIDTH = 25e9
+"""Bytes per second between a GPU and pinned host memory, all GPUs of a node at once: 16 lanes of PCIe 4 at 80 % of their peak."""
 
 
 def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> Timing:
@@ -59,7 +62,11 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
             case other:
                 assert_never(other)
 
-    stages = {row.name: stage(row) for row in ROWS if row.work is not DeviceWork.none}
+    def with_copies(row: StageRow) -> LinearCost:
+        cost = stage(row)
+        return replace(cost, fixed_s=cost.fixed_s + _copies_s(config, model, row))
+
+    stages = {row.name: with_copies(row) for row in ROWS if row.work is not DeviceWork.none}
     return replace(server_timing(model, gpu, config.rollout.tensor_parallel_size), stages=stages)
 
 
@@ -109,6 +116,20 @@ def _passes(
     fill_s = per_pack * (layout.pipeline_parallel_size - 1) / layout.virtual_pipeline_size
     once = {"update_s": fill_s} if number >= 3 else {"fixed_s": fill_s}
     return LinearCost(token_s=cost.token_s, square_s=cost.square_s, **once)
+
+
+def _copies_s(config: Config, model: ModelConfig, row: StageRow) -> float:
+    """Return the seconds in which the stage's model comes from host memory and, if it changes, returns (``training.model_memory``)."""
+    is_critic = row.model in ("critic", "process")
+    settings = config.critic if is_critic else config.policy
+    is_alone = not (needs_critic(config) or needs_reference(config) or shares_devices(config.rollout))
+    if is_alone or settings.offload is Offload.never:
+        return 0.0
+    updates = row.work is DeviceWork.update
+    states = parameter_bytes(config.policy.dtype, settings.optimizer if updates else None, settings.vision)
+    layout = critic_layout(config) if is_critic else config.parallel
+    ranks = memory_by_rank(model, layout, PassSettings(0), num_ranks=config.parallel.num_ranks, is_critic=is_critic, states=states)
+    return (1 + updates) * max(rank.weights + rank.optimizer for rank in ranks) / _HOST_BANDWIDTH
 
 
 def _quadratic(seconds: Callable[[int], float]) -> LinearCost:

@@ -47,6 +47,7 @@ import os, signal, subprocess, sys
 words = sys.argv[1:]
 options = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word and words.index(word) < words.index("bash"))
 nodes = options["--nodelist"].split(",")
+assert ("--overlap" in words) == (os.environ.get("ROLLOUT_NODES") == "all")
 assert len(nodes) == int(options["--nodes"]) == int(options["--ntasks"]) and options["--cpu-bind"] == "none"
 command = words[words.index("bash"):]
 tasks = [subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(i), "SLURMD_NODENAME": node}}) for i, node in enumerate(nodes)]
@@ -111,6 +112,17 @@ def test_rollout_nodes_serve_the_recipe_and_the_others_train_with_their_addresse
         assert words[words.index("--master-addr") + 1] == env["MASTER_ADDR"] == "n1"
         assert env["MEGATRON_RL_REQUIRE_GPU"] == "1"
     assert sorted(words[words.index("--node-rank") + 1] for words, _ in training) == ["0", "1"]
+
+
+def test_colocated_servers_run_on_all_nodes_and_are_listed_in_the_order_of_the_ranks(site):
+    program(site[0] / "bin" / "scontrol", '#!/bin/sh\nprintf "n%s\\n" $(seq 11)\n')
+    done, calls = run(site, *TRAINING, ROLLOUT_NODES="all")
+    assert done.returncode == 0, done.stderr
+    serving, training = ([words for name, words, _ in calls if name == one] for one in ("megatron-rl", "python"))
+    assert len(serving) == len(training) == 11
+    urls = [f"http://n{node + 1}:{port}" for node in range(11) for port in (30000, 30001)]
+    for words in training:
+        assert words[-2] == f"rollout.urls=[{','.join(urls)}]" and words[words.index("--nnodes") + 1] == "11"
 
 
 def test_a_server_over_two_nodes_is_started_on_both_and_has_one_address(site):
