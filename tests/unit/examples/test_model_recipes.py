@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.cli import main
+from megatron_rl.config.derived import shares_devices
 from megatron_rl.config.load import load_config
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.parameter_counts import num_parameters
@@ -30,6 +32,7 @@ import plan_models  # noqa: E402
 
 sys.path.remove(str(ROOT / "tools"))
 NAMES = plan_models.names()
+RECIPES = [f"{name}/{recipe}" for name in NAMES for recipe in plan_models.recipes(name)]
 SIZES = {
     # billions of parameters: all, and those of a token (its embedding's row not counted)
     "qwen2.5-7b": (7.62, 7.07),
@@ -55,21 +58,22 @@ def test_a_config_counts_what_is_published(name):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_recipe_and_readme_are_what_the_plan_gives(name):
-    recipe, readme = plan_models.planned(name)
-    again = f"python tools/plan_models.py --write {name}"
-    assert (plan_models.MODELS / name / "recipe.yaml").read_text() == recipe, again
-    assert (plan_models.MODELS / name / "README.md").read_text() == readme, again
+    for file, text in plan_models.planned(name).items():
+        assert (plan_models.MODELS / name / file).read_text() == text, f"python tools/plan_models.py --write {name}"
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_recipe_passes_the_dry_run(name, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("path", RECIPES)
+def test_a_recipe_passes_the_dry_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "model").mkdir()
+    name = path.split("/")[0]
     vision = "vl" in name
     row = '{"prompt": "1+1=", "answer": "2", "type": "verifiable"}\n{"prompt": "Hi", "answer": "Hello", "type": "general"}\n'
     for file in ("train", "eval"):
         (tmp_path / "data" / f"{file}.jsonl").write_text(row if vision else '{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "data" / "dapo-math-17k.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "data" / "aime24.jsonl").write_text('{"id": 60, "problem": "1+1=", "answer": 2}\n')
     from tests.tiny_models import make_tokenizer
     from tests.tiny_vision import write_vision_files
 
@@ -78,16 +82,20 @@ def test_a_recipe_passes_the_dry_run(name, tmp_path, monkeypatch, capsys):
     if vision:
         write_vision_files(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    recipe = plan_models.MODELS / name / "recipe.yaml"
+    recipe = plan_models.MODELS / path
     words = ["train", "--config", str(recipe), f"policy.path={tmp_path / 'model'}", "policy.init=random", "--dry-run"]
+    if recipe.stem in ("vapo", "vc_ppo"):
+        save_file({"weight": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
+        words.append("critic.path=model")
     assert main(words) == 0, capsys.readouterr().err
     assert "nothing was started" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_megatron_builds_the_ranks_that_are_planned(name):
+@pytest.mark.parametrize("path", RECIPES)
+def test_megatron_builds_the_ranks_that_are_planned(path):
     """The last rank of the pipeline, on fake process groups and without memory."""
-    config = load_config(plan_models.MODELS / name / "recipe.yaml")
+    name = path.split("/")[0]
+    config = load_config(plan_models.MODELS / path)
     facts, parallel = as_config(read_model_json(plan_models.MODELS / name)), config.parallel
     assert not check_fit(config, {role: facts for role in model_folders(config)}, gpu("B300" if "deepseek" in name else "H100-80G")).problem
     ranks = memory_by_rank(facts, parallel, PassSettings(0), num_ranks=parallel.num_ranks)
@@ -108,9 +116,10 @@ def test_a_recipe_is_submitted_with_the_nodes_of_its_plan(tmp_path):
 
     done = submit("qwen2.5-7b", "run.output_dir=/a b", "policy.path=/m")
     config = load_config(plan_models.MODELS / "qwen2.5-7b" / "recipe.yaml")
-    nodes = (32 - config.parallel.num_ranks) // 8
+    nodes = "all" if shares_devices(config.rollout) else (32 - config.parallel.num_ranks) // 8
     assert done.stdout.split("\n")[0] == (
         f"ROLLOUT_NODES={nodes} --nodes 4 launch/slurm.sbatch train --config examples/models/qwen2.5-7b/recipe.yaml "
         "run.output_dir=/a b policy.path=/m"
     )
+    assert "qwen2.5-7b/ppo.yaml" in submit("qwen2.5-7b/ppo").stdout
     assert submit("nothing").returncode == 2 and "expected one of" in submit("nothing").stderr
