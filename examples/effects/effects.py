@@ -113,7 +113,7 @@ def table(results: Results) -> str:
         for arm, values in means.items():
             level = bootstrap(len(seeds), lambda w, values=values: float(w @ values))
             shown = f"| {name} | `{arm}` | {len(seeds)} | {_text(level)} %"
-            less = bootstrap(len(seeds), lambda w, values=values: float(w @ (values - baseline)))
+            less = bootstrap(len(seeds), lambda w, values=values - baseline: float(w @ values))
             lines.append(f"{shown} | baseline | |" if values is baseline else f"{shown} | {_text(less)} points | {verdict(less)} |")
     return "\n".join(lines)
 

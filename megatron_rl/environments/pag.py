@@ -37,7 +37,6 @@ class Pag(Environment):
         max_attempts: int = 2,
         bonus: float = 1.0,
         verify_last: bool = True,
-        always_revise: bool = False,
         correct_from: float = 1.0,
         verify_prompt: str = VERIFY_PROMPT,
         revise_prompt: str = REVISE_PROMPT,
@@ -49,7 +48,6 @@ class Pag(Environment):
             max_attempts: Maximum number of answers per dialogue (T_max).
             bonus: alpha of the shaping on answers after the first.
             verify_last: Verify the last attempt also. With False and one attempt: plain single-turn PPO.
-            always_revise: Revise after every verdict, the baseline of selective revision.
             correct_from: Smallest reward of a correct answer.
             verify_prompt, revise_prompt: Messages before a verdict and before a revised answer.
             correct_verdict, wrong_verdict: Endings of a verdict.
@@ -66,7 +64,6 @@ class Pag(Environment):
         self.max_attempts = max_attempts
         self.bonus = bonus
         self.verify_last = verify_last
-        self.always_revise = always_revise
         self.correct_from = correct_from
         self.verify_prompt = verify_prompt
         self.revise_prompt = revise_prompt
@@ -89,7 +86,7 @@ class Pag(Environment):
             if num_attempts == self.max_attempts and not self.verify_last:
                 return None
             return Message(self.verify_prompt, next_role=VERIFIER)
-        if (self.always_revise or self.verdict(last.text) is False) and num_attempts < self.max_attempts:
+        if self.verdict(last.text) is False and num_attempts < self.max_attempts:
             return Message(self.revise_prompt, next_role=POLICY)
         return None
 

@@ -93,6 +93,10 @@ def between(least: float, most: float, *, default: _T, zero: str = "") -> _T:
     return bounded(expected, lambda value: least <= value <= most or (bool(zero) and value == 0), default=default)
 
 
+def prompt_template(*, default: _T) -> _T:
+    return bounded("text with {prompt} in it once, or nothing", lambda text: not text or text.count("{prompt}") == 1, default=default)
+
+
 def num_likeliest(*, default: _T) -> _T:
     return bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=default)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import at_least, bounded, items_at_least
+from megatron_rl.config.schema.bounds import at_least, bounded, items_at_least, prompt_template
 
 
 class DuplicateIds(Enum):
@@ -59,7 +59,7 @@ class DataConfig:
     """Mixtures of the first steps, in order; ``mixture`` applies after the last phase."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch; false: keep the order of the files."""
-    instruction: str = bounded("text with {prompt} in it once, or nothing", lambda text: not text or text.count("{prompt}") == 1, default="")
+    instruction: str = prompt_template(default="")
     """Text around each prompt, for example a demanded form of the answer; {prompt} is the place of the row's text. A prompt of
     messages remains as it is."""
     use_chat_template: bool = False

@@ -10,6 +10,7 @@ from megatron_rl.config.schema.bounds import (
     items_at_least,
     num_likeliest,
     positive_share,
+    prompt_template,
     share,
 )
 
@@ -151,9 +152,7 @@ class EvalSetConfig:
     """Column of the prompt."""
     answer_field: str | None = None
     """Column of the ground truth."""
-    instruction: str | None = bounded(
-        "text with {prompt} in it once, or nothing", lambda text: not text or text.count("{prompt}") == 1, default=None
-    )
+    instruction: str | None = prompt_template(default=None)
     """Text around each prompt, as data.instruction."""
 
 

@@ -52,7 +52,8 @@ def test_an_interval_with_0_does_not_separate(effects, shift, noise, word):
         return {"steps": [0, 40], "tokens": [0.0, 1.0], "metric": [level, level]}
 
     draws = np.random.default_rng(0).normal(size=5) * noise
-    arms = {"random": {str(i): curve(0.5) for i in range(5)}, "pretrained": {str(i): curve(0.5 + shift + draw) for i, draw in enumerate(draws)}}
+    shifted = {str(i): curve(0.5 + shift + draw) for i, draw in enumerate(draws)}
+    arms = {"random": {str(i): curve(0.5) for i in range(5)}, "pretrained": shifted}
     line = next(line for line in effects.table({"value_pretraining": arms}).splitlines() if "pretrained" in line)
     assert word in line and "| 5 |" in line
 
