@@ -12,7 +12,7 @@ from tests.integration.test_colocated import RECIPE
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.skipif(bool(two_hosts.obstacle()), reason=two_hosts.obstacle()), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.skipif(bool(two_hosts.obstacle()), reason=two_hosts.obstacle()), pytest.mark.timeout(1200)]
 NUM_STEPS = 2
 
 
@@ -44,7 +44,7 @@ def test_the_batch_script_serves_on_the_trainers_nodes_and_trains(tmp_path):
         "SLURM_NTASKS": "",
     }
     command = [sys.executable, "-m", "tests.integration.slurm_hosts", str(tmp_path)]
-    status = two_hosts.run_on_both(command, environment, tmp_path / "log", timeout_s=2000)
+    status = two_hosts.run_on_both(command, environment, tmp_path / "log", timeout_s=1100)
     log = (tmp_path / "log").read_text()
     assert status == 0, log
     assert f"servers http://{two_hosts.FIRST}:30000,http://{two_hosts.SECOND}:30000" in log
