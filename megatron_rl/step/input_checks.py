@@ -4,7 +4,7 @@ A run and its dry run call the same functions. ``check_...`` need no tokenizer; 
 the first and last prompts with the functions of the run, and return lines that describe them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import Config
@@ -24,10 +24,11 @@ def preview_rl_inputs(config: Config, *, all_rows: bool) -> list[str]:
     ``all_rows`` False: only the first and last prompts are tokenized (``data.prompts.load_prompts``).
     """
     from megatron_rl.data.sampler import check_mixtures
-    from megatron_rl.step.run_inputs import describe_prompts, scored_prompts
+    from megatron_rl.step.run_inputs import describe_prompts, eval_prompts, scored_prompts
 
     num_by_type = check_rl_inputs(config)
-    tokenizer, eval_sets = _tokenizer_and_eval_sets(config, all_rows=all_rows)
+    tokenizer = _checked_tokenizer(config)
+    eval_sets = eval_prompts(config, tokenizer, all_rows=all_rows)
     train_set = scored_prompts(config, config.data.train_files, tokenizer, all_rows=all_rows)
     num_rows, num_tokenized = sum(num_by_type.values()), len(train_set.prompts) + train_set.num_too_long
     if num_tokenized >= num_rows:
@@ -39,26 +40,25 @@ def preview_rl_inputs(config: Config, *, all_rows: bool) -> list[str]:
 
 def preview_eval_inputs(config: Config, *, all_rows: bool) -> list[str]:
     """Same as ``preview_rl_inputs``, but without prompts to train on."""
-    from megatron_rl.step.run_inputs import describe_prompts
+    from megatron_rl.step.run_inputs import describe_prompts, eval_prompts
 
     check_eval_inputs(config)
-    tokenizer, eval_sets = _tokenizer_and_eval_sets(config, all_rows=all_rows)
+    tokenizer = _checked_tokenizer(config)
+    eval_sets = eval_prompts(config, tokenizer, all_rows=all_rows)
     first = next(iter(eval_sets.values()), None)
     return [*describe_prompts(None, eval_sets), *([first_prompt(first, tokenizer)] if first else [])]
 
 
-def _tokenizer_and_eval_sets(config: Config, *, all_rows: bool) -> tuple["Tokenizer", Mapping[str, "PromptSet"]]:
-    from megatron_rl.config.derived import eval_sets
+def _checked_tokenizer(config: Config) -> "Tokenizer":
+    """Load the policy's tokenizer, and check that it can write the environment's messages."""
     from megatron_rl.environments import base as environments
     from megatron_rl.rollout.generation import make_dialogue
-    from megatron_rl.step.run_inputs import scored_prompts
 
     tokenizer = load_tokenizer(config)
     if config.environment.name:
         environment = environments.build(config.environment.name, config.environment.options)
         make_dialogue(environment, tokenizer, chat=config.data.use_chat_template)
-    sets = {name: scored_prompts(config, one.files, tokenizer, all_rows=all_rows) for name, one in eval_sets(config).items()}
-    return tokenizer, sets
+    return tokenizer
 
 
 def load_tokenizer(config: Config) -> "Tokenizer":

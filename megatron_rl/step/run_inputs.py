@@ -62,16 +62,18 @@ def make_eval_inputs(config: Config) -> EvalInputs:
     """Load tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
     tokenizer = Tokenizer(config.policy.path)
     environment = _environment(config)
-    held_out = {
-        name: scored_prompts(replace(config, data=one.data_of(config.data)), one.files, tokenizer)
-        for name, one in eval_sets(config).items()
-    }
     return EvalInputs(
         tokenizer=tokenizer,
         environment=environment,
         start=functools.partial(_new_trajectory, config, environment),
-        eval_sets=held_out,
+        eval_sets=eval_prompts(config, tokenizer),
     )
+
+
+def eval_prompts(config: Config, tokenizer: Tokenizer, *, all_rows: bool = True) -> dict[str, PromptSet]:
+    """Load the prompts of each evaluation set, with the set's own fields and instruction."""
+    own = {name: (replace(config, data=one.data_of(config.data)), one.files) for name, one in eval_sets(config).items()}
+    return {name: scored_prompts(one, files, tokenizer, all_rows=all_rows) for name, (one, files) in own.items()}
 
 
 def scored_prompts(config: Config, files: Sequence[str], tokenizer: Tokenizer, *, all_rows: bool = True) -> PromptSet:
