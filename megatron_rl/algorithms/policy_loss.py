@@ -221,6 +221,7 @@ def ratio_metrics(
         "approx_kl_k1": -log_ratio,
         "approx_kl_k3": torch.expm1(log_ratio) - log_ratio,
         "ratio_mean": ratio,
+        "ratio_square_mean": ratio.square(),
     }
     count = mask_total(mask, ratio.dtype)
     return {name: (masked_sum(value.to(ratio.dtype), mask), count) for name, value in per_token.items()}

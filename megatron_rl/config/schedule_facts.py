@@ -45,6 +45,8 @@ class Facts:
     critic: bool = True
     reference: bool = False
     process_rewards: bool = False
+    critic_first: bool = False
+    """True if the critic's updates precede the policy's, whose advantages then come from its new values."""
     training_window_tokens: float = 1
     """Untrained tokens with which an unfinished response trains; 1: all that it has, inf: only finished responses train."""
     whole_groups: bool = False
@@ -108,6 +110,7 @@ def facts_of(config: Config) -> Facts:
         critic=critic,
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
+        critic_first=critic and config.schedule.critic_first,
         training_window_tokens=training_window or 1,
         whole_groups=whole_groups,
     )

@@ -105,7 +105,7 @@ def pretraining_config(config: Config) -> Config:
         algorithm=replace(config.algorithm, dynamic_sampling=replace(config.algorithm.dynamic_sampling, enabled=False)),
         rollout=replace(config.rollout, over_sampling=1.0),
         batch=replace(config.batch, window_tokens=0),
-        schedule=replace(config.schedule, mode=Mode.sync),
+        schedule=replace(config.schedule, mode=Mode.sync, critic_first=False),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
     )
 

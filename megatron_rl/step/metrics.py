@@ -97,6 +97,7 @@ def passes_metrics(state: StepState) -> dict[str, float]:
         "old_logprobs": (len(batch.tokens) - of_first_update) * is_passed,
         "reference_logprobs": len(batch.tokens) * hasattr(state, "reference_logprobs"),
         "values": len(batch.tokens) * (state.values is not None),
+        "updated_values": len(batch.tokens) * (state.updated_values is not None),
         "process_rewards": len(batch.tokens) * (state.line_rewards is not None),
         "update_policy": state.metrics.get("perf/policy_num_tokens", 0.0)
         + state.metrics.get("perf/policy_num_selecting_tokens", 0.0),

@@ -39,6 +39,10 @@ class StepState:
     """[T] float32, V(s_t); None without a critic."""
     final_values: Tensor | None = None
     """[N] float32, V after the last token of each trajectory; set together with ``values``."""
+    updated_values: Tensor | None = None
+    """[T] float32, V(s_t) after the step's updates of the critic; None if the advantages are from ``values``."""
+    token_rewards: Tensor | None = None
+    """[T] float32, rewards in addition to the outcome: a KL penalty, line rewards."""
     line_rewards: Tensor | None = None
     """[T] float32, rewards at line ends; None without a process reward model."""
     policy_batch: PackedBatch = field(init=False)

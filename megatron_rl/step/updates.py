@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_rl.algorithms.mismatch import ess_fraction
 from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.schema import Config
 from megatron_rl.training.batching import split_minibatches
@@ -56,6 +57,9 @@ def update_metrics(prefix: str, results: Sequence[UpdateResult]) -> dict[str, fl
         for name, (total, denominator) in sums.items()
         if denominator
     }
+    if "ratio_square_mean" in sums:
+        mean_square = metrics.pop(f"{prefix}/ratio_square_mean", 0.0)
+        metrics[f"{prefix}/ess"] = ess_fraction(metrics[f"{prefix}/ratio_mean"], mean_square) if mean_square else 1.0
     metrics[f"{prefix}/grad_norm"] = max(r.grad_norm for r in results)
     metrics[f"{prefix}/lr"] = results[-1].lr
     metrics[f"{prefix}/num_updates"] = float(sum(not r.skipped for r in results))

@@ -137,6 +137,13 @@ class Watchdog:
                 f"{MAX_MISMATCH:g}. Compare their dtypes and kernels, use "
                 "algorithm.correction, or policy.moe.routing_replay with experts"
             )
+        sizes = [metrics[name] for name in ("policy/ess", "mismatch/ess") if name in metrics]
+        if low := [size for size in sizes if not size >= self._config.min_ess]:
+            yield "ess", (
+                f"the effective sample size is {low[0]:.2g} of the tokens, below health.min_ess={self._config.min_ess:g}: few tokens, "
+                "on which the policy differs most from the one that sampled them, make up the update. Lower "
+                "policy.optimizer.lr, make fewer updates per step, or train fresher tokens (schedule.max_staleness)"
+            )
         if metrics.get("reward/error_rate", 0.0) > self._max_error_rate:
             yield "reward_errors", (
                 f"{metrics['reward/error_rate']:.1%} of the responses could not be scored, more than "

@@ -34,7 +34,7 @@ rollout: {{urls: ["{url}"]}}
 tracking: {{mlflow: false}}
 """
 JUDGE = "{{url: '{url}', tokenizer_path: '{folder}/model'}}"
-WITH_CRITIC = ("ppo", "tppo", "partial_rollout_ppo", "vc_ppo", "vapo", "pag", "pairwise_ppo", "seed_vl_hybrid")
+WITH_CRITIC = ("ppo", "tppo", "partial_rollout_ppo", "vc_ppo", "vapo", "sao", "pag", "pairwise_ppo", "seed_vl_hybrid")
 """Their first step is the critic's alone: a random value head does not steer the policy."""
 WHOLE_RESPONSES = ("partial_rollout_ppo",)
 """Their policy takes no step where no response finishes, which depends on the sampled lengths."""
@@ -58,6 +58,7 @@ EXPECTED = {
     "rloo": ("kl/reference_per_response",),
     "remax": ("reward/greedy_mean",),
     "sapo": ("policy/gate_slope",),
+    "sao": ("policy/ess", "policy/clip_fraction_low", "passes/updated_values"),
     "vapo": ("critic/explained_variance", "critic/advantage_q1"),
     "pag": ("dialogue/first_accuracy", "dialogue/final_accuracy"),
     "pairwise_ppo": ("reward/swap_consistency",),

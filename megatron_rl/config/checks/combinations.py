@@ -301,6 +301,8 @@ def _without_critic(config: Config) -> Iterator[str]:
         yield f"critic.warmup_steps: {without}; set 0"
     if config.schedule.training_window_tokens:
         yield f"schedule.training_window_tokens: {without}, so whole groups train; set null or 0"
+    if config.schedule.critic_first:
+        yield f"schedule.critic_first: {without}; set false"
     for key, value in (("path", config.critic.path), ("freeze", config.critic.freeze)):
         if value:
             yield f"critic.{key}: {without}; leave it empty"

@@ -123,6 +123,9 @@ class ScheduleConfig:
     are older, which needs algorithm.correction.old_policy=rollout or a correction weight."""
     critic_trains_on: TrainsOn = TrainsOn.responses
     """Tokens that the critic trains on in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
+    critic_first: bool = False
+    """Update the critic before the policy, whose advantages are then computed from the critic's new values (SAO): one more
+    pass of the critic per step, and its update overlaps with no policy's. false: values from before the update."""
     max_staleness: int = at_least(0, default=1)
     """For mode async: largest number of policy updates between the weights that sample a window's tokens and the update
     that they train. 0 equals tppo, 1 keeps servers and trainer busy; more is refused, because tokens would only be older.
@@ -261,6 +264,10 @@ class HealthConfig:
     because its gradient was not finite."""
     mismatch: HealthAction = HealthAction.warn
     """Trainer and servers disagree about the sampled tokens by more than 0.1 nats per token (mismatch/k3)."""
+    ess: HealthAction = HealthAction.warn
+    """The effective sample size is below min_ess: few tokens, on which the policies differ most, make up the update."""
+    min_ess: float = share(default=0.1)
+    """Lowest healthy effective sample size, as a share of the tokens: the smaller one of policy/ess and mismatch/ess."""
     reward_errors: HealthAction = HealthAction.stop
     """More than reward.max_error_rate of a step's responses could not be scored. Acts immediately."""
     parity: HealthAction = HealthAction.stop

@@ -40,6 +40,7 @@ COLORS = {
     "indigo": ("#4d55a8", "#9ba2ee"),
     "brown": ("#8a5f44", "#c79b7c"),
     "olive": ("#707a2e", "#b3bd68"),
+    "purple": ("#8b4fb0", "#c596e4"),
     "sand": ("#b39a72", "#cdb58d"),
     "slate": ("#56626e", "#a3b0bd"),
     "grey": ("#858c93", "#8f979f"),

@@ -15,7 +15,13 @@ from megatron_rl.step.loss_batches import (
 )
 from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.state import StepState
-from megatron_rl.step.window_advantages import ModelOutputs, ResponseRules, greedy_rewards, window_advantages
+from megatron_rl.step.window_advantages import (
+    Advantages,
+    ModelOutputs,
+    ResponseRules,
+    greedy_rewards,
+    window_advantages,
+)
 
 
 def run(
@@ -30,12 +36,10 @@ def run(
     vision: ImageProcessor | None,
 ) -> None:
     algorithm, batch = config.algorithm, state.batch
-    token_rewards, kl_fields, kl_metrics = kl_penalty.charge(state)
+    state.token_rewards, kl_fields, kl_metrics = kl_penalty.charge(state)
     greedy = greedy_rewards(state.slots, algorithm) if needs_greedy(config) else None
-    signals = ModelOutputs(state.values, state.final_values, token_rewards, greedy)
-    advantages = window_advantages(
-        state.trajectories, batch, signals, step=step, window_tokens=effective_window_tokens(config), algorithm=algorithm, rules=rules
-    )
+    signals = ModelOutputs(state.values, state.final_values, state.token_rewards, greedy)
+    advantages = advantages_of(step, state, signals, config, rules)
     store_model_outputs(state.trajectories, batch, signals, step)
     state.policy_batch, found = policy_batch(
         state.trajectories,
@@ -62,4 +66,11 @@ def run(
         | grader.metrics(state.finished)
         | metrics.advantage_metrics(batch, advantages)
         | {f"mismatch/{name}": value for name, value in found.items()}
+    )
+
+
+def advantages_of(step: int, state: StepState, signals: ModelOutputs, config: Config, rules: ResponseRules) -> Advantages:
+    window = effective_window_tokens(config)
+    return window_advantages(
+        state.trajectories, state.batch, signals, step=step, window_tokens=window, algorithm=config.algorithm, rules=rules
     )

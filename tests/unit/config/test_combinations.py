@@ -53,6 +53,7 @@ from tests.unit.config.recipes import problems
         (["rollout.fire.temperature=30", "rollout.fire.loss=keep"], "fire.loss.*correction.weight=token"),
         (["data.system_prompt=hello"], "data.system_prompt.*use_chat_template"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target.*place"),
+        (["preset=grpo", "schedule.critic_first=true"], "schedule.critic_first.*no critic"),
         (["preset=grpo", "critic.freeze=['*.self_attn.*']"], "critic.freeze.*no critic"),
         (["preset=grpo", "critic.warmup_steps=5"], "critic.warmup_steps.*no critic"),
         (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),

@@ -124,6 +124,17 @@ def test_async_without_staleness_is_tppo():
     assert make_graph(facts_of(config)) == make_graph(facts_of(Config()))
 
 
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_with_the_critic_first_the_policy_waits_for_its_new_values(overlap):
+    log = simulate(overlap, DURATIONS | {"updated_values": 1.0}, 4, critic_first=True)
+    assert sorted((name, step) for name, step, _, _ in log) == sorted(
+        (stage.name, step) for stage in make_graph(Facts(overlap, critic_first=True)) for step in range(4)
+    )
+    for step in range(4):
+        critic, again, policy = (span(log, name, step) for name in ("update_critic", "updated_values", "update_policy"))
+        assert critic[1] <= again[0] < again[1] <= policy[0]
+
+
 COLOCATED = DURATIONS | {"evaluate": 2.0, "sleep": 0.1, "reference_logprobs": 1.0, "score": 0.3, "checkpoint": 0.5}
 DEVICES = {Resource.rollout, Resource.trainer}
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms import policy_loss
 from megatron_rl.config.schema import AlgorithmConfig, Config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.rows import Rows
@@ -24,6 +25,21 @@ def test_metrics_of_a_step_are_divided_once_by_their_own_denominators():
     assert (metrics["policy/num_updates"], metrics["policy/num_skipped"]) == (1, 1)
     assert (metrics["perf/policy_num_microbatches"], metrics["perf/policy_rank_imbalance"]) == (5.0, pytest.approx(0.2))
     assert update_metrics("critic", []) == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [([1, 1, 1, 9], 0.4285714), ([4, 1, 1], 2 / 3), ([20, 1, 1, 1], 0.3281638), ([2, 2], 1.0)]
+)
+def test_effective_sample_size_is_over_all_tokens_of_the_steps_updates(weights, expected):
+    """(sum w)^2 / (n sum w^2), however the tokens are split over updates; a common factor does not change it."""
+    logs = torch.tensor(weights, dtype=torch.float64).log()
+    results = []
+    for part in (logs[:1], logs[1:]):
+        loss = policy_loss(part, torch.zeros_like(part), torch.ones_like(part), torch.ones(len(part)), clip_low=0.2, clip_high=0.2)
+        sums = {name: (float(total), float(number)) for name, (total, number) in loss.metrics.items()}
+        results.append(UpdateResult(1.0, 0.1, sums, skipped=False))
+    metrics = update_metrics("policy", results)
+    assert metrics["policy/ess"] == pytest.approx(expected, rel=1e-6) and "policy/ratio_square_mean" not in metrics
 
 
 @pytest.mark.parametrize("keeps_logprobs", [False, True])

@@ -41,12 +41,24 @@ def signs(dog, rows, **more):
         ("gradient", {"policy/num_updates": 0.0}),
         ("mismatch", {"mismatch/k3": 0.5}),
         ("mismatch", {"mismatch/k3": float("nan")}),
+        ("ess", {"policy/ess": 0.09, "mismatch/ess": 0.9}),
+        ("ess", {"policy/ess": 0.9, "mismatch/ess": 0.09}),
+        ("ess", {"policy/ess": float("nan")}),
     ],
 )
 def test_a_sign_acts_when_it_has_held_for_the_patience_and_again_after_as_many_steps(sign, row):
     assert signs(watchdog(), [row] * 7) == [(2, sign), (5, sign)]
     # One good step in between begins the count anew.
     assert signs(watchdog(), [row, row, {}, row, row]) == []
+
+
+def test_the_least_healthy_effective_sample_size_and_its_action_are_settings():
+    row = {"policy/ess": 0.3}
+    assert signs(watchdog(), [row] * 6) == []
+    assert signs(watchdog(min_ess=0.5), [row] * 3) == [(2, "ess")]
+    assert signs(watchdog(min_ess=0.5, ess=HealthAction.ignore), [row] * 3) == []
+    (found,) = watchdog(min_ess=0.5, ess=HealthAction.stop, patience_steps=1).observe(0, {**ALIVE, **row})
+    assert found.action is HealthAction.stop and "0.3 of the tokens, below health.min_ess=0.5" in found.message
 
 
 def test_too_many_reward_errors_act_immediately():
