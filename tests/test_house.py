@@ -32,7 +32,7 @@ room            lines files classes
 whole           67108   435     591
 core            49524   335     466
 .                 172     3       5
-agents           1264    10      15
+agents           3076    19     38
 algorithms       3238    24      17
 config           3781    22      71
 data             3426    15      25

@@ -2,7 +2,7 @@
 
 An environment receives the finished turns and returns the next message, or ends the dialogue. Its name is a registered one
 (``pag``) or an import path (``package.module:Class``). Importing this module imports no environment: the registry searches the
-modules of this package when a name is looked up.
+modules of this package and of ``megatron_rl.agents`` when a name is looked up.
 
 Invariants: an environment keeps no state. Its decisions follow from the prompt and the turns alone, so that a dialogue
 continues identically after a restart, in another window and on another server. ``respond`` is called on the event loop
@@ -175,7 +175,7 @@ def turns_to_score(environment: Environment, trajectory: Trajectory, step: int) 
 _registry = plugins.Registry(
     "environment",
     plugins.Plugin,
-    packages=["megatron_rl.environments"],
+    packages=["megatron_rl.environments", "megatron_rl.agents"],
     options_key="environment.options",
     error=EnvironmentFault,
 )
@@ -198,7 +198,7 @@ def build(name: str, options: Mapping[str, Any]) -> Environment:
     kind = resolve(name)
     _registry.check_options(plugins.Plugin(name, kind), options)
     try:
-        environment = kind(**options)
+        environment = kind(**plugins.arguments(kind, options))
     except (TypeError, ValueError) as error:
         raise EnvironmentFault(f"environment {name!r}: {error}; correct environment.options") from error
     if not environment.roles or environment.first_role() not in environment.roles:
