@@ -115,8 +115,8 @@ class _Page:
         self._template, self._request = template, request
         texts = repr((request.messages, request.tools))
         # ASCII letters and digits, which no template escapes, strips or changes; in no text of the request.
-        number = next(n for n in range(len(texts) + 1) if f"KEPT{n}Q" not in texts)
-        self.sentinel = f"KEPT{number}Q"
+        number = next(n for n in range(len(texts) + 1) if f"KEPT{n}Q" not in texts and f"MARK{n}Q" not in texts)
+        self.sentinel, self._placeholder = f"KEPT{number}Q", f"MARK{number}Q"
         self._numbers = {text: i for i, text in enumerate(template._marks)}
         self._tools = [self._guarded(tool, template._all_marks) for tool in request.tools]
 
@@ -133,13 +133,13 @@ class _Page:
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text; a placeholder becomes the ordinary letters of its control token."""
         encode, ids = self._template.tokenizer.encode, list[int]()
-        for i, piece in enumerate(re.split(rf"{self.sentinel}M(\d+)E", text)):
+        for i, piece in enumerate(re.split(rf"{self._placeholder}(\d+)E", text)):
             ids += self._template.tokenizer.encode_plain(self._template._marks[int(piece)]) if i % 2 else encode(piece) if piece else []
         return ids
 
     def _guarded(self, value: Any, marks: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return marks.sub(lambda found: f"{self.sentinel}M{self._numbers[found[0]]}E", value)
+            return marks.sub(lambda found: f"{self._placeholder}{self._numbers[found[0]]}E", value)
         if isinstance(value, dict):
             return {self._guarded(name, marks): self._guarded(item, marks) for name, item in value.items()}
         if isinstance(value, list):
