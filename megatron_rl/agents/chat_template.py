@@ -66,21 +66,33 @@ class ChatTemplate:
         rejects the messages.
         """
         page = _Page(self, request)
-        before, after = list(request.messages[:place]), list(request.messages[place + 1 :])
-        for marked in _marked(sampled.message, page.sentinel):
-            text = page.render([*before, marked, *after])
-            if page.sentinel in text:
-                break
-        else:
+        tails = self._tails(page, request.messages, place, sampled.message)
+        if tails is None:
             return None
-        tail = page.encode(text.rpartition(page.sentinel)[2])
-        alone = page.encode(page.render([*before, marked], generate=False).rpartition(page.sentinel)[2])
+        tail, alone = tails
         num_shared = next((i for i, (a, b) in enumerate(zip(alone, tail, strict=False)) if a != b), min(len(alone), len(tail)))
         if sampled.stopped:
             return tail[self._end_of_stop(alone, tail, num_shared, sampled.token_ids[-1]) :]
         if sampled.message.get("tool_calls"):
             return tail[self._end_of_call(alone[:num_shared], sampled.token_ids[-1]) :]
-        return [*self._close_of_thoughts(page, before, sampled), *tail]
+        return [*self._close_of_thoughts(page, request.messages[:place], sampled), *tail]
+
+    def stop_id(self, request: ChatRequest, place: int, message: Message) -> int | None:
+        """Control token with which the template ends this answer, or begins what follows it; None without one."""
+        tails = self._tails(_Page(self, request), request.messages, place, message)
+        special = set(self.tokenizer.special_ids)
+        found = [[id for id in ids if id in special] for ids in tails or ([], [])]
+        return found[1][-1] if found[1] else found[0][0] if found[0] else None
+
+    def _tails(self, page: "_Page", messages: Sequence[Message], place: int, message: Message) -> tuple[list[int], list[int]] | None:
+        """Tokens that the template writes after an answer: in these messages, and after an answer that is the last message."""
+        before, after = messages[:place], messages[place + 1 :]
+        for marked in _marked(message, page.sentinel):
+            text = page.render([*before, marked, *after])
+            if page.sentinel in text:
+                alone = page.render([*before, marked], generate=False)
+                return page.encode(text.rpartition(page.sentinel)[2]), page.encode(alone.rpartition(page.sentinel)[2])
+        return None
 
     def _end_of_stop(self, alone: list[int], tail: list[int], num_shared: int, stop_id: int) -> int:
         """Number of the tail's tokens that the sampled stop token stands for."""
@@ -96,7 +108,7 @@ class ChatTemplate:
         marks = [i for i, id in enumerate(close) if id in self._mark_ids]
         return next((i + 1 for i in reversed(marks) if close[i] == last_id), marks[-1] if marks else 0)
 
-    def _close_of_thoughts(self, page: "_Page", before: list[Message], sampled: Sampled) -> list[int]:
+    def _close_of_thoughts(self, page: "_Page", before: Sequence[Message], sampled: Sampled) -> list[int]:
         """Tokens that close the thoughts of a turn which was cut inside them; empty for other turns."""
         if not sampled.message.get("reasoning_content") or sampled.message["content"]:
             return []

@@ -67,3 +67,8 @@ def test_calls_stay_text_without_tools_or_if_the_request_wants_none():
 def test_turn_without_stop_token_ends_by_length():
     answer, _ = read("<think>\nhm\n</think>\n\n" + CALL, stopped=False)
     assert (answer.finish, len(answer.calls)) == ("length", 1)
+
+
+def test_call_without_arguments_has_an_empty_object():
+    answer, _ = read("the text", Parsers(tools=returns("", [("run", "")])))
+    assert [call.arguments for call in answer.calls] == ["{}"]
