@@ -51,7 +51,7 @@ system           3071    31      33
 tracking         1807    10      15
 training         3945    17      26
 weights          1975    11      28
-commands         1248    21       0
+commands         1257    21       0
 desk                1     1       0
 desk/costs       1207     8      13
 desk/doctor      2883    16      13

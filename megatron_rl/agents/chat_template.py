@@ -66,21 +66,33 @@ class ChatTemplate:
         rejects the messages.
         """
         page = _Page(self, request)
-        before, after = list(request.messages[:place]), list(request.messages[place + 1 :])
-        for marked in _marked(sampled.message, page.sentinel):
-            text = page.render([*before, marked, *after])
-            if page.sentinel in text:
-                break
-        else:
+        tails = self._tails(page, request.messages, place, sampled.message)
+        if tails is None:
             return None
-        tail = page.encode(text.rpartition(page.sentinel)[2])
-        alone = page.encode(page.render([*before, marked], generate=False).rpartition(page.sentinel)[2])
+        tail, alone = tails
         num_shared = next((i for i, (a, b) in enumerate(zip(alone, tail, strict=False)) if a != b), min(len(alone), len(tail)))
         if sampled.stopped:
             return tail[self._end_of_stop(alone, tail, num_shared, sampled.token_ids[-1]) :]
         if sampled.message.get("tool_calls"):
             return tail[self._end_of_call(alone[:num_shared], sampled.token_ids[-1]) :]
-        return [*self._close_of_thoughts(page, before, sampled), *tail]
+        return [*self._close_of_thoughts(page, request.messages[:place], sampled), *tail]
+
+    def stop_id(self, request: ChatRequest, place: int, message: Message) -> int | None:
+        """Control token with which the template ends this answer, or begins what follows it; None without one."""
+        tails = self._tails(_Page(self, request), request.messages, place, message)
+        special = set(self.tokenizer.special_ids)
+        found = [[id for id in ids if id in special] for ids in tails or ([], [])]
+        return found[1][-1] if found[1] else found[0][0] if found[0] else None
+
+    def _tails(self, page: "_Page", messages: Sequence[Message], place: int, message: Message) -> tuple[list[int], list[int]] | None:
+        """Tokens that the template writes after an answer: in these messages, and after an answer that is the last message."""
+        before, after = messages[:place], messages[place + 1 :]
+        for marked in _marked(message, page.sentinel):
+            text = page.render([*before, marked, *after])
+            if page.sentinel in text:
+                alone = page.render([*before, marked], generate=False)
+                return page.encode(text.rpartition(page.sentinel)[2]), page.encode(alone.rpartition(page.sentinel)[2])
+        return None
 
     def _end_of_stop(self, alone: list[int], tail: list[int], num_shared: int, stop_id: int) -> int:
         """Number of the tail's tokens that the sampled stop token stands for."""
@@ -96,7 +108,7 @@ class ChatTemplate:
         marks = [i for i, id in enumerate(close) if id in self._mark_ids]
         return next((i + 1 for i in reversed(marks) if close[i] == last_id), marks[-1] if marks else 0)
 
-    def _close_of_thoughts(self, page: "_Page", before: list[Message], sampled: Sampled) -> list[int]:
+    def _close_of_thoughts(self, page: "_Page", before: Sequence[Message], sampled: Sampled) -> list[int]:
         """Tokens that close the thoughts of a turn which was cut inside them; empty for other turns."""
         if not sampled.message.get("reasoning_content") or sampled.message["content"]:
             return []
@@ -115,8 +127,8 @@ class _Page:
         self._template, self._request = template, request
         texts = repr((request.messages, request.tools))
         # ASCII letters and digits, which no template escapes, strips or changes; in no text of the request.
-        number = next(n for n in range(len(texts) + 1) if f"KEPT{n}Q" not in texts)
-        self.sentinel = f"KEPT{number}Q"
+        number = next(n for n in range(len(texts) + 1) if f"KEPT{n}Q" not in texts and f"MARK{n}Q" not in texts)
+        self.sentinel, self._placeholder = f"KEPT{number}Q", f"MARK{number}Q"
         self._numbers = {text: i for i, text in enumerate(template._marks)}
         self._tools = [self._guarded(tool, template._all_marks) for tool in request.tools]
 
@@ -133,13 +145,13 @@ class _Page:
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text; a placeholder becomes the ordinary letters of its control token."""
         encode, ids = self._template.tokenizer.encode, list[int]()
-        for i, piece in enumerate(re.split(rf"{self.sentinel}M(\d+)E", text)):
+        for i, piece in enumerate(re.split(rf"{self._placeholder}(\d+)E", text)):
             ids += self._template.tokenizer.encode_plain(self._template._marks[int(piece)]) if i % 2 else encode(piece) if piece else []
         return ids
 
     def _guarded(self, value: Any, marks: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return marks.sub(lambda found: f"{self.sentinel}M{self._numbers[found[0]]}E", value)
+            return marks.sub(lambda found: f"{self._placeholder}{self._numbers[found[0]]}E", value)
         if isinstance(value, dict):
             return {self._guarded(name, marks): self._guarded(item, marks) for name, item in value.items()}
         if isinstance(value, list):

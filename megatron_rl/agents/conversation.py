@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_rl.agents.chat import ChatAnswer, ChatRequest
 from megatron_rl.agents.chat_template import ChatTemplate, Sampled
+from megatron_rl.agents.request_fields import parsed_arguments
 from megatron_rl.data.tokenizer import Message
 
 
@@ -243,7 +244,7 @@ def _with_thoughts(request: ChatRequest, history: _History) -> ChatRequest:
 
 def _message(answer: ChatAnswer) -> Message:
     """The answer in the form of a request's messages."""
-    functions = [(call.id, {"name": call.name, "arguments": json.loads(call.arguments)}) for call in answer.calls]
+    functions = [(call.id, {"name": call.name, "arguments": parsed_arguments(call.arguments, "arguments")}) for call in answer.calls]
     calls = {"tool_calls": [{"id": id, "type": "function", "function": function} for id, function in functions]} if functions else {}
     return {"role": "assistant", "content": answer.text, **({"reasoning_content": answer.thoughts} if answer.thoughts else {}), **calls}
 

@@ -50,7 +50,7 @@ async def parse_turn(
     calls: list[ToolCall] = []
     if parsers.tools and request.tools and request.call_tools:
         rest, found = await parsers.tools(text, request.tools)
-        calls = [ToolCall(_call_id(answer_id, i), name, arguments) for i, (name, arguments) in enumerate(found)]
+        calls = [ToolCall(_call_id(answer_id, i), name, arguments or "{}") for i, (name, arguments) in enumerate(found)]
         if not all(_is_object(call.arguments) for call in calls):
             calls = []
         text = rest if calls else text  # parsers return nothing for a call that they cannot read

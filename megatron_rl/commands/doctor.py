@@ -5,6 +5,7 @@
 - ``--invariance``: do all layouts compute the same (``layout_comparison.py``)?
 - ``--mismatch RUN``: which factor makes trainer and servers disagree (``mismatch_runs.py``)?
 - ``--hang RUN``: which process waits for which (``hang.py``)?
+- ``--template MODEL``: what does the chat template do to conversations of agents (``template_check.py``)?
 """
 
 import argparse
@@ -26,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_argument(
         "--mismatch", metavar="RUN", help="output folder of a stopped run: report the factor that makes its trainer and servers disagree"
     )
+    template = parser.add_argument_group("examine a chat template instead")
+    template.add_argument("--template", metavar="MODEL", help="model folder: effects of its template on tools and thoughts")
     layouts = parser.add_argument_group("compare layouts instead")
     layouts.add_argument("--invariance", action="store_true", help="compare one update in each of --layouts")
     layouts.add_argument("--layouts", help='layouts to compare, such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
@@ -53,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
             from megatron_rl.desk.doctor.mismatch_runs import print_mismatch
 
             return print_mismatch(Path(arguments.mismatch), arguments.overrides)
+        if arguments.template:
+            from megatron_rl.desk.doctor.template_check import print_template
+
+            return print_template(Path(arguments.template))
         if arguments.invariance:
             from megatron_rl.desk.doctor.layout_comparison import compare_layouts
 
@@ -64,10 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_modes(arguments: argparse.Namespace) -> None:
     """Raise UserError for several modes at the same time, and for arguments that a mode would ignore."""
-    modes = [f"--{name}" for name in ("hang", "mismatch", "invariance") if getattr(arguments, name)]
+    modes = [f"--{name}" for name in ("hang", "mismatch", "template", "invariance") if getattr(arguments, name)]
     if len(modes) > 1:
         raise UserError(f"doctor: {' and '.join(modes)} cannot be combined; run them separately")
     if (arguments.hang or arguments.mismatch) and (arguments.config or arguments.model):
         raise UserError(f"doctor {modes[0]} takes the output folder of a run, which contains its recipe, and no --config or --model")
+    if arguments.template and (arguments.config or arguments.model or arguments.overrides):
+        raise UserError("doctor --template takes a model folder, and no --config, --model or key=value")
     if arguments.hang and arguments.overrides:
         raise UserError(f"doctor --hang inspects a running run: {arguments.overrides[0]} would change nothing")
