@@ -9,6 +9,7 @@
 | humaneval   | task_id, prompt, canonical_solution, test, entry_point         | answer, response, prompt_code, tests, entry_point |
 | mbpp        | task_id, text or prompt, code, test_list, test_setup_code      | answer, response, tests, entry_point   |
 | preferences | chosen, rejected as texts, dialogues or messages; prompt       | chosen, rejected                       |
+| conversations | the same as messages, with tools                             | messages in OpenAI's form, tools; answer, if given |
 | messages    | messages (role, content) or conversations (from, value)        | response, if an answer ends them; answer, if given |
 | multimodal  | image(s), question or problem, answer or solution, or bbox     | answer, images (paths from the output's folder) |
 
@@ -33,8 +34,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.config.schema import DataConfig, TrainTurns
+from megatron_rl.data.conversation_rows import read_conversation
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_rows
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.rules.grounding import read_box
 from megatron_rl.system.files.atomic_files import atomic_text_file
 
@@ -248,6 +251,24 @@ def messages(row: Row, context: Context) -> dict[str, Any]:
     return converted | ({"response": response} if answered else {}) | ({} if is_missing(answer) else {"answer": str(answer)})
 
 
+def conversations(row: Row, context: Context) -> dict[str, Any]:
+    """Whole conversations, for sft; masked turns keep their weight 0."""
+    name = next((name for name in ("messages", "conversations") if not is_missing(lookup(row, name))), "messages")
+    try:
+        found = read_conversation(row, "", DataConfig(messages_field=name), TrainTurns.all)
+    except DataError as error:
+        raise BadRow(str(error).removeprefix(": ")) from error
+    if found.content.images:
+        raise BadRow(f"{name}: expected text, got images; sft reads such rows as they are (data.messages_field)")
+    given = [
+        {**message, "weight": 0} if message["role"] == "assistant" and index not in found.trained else message
+        for index, message in enumerate(found.content.prompt)
+    ]
+    answer, tools = lookup(row, "answer"), found.content.chat_arguments.get("tools")
+    converted = {"id": given_id(row, "id", "prompt_id") or context.numbered_id("conversations"), "messages": given, "type": "chat"}
+    return converted | ({"tools": tools} if tools else {}) | ({} if is_missing(answer) else {"answer": str(answer)})
+
+
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _IMAGE_MARK = "<image>"
 LETTERS = "ABCDEFGHIJ"
@@ -373,6 +394,7 @@ CONVERTERS: dict[str, Converter] = {
     "mbpp": mbpp,
     "preferences": preferences,
     "messages": messages,
+    "conversations": conversations,
     "multimodal": multimodal,
 }
 

@@ -33,6 +33,8 @@ from megatron_rl.algorithms.policy_loss import cispo_loss, gspo_loss, lm_loss, p
 from megatron_rl.algorithms.preference_losses import (
     bradley_terry_coefficients,
     bradley_terry_loss,
+    dpo_coefficients,
+    dpo_loss,
     pairwise_score,
     swap_consistency,
 )

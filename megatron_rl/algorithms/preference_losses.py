@@ -1,14 +1,27 @@
-"""Preferences: scores of a pairwise judge, and the Bradley-Terry loss of a scalar reward model.
+"""Preferences: scores of a pairwise judge, the Bradley-Terry loss of a scalar reward model, and the losses of DPO.
 
 A pairwise judge returns p = P(the response shown first is better). Judges favor one position, so every pair is shown in
 both orders: ``p_first_ab`` with a first, ``p_first_ba`` with b first.
+
+DPO compares log-probs with those of a reference. With the log-ratio h = log pi(y|x) - log pi_ref(y|x) of a response and
+the margin m = h_chosen - h_rejected:
+
+    sigmoid (DPO, arXiv 2305.18290 eq. 7):    f(m) = -log sigmoid(beta * m)
+    ipo (arXiv 2310.12036 eq. 17):            f(m) = (m - 1 / (2 * beta))^2
+
+A pair's label is wrong with probability ``label_smoothing`` e (conservative DPO): loss (1 - e) * f(m) + e * f(-m). With
+``length_normalized`` each h is divided by its response's number of tokens.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from megatron_rl.algorithms.loss import Loss
-from megatron_rl.algorithms.shapes import check_float_vector, check_same_kind, describe
+from megatron_rl.algorithms.shapes import check_float_vector, check_fraction, check_positive, check_same_kind, describe
+
+LogProbs = tuple[Tensor, Tensor]
+"""([P] of the chosen responses, [P] of the rejected ones)."""
 
 
 def pairwise_score(p_first_ab: float | Tensor, p_first_ba: float | Tensor) -> float | Tensor:
@@ -87,6 +100,70 @@ def bradley_terry_coefficients(chosen: Tensor, rejected: Tensor) -> tuple[Tensor
     check_same_kind("rejected", rejected, "chosen", chosen)
     error = torch.sigmoid(rejected - chosen)
     return -error, error
+
+
+def dpo_loss(
+    logprobs: LogProbs,
+    reference_logprobs: LogProbs,
+    lengths: LogProbs,
+    *,
+    kind: str = "sigmoid",
+    beta: float,
+    label_smoothing: float = 0.0,
+    length_normalized: bool = False,
+) -> Loss:
+    """Loss per pair; ``kind`` is "sigmoid" or "ipo".
+
+    Args:
+        logprobs: float32 or float64 with gradient, each response's log-probability, summed over its tokens.
+        reference_logprobs: the same of the reference, without gradient.
+        lengths: number of tokens of each response, read with ``length_normalized`` alone.
+
+    Returns:
+        Metrics: ``accuracy`` (the policy prefers chosen more than the reference does; a tie counts half), and in nats
+        ``margin`` (beta * m), ``reward_chosen`` and ``reward_rejected`` (beta * h).
+    """
+    beta, smoothing = check_positive("beta", beta), check_fraction("label_smoothing", label_smoothing)
+    chosen, rejected = (
+        _log_ratio(name, *of, length_normalized=length_normalized)
+        for name, *of in zip(("chosen", "rejected"), logprobs, reference_logprobs, lengths, strict=True)
+    )
+    check_same_kind("rejected", rejected, "chosen", chosen)
+    margin = chosen - rejected
+    if kind == "sigmoid":
+        right, wrong = softplus(-beta * margin), softplus(beta * margin)
+    elif kind == "ipo":
+        right, wrong = (margin - 0.5 / beta).square(), (margin + 0.5 / beta).square()
+    else:
+        raise ValueError(f"kind: expected 'sigmoid' or 'ipo', got {kind!r}")
+    with torch.no_grad():
+        count = margin.new_tensor(float(len(margin)))
+        columns = {
+            "accuracy": 0.5 * (torch.sign(margin) + 1.0),
+            "margin": beta * margin,
+            "reward_chosen": beta * chosen,
+            "reward_rejected": beta * rejected,
+        }
+        metrics = {name: (column.sum(), count) for name, column in columns.items()}
+    return Loss(((1.0 - smoothing) * right + smoothing * wrong).sum(), count, metrics)
+
+
+def dpo_coefficients(loss: Loss, logprobs: LogProbs) -> LogProbs:
+    """Derivatives of ``loss.sum``, a ``dpo_loss`` of these ``logprobs`` (which require a gradient), by the log-probs.
+
+    ``sum(c * log pi)`` with these constants has the gradient of the loss, and each term needs one response only: the two
+    responses of a pair need not share a micro-batch or a rank.
+    """
+    chosen, rejected = torch.autograd.grad(loss.sum, logprobs)
+    return chosen, rejected
+
+
+def _log_ratio(name: str, logprobs: Tensor, reference: Tensor, lengths: Tensor, *, length_normalized: bool) -> Tensor:
+    """[P] h of one side of the pairs."""
+    check_float_vector(f"logprobs ({name})", logprobs)
+    check_same_kind(f"reference_logprobs ({name})", reference, "logprobs", logprobs)
+    ratio = logprobs - reference.detach()
+    return ratio / lengths.to(ratio).clamp(min=1.0) if length_normalized else ratio
 
 
 def _check_probabilities(*probabilities: float | Tensor) -> None:

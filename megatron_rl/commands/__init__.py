@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "train": "train a policy with reinforcement learning (see: megatron-rl presets)",
-    "sft": "supervised warm start on reference responses",
+    "sft": "supervised training on reference responses or on the assistant's turns of conversations",
+    "dpo": "train a policy on preferences, relative to the policy that it starts from",
     "critic-pretrain": "regress the critic onto returns of the frozen policy",
     "reward-train": "train a reward model on preferences or line labels",
     "evaluate": "measure policies on held-out prompts, in sequence on servers that start once",
@@ -29,7 +30,7 @@ COMMANDS = {
     "simulate": "predict the times of a run from a recipe and a finished run's measurements",
     "doctor": "check the machine, trainer-server agreement and layouts; diagnose a hung or diverging run",
     "check": "replay recorded steps of a released recipe and report the first deviation of this installation",
-    "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
+    "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint, or push it to the Hub",
     "watch": "show a run on the terminal while it trains, from its folder",
     "report": "write report.html of a run, or a page that compares several runs",
     "samples": "browse and filter the responses that a run has stored",
@@ -42,6 +43,7 @@ COMMANDS = {
 EXAMPLES = {
     "train": "megatron-rl train --config recipe.yaml parallel.num_ranks=8 --dry-run",
     "sft": "megatron-rl sft --config recipe.yaml sft.train_files=[solutions.jsonl]",
+    "dpo": "megatron-rl dpo --config recipe.yaml dpo.train_files=[preferences.jsonl]",
     "critic-pretrain": "megatron-rl critic-pretrain --config recipe.yaml critic_pretrain.output_path=outputs/critic",
     "reward-train": "megatron-rl reward-train --config recipe.yaml reward_train.train_files=[preferences.jsonl]",
     "evaluate": "megatron-rl evaluate --config recipe.yaml --policies outputs/run/policies/* eval.num_samples=4",

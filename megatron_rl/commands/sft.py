@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: train a policy on reference responses, as a supervised warm start."""
+"""`megatron-rl sft`: train a policy on reference responses, or on the assistant's turns of conversations."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -20,20 +20,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_inputs(config: "Config", *, all_rows: bool) -> list[str]:
+    import numpy as np
+
     from megatron_rl.config.derived import model_has_vision
-    from megatron_rl.data.prompts import check_files, load_solutions
+    from megatron_rl.data.supervised_rows import check_supervised_files, load_sequences
     from megatron_rl.step.input_checks import first_text, load_tokenizer
 
     files = config.sft.train_files or config.data.train_files
-    num_by_type = check_files(files, config.data, with_response=True, takes_images=model_has_vision(config))
+    num_rows = check_supervised_files(files, config.data, takes_images=model_has_vision(config))
     tokenizer = load_tokenizer(config)
-    solutions = load_solutions(files, config.data, tokenizer, all_rows=all_rows)
-    prompt_ids, response_ids, _ = solutions[0]
-    lengths = [len(prompt) + len(response) for prompt, response, _ in solutions]
+    sequences, notes = load_sequences(files, config.data, tokenizer, turns=config.sft.train_turns, all_rows=all_rows)
+    first = sequences[0]
+    trained = np.asarray(first.token_ids)[first.mask].tolist()
     return [
-        f"rows to train on: {sum(num_by_type.values()):,}, of which {len(solutions):,} were tokenized (--all-rows: all); the longest "
-        f"has {max(lengths):,} tokens",
-        first_text(f"first row, {len(prompt_ids):,} + {len(response_ids):,} tokens", [*prompt_ids, *response_ids], tokenizer),
+        f"rows to train on: {num_rows:,}; those that were tokenized (--all-rows: all) are {len(sequences):,} sequences, of which the "
+        f"longest has {max(len(one.token_ids) for one in sequences):,} tokens",
+        *notes,
+        first_text(f"first sequence, {len(first.token_ids):,} tokens", first.token_ids, tokenizer),
+        first_text(f"its {len(trained):,} trained tokens", trained, tokenizer),
     ]
 
 

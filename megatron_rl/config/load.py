@@ -30,7 +30,7 @@ from megatron_rl.system.files.probes import read_regular
 
 PRESETS = Path(__file__).parent / "presets"
 
-_TRAINED = ("policy", "critic", "sft", "critic_pretrain", "reward_train")
+_TRAINED = ("policy", "critic", "sft", "critic_pretrain", "reward_train", "dpo")
 """Sections with an optimizer."""
 REMOVED: dict[str, tuple[Any, str]] = {
     "critic_pretrain.settle_tolerance": (0.02, "the tolerance is 0.02; set settle_window to converge later"),
@@ -144,9 +144,9 @@ def _find_downloads(config: Config) -> None:
     """Replace names on the Hugging Face Hub by the folders of their downloads; the folders name the commits."""
     for model in (config.policy, config.critic, config.reference, config.reward.process):
         model.path = find_download(model.path, "model")
-    for section in (config.data, config.sft, config.reward_train):
+    for section in (config.data, config.sft, config.reward_train, config.dpo):
         section.train_files = [find_download(name, "dataset") for name in section.train_files]
-    for section in (config.data, config.reward_train):
+    for section in (config.data, config.reward_train, config.dpo):
         section.eval_files = [find_download(name, "dataset") for name in section.eval_files]
     for named in config.eval.sets.values():
         named.files = [find_download(name, "dataset") for name in named.files]

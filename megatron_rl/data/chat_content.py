@@ -233,7 +233,7 @@ def chat_arguments(row: Row, place: str, data: DataConfig, *, chat: bool) -> dic
 def _arguments(row: Row, place: str, data: DataConfig) -> dict[str, Any] | None:
     """The row's own arguments; None if it has none."""
     where = f"{place}: field {data.chat_template_kwargs_field!r}"
-    value = _value(row, data.chat_template_kwargs_field, where)
+    value = json_value(row, data.chat_template_kwargs_field, where)
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -249,7 +249,7 @@ def _arguments(row: Row, place: str, data: DataConfig) -> dict[str, Any] | None:
 
 def _tools(row: Row, place: str, data: DataConfig) -> list[dict[str, Any]] | None:
     where = f"{place}: field {data.tools_field!r}"
-    value = _value(row, data.tools_field, where)
+    value = json_value(row, data.tools_field, where)
     if value is None:
         return None
     expected = 'expected a list of JSON schemas like {"type": "function", "function": {"name": ...}}'
@@ -267,7 +267,7 @@ def _tools(row: Row, place: str, data: DataConfig) -> list[dict[str, Any]] | Non
     return value
 
 
-def _value(row: Row, field: str, where: str) -> Any:
+def json_value(row: Row, field: str, where: str) -> Any:
     """Value of the column, parsed if it is JSON text; None if the value is missing or no column is configured."""
     value = lookup(row, field) if field else None
     if is_missing(value):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.derived import model_has_vision
-from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
+from megatron_rl.config.schema import Config, DataConfig, RewardModelKind, RewardTrainConfig
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, code_lines
 from megatron_rl.data.prompts import RowContent, check_images, read_content, text_field
 from megatron_rl.data.row_files import describe, lookup, read_rows
@@ -52,22 +52,22 @@ def load_labelled_programs(files: Sequence[str], data: DataConfig) -> list[Label
     return list(_loaded(files, data, _labelled_program, "programs with line_labels, as label-lines writes them"))
 
 
-def check_reward_files(config: Config) -> None:
-    """Raise UserError for the first invalid row of the files, or an output that would overwrite the base model;
-    needs no model."""
-    settings = config.reward_train
+def check_reward_files(config: Config, command: str = "reward-train") -> None:
+    """Raise UserError for the first invalid row of the command's files, or an output that would overwrite the base
+    model; needs no model."""
+    settings = config.dpo if command == "dpo" else config.reward_train
     if Path(settings.output_path).resolve() == Path(config.policy.path).resolve():
-        raise UserError("reward_train.output_path: it is policy.path, which would be overwritten; give another folder")
+        section = command.replace("-", "_")
+        raise UserError(f"{section}.output_path: it is policy.path, which would be overwritten; give another folder")
+    kind = settings.kind if isinstance(settings, RewardTrainConfig) else None
     takes_images = model_has_vision(config)
     for files in filter(None, (settings.train_files, settings.eval_files)):
         rows: Sequence[Preference | LabeledProgram]
-        if settings.kind is RewardModelKind.process:
-            rows = load_labelled_programs(files, config.data)
-        else:
-            rows = load_preferences(files, config.data)
+        read = load_labelled_programs if kind is RewardModelKind.process else load_preferences
+        rows = read(files, config.data)
         for row in rows:
             # A judge of two responses reads the prompt as text.
-            check_images(row.content, takes_images=None if settings.kind is RewardModelKind.pairwise else takes_images)
+            check_images(row.content, takes_images=None if kind is RewardModelKind.pairwise else takes_images)
 
 
 def _loaded(files: Sequence[str], data: DataConfig, build: Any, expected: str) -> Iterator[Any]:

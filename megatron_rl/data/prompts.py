@@ -120,25 +120,6 @@ def first_and_last(rows: Iterator[tuple[Row, str]]) -> Iterator[tuple[Row, str]]
     yield from deque(rows, NUM_FIRST_ROWS)
 
 
-Solution = tuple[list[int], list[int], tuple[ImageRef, ...]]
-"""(prompt ids, ids of the reference response that end in the end-of-text token, images of the prompt)."""
-
-
-def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, all_rows: bool = True) -> list[Solution]:
-    """Prompt and reference response of every row, or of the first and last rows (``first_and_last``)."""
-    solutions = []
-    rows = read_rows(files, split=data.split)
-    for row, place in rows if all_rows else first_and_last(rows):
-        prompt = tokenize(read_content(row, place, data), data, tokenizer)
-        response = encode_response(text_field(row, data.response_field, place), place, data.response_field, tokenizer)
-        solutions.append((list(prompt.token_ids), [*response, tokenizer.eos_id], prompt.images))
-    if not solutions:
-        raise DataError(
-            f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field"
-        )
-    return solutions
-
-
 def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> list[int]:
     """Ids of a given response. Raises DataError for tokens that only prompts may have."""
     token_ids = tokenizer.encode(text)
@@ -150,7 +131,7 @@ def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> 
 
 
 def check_files(
-    files: Sequence[str], data: DataConfig, *, with_response: bool, takes_images: bool | None = None, unique_ids: bool = False
+    files: Sequence[str], data: DataConfig, *, takes_images: bool | None = None, unique_ids: bool = False
 ) -> dict[str, int]:
     """Check that every row has the required fields and readable images; returns the number of rows of each type.
 
@@ -162,13 +143,11 @@ def check_files(
     places: dict[str, str] = {}
     # Rows of different types may lack a field, but a field that no row has is a typo.
     never_seen = set(data.reward_fields)
-    for row, place in _rows_of_each(files, data.split):
+    for row, place in rows_of_each(files, data.split):
         content = read_content(row, place, data)
         check_images(content, takes_images=takes_images)
         num_by_type[content.type] += not (unique_ids and is_duplicate(content, places, data))
         never_seen = {path for path in never_seen if _field_name(path) not in content.fields}
-        if with_response:
-            text_field(row, data.response_field, place)
     if never_seen and num_by_type:
         raise DataError(
             f"data.reward_fields: no row of {', '.join(files)} has {', '.join(sorted(never_seen))}; "
@@ -177,7 +156,7 @@ def check_files(
     return dict(num_by_type)
 
 
-def _rows_of_each(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
+def rows_of_each(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
     """Yield the rows of ``files``. Raises DataError for a file without rows, which is a mistake at its writing."""
     for name in files:
         is_empty = True
@@ -249,7 +228,7 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
         prompt = [{"role": "user", "content": split_image_marks(prompt)}] if chat else prompt.replace(IMAGE_MARK, tokenizer.image_text)
     try:
         token_ids = tokenizer.encode_prompt(prompt, chat=chat, system_prompt=data.system_prompt, arguments=content.chat_arguments)
-        images, token_ids = _with_images(content, token_ids, tokenizer)
+        images, token_ids = expand_images(content, token_ids, tokenizer)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not token_ids:
@@ -272,7 +251,7 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
     )
 
 
-def _with_images(
+def expand_images(
     content: RowContent, token_ids: list[int], tokenizer: Tokenizer
 ) -> tuple[tuple[ImageRef, ...], list[int]]:
     """(images of a prompt, its ids with every image expanded to its tokens)."""

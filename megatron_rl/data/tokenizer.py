@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.data.token_text import TokenText
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import DataError
@@ -73,7 +75,7 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return max(self._tokenizer.get_vocab().values()) + 1
 
-    @property
+    @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """Texts that become control tokens anywhere in a text."""
         added = self._tokenizer.added_tokens_decoder.values()
@@ -96,6 +98,17 @@ class Tokenizer:
                 return ids
         return []
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """(ids, [n] first character of each token, [n] its end). Raises DataError for a tokenizer without tokenizer.json."""
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                f"{self.path}: training on conversations needs the place of each token in its text, which a Python tokenizer does not "
+                "give; use a model folder with tokenizer.json"
+            )
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
+        return found["input_ids"], offsets[:, 0], offsets[:, 1]
+
     def template_reads(self, argument: str) -> bool:
         """True if the chat template mentions ``argument``; other arguments have no effect."""
         return bool(re.search(rf"\b{re.escape(argument)}\b", self.template_text)) or argument == "chat_template"
@@ -111,22 +124,32 @@ class Tokenizer:
         return tuple(dict.fromkeys([*self.special_texts, *(t.content for t in self._tokenizer.added_tokens_decoder.values())]))
 
     def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool, arguments: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        generate: bool = False,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Text of a conversation in the chat template; with ``generate`` up to the start of the model's answer.
 
-        ``tools`` and the arguments of tool calls are objects. Raises DataError if there is no template, or if it rejects
-        these messages.
+        ``tools`` and the arguments of tool calls are objects; ``arguments`` may have the tools instead. Raises DataError if
+        there is no template, or if it rejects these messages.
         """
+        if self._tokenizer.chat_template is None:
+            raise DataError(
+                f"{self.path}: the tokenizer has no chat template, which data.use_chat_template and prompts that are "
+                "messages need; give prompts as text with data.use_chat_template=false, or a chat model's tokenizer"
+            )
         from jinja2 import TemplateError
 
+        options = {"tools": list(tools) or None, **(arguments or {})}
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=generate, tokenize=False, **arguments or {}
-            )
+            return self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=generate, tokenize=False, **options)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             roles = ", ".join(message["role"] for message in messages[-8:])
-            raise DataError(f"{self.path}: the chat template rejects messages of {roles}: {error}") from error
+            given = f" with {', '.join(arguments)}" if arguments else ""
+            raise DataError(f"{self.path}: the chat template rejects messages of {roles}{given}: {error}") from error
 
     def encode_prompt(
         self,
@@ -145,22 +168,10 @@ class Tokenizer:
         """
         if not chat:
             return self._tokenizer.encode(prompt)
-        if self._tokenizer.chat_template is None:
-            raise DataError(
-                f"{self.path}: the tokenizer has no chat template, which data.use_chat_template and prompts that are "
-                "messages need; give prompts as text with data.use_chat_template=false, or a chat model's tokenizer"
-            )
-        from jinja2 import TemplateError
-
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments or {})
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            given = f" with {', '.join(arguments)}" if arguments else ""
-            raise DataError(f"{self.path}: the chat template rejects messages of {roles}{given}: {error}") from error
+        return self.encode(self.render_chat(messages, generate=True, arguments=arguments))
 
     def encode_message(
         self, text: str, *, chat: bool, last_token_id: int | None = None, arguments: Mapping[str, Any] | None = None

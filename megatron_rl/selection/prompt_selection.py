@@ -185,7 +185,7 @@ def check_selection(config: Config) -> None:
 def check_inputs(config: Config) -> tuple[dict[str, str], int]:
     """Check everything outside the configuration that would fail later. Returns the types by prompt id, and the number of duplicate ids."""
     takes_images = None if config.select_prompts.scores_path else model_has_vision(config)
-    check_files(config.data.train_files, config.data, with_response=False, takes_images=takes_images)
+    check_files(config.data.train_files, config.data, takes_images=takes_images)
     types, num_duplicates = read_candidates(config.data.train_files, config.data)
     if not config.select_prompts.scores_path:
         from megatron_rl.rewards.router import check_types, routes_of

@@ -99,7 +99,7 @@ def check_rl_inputs(config: Config) -> dict[str, int]:
     _check_profiled_stages(config)
     data = config.data
     takes_images = model_has_vision(config)
-    num_by_type = check_files(data.train_files, data, with_response=False, takes_images=takes_images, unique_ids=True)
+    num_by_type = check_files(data.train_files, data, takes_images=takes_images, unique_ids=True)
     check_mixtures(data.mixture, data.curriculum, num_by_type)
     check_types(config.reward, num_by_type)
     unknown = set(config.batch.num_samples_by_type) - {*num_by_type, *config.reward.by_type}
@@ -135,6 +135,6 @@ def check_eval_inputs(config: Config) -> None:
     for eval_set in eval_sets(config).values():
         takes_images = model_has_vision(config)
         num_by_type = check_files(
-            eval_set.files, eval_set.data_of(config.data), with_response=False, takes_images=takes_images, unique_ids=True
+            eval_set.files, eval_set.data_of(config.data), takes_images=takes_images, unique_ids=True
         )
         check_types(config.reward, num_by_type)

@@ -1,17 +1,20 @@
 """Supervised fine-tuning on reference responses: the warm start before reinforcement learning."""
 
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
 
+from megatron_rl.config.load import to_yaml_values
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import Solution, load_solutions
+from megatron_rl.data.conversation_rows import TrainingSequence
+from megatron_rl.data.supervised_rows import load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import UserError
@@ -42,16 +45,17 @@ def _train(config: Config, group: TrainerGroup) -> None:
     Updates end early once the mean of the newest losses is at most sft.stop_at_loss.
     """
     tokenizer = Tokenizer(config.policy.path)
-    solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
-    batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
+    files = config.sft.train_files or config.data.train_files
+    sequences, notes = load_sequences(files, config.data, tokenizer, turns=config.sft.train_turns)
+    batches = epoch_batches(len(sequences), config.sft.batch_size, config.run.seed)
     console = Console()
     group.set_progress_callback(console.print)
-    for note in group.notes:
-        console.print(note)
+    for note in (*group.notes, *notes):
+        console.print(note, highlight=False, soft_wrap=True)
     with progress_bar("sft", config.sft.num_steps, console=console) as advance:
         recent: deque[float] = deque(maxlen=_NUM_RECENT)
         for step in range(1, config.sft.num_steps + 1):
-            batch = solution_batch([solutions[i] for i in next(batches)], tokenizer.vision)
+            batch = sequence_batch([sequences[i] for i in next(batches)], tokenizer.vision)
             tokens = float(batch.fields["mask"].sum())
             result = group.update("policy", batch, objective="sft", denominators={"mask": tokens})
             if result.skipped:
@@ -75,23 +79,21 @@ def _train(config: Config, group: TrainerGroup) -> None:
             f"most sft.stop_at_loss={config.sft.stop_at_loss:g}"
         )
     group.save_hf("policy", config.sft.output_path)
+    record = to_yaml_values(config.sft) | {"base_model": config.policy.path, "train_files": files, "seed": config.run.seed}
+    record |= {"num_sequences": len(sequences), "history": [{"step": step, "train/loss": mean(recent)}]}
+    (Path(config.sft.output_path) / "sft_training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     console.print(f"sft: wrote {config.sft.output_path}")
 
 
-def solution_batch(solutions: Sequence[Solution], vision: ImageProcessor | None = None) -> PackedBatch:
-    """Packed batch of prompts with their responses; the mask selects the response tokens. ``vision`` loads the images."""
-    rows = [prompt_ids + response_ids for prompt_ids, response_ids, _ in solutions]
-    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    responses = torch.tensor([len(response_ids) for _, response_ids, _ in solutions], dtype=torch.int64)
-    images = None if vision is None else vision.batch([images for _, _, images in solutions])
-    return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)}, images)
-
-
-def tail_mask(lengths: Tensor, tails: Tensor) -> Tensor:
-    """[T] bool: True on the last tails[n] tokens of each of N sequences with ``lengths`` [N]."""
-    ends = lengths.cumsum(0).repeat_interleave(lengths)
-    return torch.arange(int(lengths.sum())) >= ends - tails.repeat_interleave(lengths)
+def sequence_batch(sequences: Sequence[TrainingSequence], vision: ImageProcessor | None = None) -> PackedBatch:
+    """Packed batch of the sequences; the mask selects their trained tokens. ``vision`` loads the images."""
+    tokens = torch.tensor([token for sequence in sequences for token in sequence.token_ids], dtype=torch.int64)
+    lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64)
+    mask = torch.from_numpy(np.concatenate([sequence.mask for sequence in sequences]))
+    # The first token of a sequence has no log-prob.
+    mask[cu_seqlens_of(lengths)[:-1]] = False
+    images = None if vision is None else vision.batch([sequence.images for sequence in sequences])
+    return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": mask}, images)
 
 
 def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:

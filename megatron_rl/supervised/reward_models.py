@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import Config, RewardModelKind
+from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.code_lines import code_lines, end_tokens, token_texts
 from megatron_rl.data.images import ImageRef
@@ -50,14 +50,16 @@ class RewardExample:
     """Maps positions in the (only) sequence to the label of the line that ends there; empty except for ``process``."""
     images: tuple[ImageRef, ...] = ()
     """Images of the prompt."""
+    num_prompt_tokens: int = 0
+    """Number of tokens of the prompt in each sequence, for DPO."""
 
     @property
     def num_tokens(self) -> int:
         return max(map(len, self.sequences))
 
 
-class RewardModelTrainer(Protocol):
-    """Interface of one kind of reward model: creates examples, trains on them, and computes metrics."""
+class ExampleTrainer(Protocol):
+    """Interface of one kind of reward model, or of DPO: creates examples, trains on them, and computes metrics."""
 
     engine: str
     """"critic" (value head) or "policy" (language-model head)."""
@@ -72,8 +74,8 @@ class RewardModelTrainer(Protocol):
     def metrics(self, predictions: Predictions) -> dict[str, float]: ...
 
 
-def build_kind(config: Config, tokenizer: Tokenizer) -> RewardModelTrainer:
-    kinds: dict[RewardModelKind, Callable[[Config, Tokenizer], RewardModelTrainer]] = {
+def build_kind(config: Config, tokenizer: Tokenizer) -> ExampleTrainer:
+    kinds: dict[RewardModelKind, Callable[[Config, Tokenizer], ExampleTrainer]] = {
         RewardModelKind.bradley_terry: BradleyTerry,
         RewardModelKind.pairwise: Pairwise,
         RewardModelKind.process: _ProcessLabels,
@@ -90,13 +92,7 @@ class BradleyTerry:
         self._data, self._tokenizer = config.data, tokenizer
 
     def examples(self, files: Sequence[str]) -> list[RewardExample]:
-        """Examples with the sequences (prompt + chosen, prompt + rejected)."""
-        examples = []
-        for row in load_preferences(files, self._data):
-            prompt = tokenize(row.content, self._data, self._tokenizer)
-            pair = (_with_response(row.content, prompt, text, self._tokenizer) for text in (row.chosen, row.rejected))
-            examples.append(RewardExample(tuple(pair), {}, prompt.images))
-        return examples
+        return pair_examples(files, self._data, self._tokenizer)
 
     def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
         batch = example_batch(examples, self._tokenizer.vision)
@@ -117,7 +113,7 @@ class BradleyTerry:
 
     def metrics(self, predictions: Predictions) -> dict[str, float]:
         loss = algorithms.bradley_terry_loss(*map(torch.from_numpy, predictions.values()))
-        return {"loss": float(loss.sum / loss.denominator), **_means(loss.metrics)}
+        return {"loss": float(loss.sum / loss.denominator), **means(loss.metrics)}
 
 
 class Pairwise:
@@ -193,7 +189,7 @@ class Pairwise:
             "accuracy_chosen_first": float((first > 0.5).double().mean()),
             "accuracy_chosen_second": float((second < 0.5).double().mean()),
             "margin": float((2.0 * scores - 1.0).mean()),
-            **_means(algorithms.swap_consistency(first, second)),
+            **means(algorithms.swap_consistency(first, second)),
             "judgement_mass": float(predictions["mass"].mean()),
         }
 
@@ -263,7 +259,17 @@ class _ProcessLabels:
         return metrics
 
 
-def _means(metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+def pair_examples(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[RewardExample]:
+    """Examples with the sequences (prompt + chosen, prompt + rejected)."""
+    examples = []
+    for row in load_preferences(files, data):
+        prompt = tokenize(row.content, data, tokenizer)
+        pair = (_with_response(row.content, prompt, text, tokenizer) for text in (row.chosen, row.rejected))
+        examples.append(RewardExample(tuple(pair), {}, prompt.images, len(prompt.token_ids)))
+    return examples
+
+
+def means(metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     return {name: float(total / count) for name, (total, count) in metrics.items()}
 
 

@@ -8,6 +8,7 @@ and micro-batches: the micro-batches' losses add up to the mini-batch's loss for
     critic: sum(L_value) / n(value), which is n(mask) with token means
     sft:    sum(-log pi) / n(mask)
     score:  sum(score_coefs * V after the last token), with coefficients that are already divided
+    logprobs: sum(logprob_coefs * log pi), with coefficients that are already divided
 
 with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy and value the tokens or, with
 sequence means, the responses that have tokens. Metrics keep sums and denominators apart; the engine adds them up.
@@ -40,7 +41,7 @@ LossFunction = Callable[[Mapping[str, Tensor], PackedBatch], tuple[Tensor, Metri
 def build(
     objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str, float], *, is_own_old: bool = False
 ) -> LossFunction:
-    """Loss function of the objective "policy", "critic", "sft" or "score".
+    """Loss function of the objective "policy", "critic", "sft", "score" or "logprobs".
 
     ``denominators``: n(field) in the module's docstring, over the whole mini-batch. ``is_own_old``: the old
     log-probs are those of the update's own forward pass, as in a policy's first update in a step.
@@ -53,7 +54,9 @@ def build(
         return _sft_objective(denominators)
     if objective == "score":
         return _score_objective()
-    raise ValueError(f"objective is 'policy', 'critic', 'sft' or 'score', got {objective!r}")
+    if objective == "logprobs":
+        return _logprobs_objective()
+    raise ValueError(f"objective is 'policy', 'critic', 'sft', 'score' or 'logprobs', got {objective!r}")
 
 
 def counted_tokens(batch: PackedBatch) -> dict[str, np.ndarray]:
@@ -267,6 +270,18 @@ def _score_objective() -> LossFunction:
         scores, coefs = outputs["final_values"], batch.fields["score_coefs"]
         last = moved((batch.cu_seqlens[1:] - 1).clamp(min=0), coefs.device)
         return (coefs[last].to(scores) * scores).sum(), {}
+
+    return objective
+
+
+def _logprobs_objective() -> LossFunction:
+    """Reads the field logprob_coefs: dL/d(log pi) of each token, 0 outside the mask.
+
+    As in ``_score_objective``, for a loss over the log-probs of whole sequences (``algorithms.dpo_coefficients``).
+    """
+
+    def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
+        return masked_sum(outputs["logprobs"], batch.fields["logprob_coefs"]), {}
 
     return objective
 

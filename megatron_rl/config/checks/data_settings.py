@@ -51,7 +51,7 @@ def _not_a_folder(key: str, path: str) -> Iterator[str]:
 
 def _files_read(config: Config, command: str) -> dict[str, list[str]]:
     """Map keys to input files; the first key, if any, needs at least one file."""
-    data, reward = config.data, config.reward_train
+    data, reward, dpo = config.data, config.reward_train, config.dpo
     if command == "sft" and config.sft.train_files:
         return {"sft.train_files": config.sft.train_files}
     if command in ("sft", "select-prompts"):
@@ -62,6 +62,8 @@ def _files_read(config: Config, command: str) -> dict[str, list[str]]:
         return {}
     if command == "reward-train":
         return {"reward_train.train_files": reward.train_files, "reward_train.eval_files": reward.eval_files}
+    if command == "dpo":
+        return {"dpo.train_files": dpo.train_files, "dpo.eval_files": dpo.eval_files}
     if command == "label-lines":
         return {"label_lines.input_path": [path for path in [config.label_lines.input_path] if path]}
     return {"data.train_files": data.train_files, **_eval_files(config)}
@@ -79,6 +81,7 @@ def output_of(config: Config, command: str) -> tuple[str, str] | None:
         "sft": ("sft.output_path", config.sft.output_path),
         "critic-pretrain": ("critic_pretrain.output_path", config.critic_pretrain.output_path),
         "reward-train": ("reward_train.output_path", config.reward_train.output_path),
+        "dpo": ("dpo.output_path", config.dpo.output_path),
         "label-lines": ("label_lines.output_path", config.label_lines.output_path),
         "select-prompts": ("select_prompts.output_path", config.select_prompts.output_path),
     }.get(command)

@@ -46,6 +46,7 @@ def learning_rate_problems(config: Config, command: str) -> Iterator[str]:
         "sft": {"sft.optimizer": config.sft.optimizer},
         "critic-pretrain": {"critic_pretrain.optimizer": config.critic_pretrain.optimizer},
         "reward-train": {"reward_train.optimizer": config.reward_train.optimizer},
+        "dpo": {"dpo.optimizer": config.dpo.optimizer},
     }.get(command, {})
     for key, optimizer in in_use.items():
         if optimizer.min_lr > optimizer.lr:

@@ -20,12 +20,15 @@ from megatron_rl.config.schema.algorithm import (
 )
 from megatron_rl.config.schema.commands import (
     CriticPretrainConfig,
+    DpoConfig,
     LabelLinesConfig,
+    PreferenceLoss,
     RewardModelKind,
     RewardTrainConfig,
     SelectionRule,
     SelectPromptsConfig,
     SftConfig,
+    TrainTurns,
 )
 from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
 from megatron_rl.config.schema.models import (
@@ -101,5 +104,6 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     critic_pretrain: CriticPretrainConfig = field(default_factory=CriticPretrainConfig)
     reward_train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     label_lines: LabelLinesConfig = field(default_factory=LabelLinesConfig)
     select_prompts: SelectPromptsConfig = field(default_factory=SelectPromptsConfig)

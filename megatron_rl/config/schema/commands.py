@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_rl.config.schema.bounds import at_least, bounded, positive_share
+from megatron_rl.config.schema.bounds import above, at_least, between, bounded, positive_share
 from megatron_rl.config.schema.models import OptimizerConfig
 
 RL_COMMANDS = ("train", "critic-pretrain")
@@ -13,14 +13,25 @@ SERVED_COMMANDS = (*RL_COMMANDS, "evaluate", "select-prompts", "label-lines", "d
 """Commands that sample from SGLang servers."""
 
 
+class TrainTurns(Enum):
+    """Turns of the assistant that `megatron-rl sft` trains in a conversation."""
+
+    all = "all"
+    """Every turn of the assistant, except those with weight 0."""
+    last = "last"
+    """Only the last of these."""
+
+
 @dataclass
 class SftConfig:
-    """`megatron-rl sft`: supervised warm start on data.response_field."""
+    """`megatron-rl sft`: supervised training on data.response_field, or on the assistant's turns of data.messages_field."""
 
     output_path: str = ""
     """Folder that receives the Hugging Face checkpoint."""
     train_files: list[str] = field(default_factory=list)
-    """Files with a reference response in every row. Empty: data.train_files."""
+    """Files with a reference response or a conversation in every row. Empty: data.train_files."""
+    train_turns: TrainTurns = TrainTurns.all
+    """Turns of a conversation that are trained."""
     num_steps: int = at_least(1, default=150)
     """Number of updates."""
     stop_at_loss: float = at_least(0, default=0.0)
@@ -82,6 +93,44 @@ class RewardTrainConfig:
     no_word: str = bounded("a word", bool, default="NO")
     """Judgment of the ``pairwise`` judge that the second response is better; one token."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-5))
+
+
+class PreferenceLoss(Enum):
+    """Loss of a preference pair with the margin m = log-ratio of chosen - log-ratio of rejected."""
+
+    sigmoid = "sigmoid"
+    """-log sigmoid(beta * m): DPO (arXiv 2305.18290)."""
+    ipo = "ipo"
+    """(m - 1 / (2 * beta))^2: IPO (arXiv 2310.12036), commonly with length_normalized."""
+
+
+@dataclass
+class DpoConfig:
+    """`megatron-rl dpo`: train the policy on preferences, relative to the policy it starts from."""
+
+    loss: PreferenceLoss = PreferenceLoss.sigmoid
+    """Loss of a pair."""
+    beta: float = above(0, default=0.1)
+    """Strength with which the reference holds the policy."""
+    label_smoothing: float = between(0, 0.5, default=0.0)
+    """Assumed probability that a pair's label is wrong (conservative DPO)."""
+    length_normalized: bool = False
+    """Divide the log-ratio of a response by its number of tokens."""
+    output_path: str = ""
+    """Folder that receives the Hugging Face checkpoint."""
+    train_files: list[str] = field(default_factory=list)
+    """Preferences {prompt, chosen, rejected}."""
+    eval_files: list[str] = field(default_factory=list)
+    """Held-out rows of the same form."""
+    num_steps: int = at_least(1, default=100)
+    """Number of updates."""
+    eval_every_steps: int = at_least(0, default=20)
+    """Number of updates between two evaluations on eval_files. 0: evaluate only before and after training."""
+    batch_size: int = at_least(1, default=64)
+    """Pairs per update, over all ranks."""
+    max_tokens: int = at_least(1, default=4096)
+    """Longest prompt with a response in tokens; longer rows are skipped and counted."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-6))
 
 
 @dataclass

@@ -45,6 +45,9 @@ class DataConfig:
     """Refuse rows without the ground truth; false: a judge scores such rows."""
     response_field: str = bounded("the name of a column", bool, default="response")
     """Column of the reference response that sft trains on."""
+    messages_field: str = ""
+    """Column of a whole conversation, OpenAI's messages or ShareGPT's, whose assistant turns sft trains on. Rows without
+    it have a prompt and a response. Empty: no column."""
     type_field: str = "type"
     """Column of the prompt's type or domain, which selects mixture weight, KL coefficient and reward. Optional in the file."""
     reward_fields: list[str] = field(default_factory=list)

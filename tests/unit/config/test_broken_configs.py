@@ -68,7 +68,7 @@ BASES = [
     ["eval.sets={hard: {files: [train.jsonl], num_samples: 2, temperature: 1}}", "data.eval_files=[]"],
 ]
 """Recipes of different shapes; each broken value meets another one."""
-COMMANDS = ["train", "sft", "critic-pretrain", "reward-train", "select-prompts", "label-lines"]
+COMMANDS = ["train", "sft", "critic-pretrain", "reward-train", "dpo", "select-prompts", "label-lines"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def _write_recipe(folder):
         "critic: {warmup_steps: 1}\n"
         "batch: {max_prompt_tokens: 64, max_response_tokens: 96, window_tokens: 32}\n"
         + "".join(f"{name}: {{output_path: {folder}/out}}\n" for name in ("sft", "critic_pretrain", "select_prompts"))
-        + f"reward_train: {{output_path: {folder}/out, train_files: [{folder}/train.jsonl]}}\n"
+        + "".join(f"{name}: {{output_path: {folder}/out, train_files: [{folder}/train.jsonl]}}\n" for name in ("reward_train", "dpo"))
         + f"label_lines: {{input_path: {folder}/train.jsonl, output_path: {folder}/out.jsonl}}\n"
     )
     return file

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 def refusal(folder, content: bytes, name="rows.jsonl") -> str:
     (folder / name).write_bytes(content)
     with pytest.raises(DataError) as error:
-        check_files([str(folder / name)], DataConfig(), with_response=False)
+        check_files([str(folder / name)], DataConfig())
     return str(error.value)
 
 
@@ -76,7 +76,7 @@ def test_unusable_row_is_rejected_with_file_line_and_field(folder, second, words
 def test_utf_8_byte_order_mark_is_accepted_and_utf_16_reported(folder):
     for name, content in (("rows.jsonl", GOOD * 2), ("rows.json", b"[" + GOOD + b"]")):
         (folder / name).write_bytes(b"\xef\xbb\xbf" + content)
-        assert check_files([str(folder / name)], DataConfig(), with_response=False)
+        assert check_files([str(folder / name)], DataConfig())
         assert "UTF-16; convert it" in refusal(folder, content.decode().encode("utf-16"), name)
     assert "in line 3" in refusal(folder, b"[" + GOOD + b'\n,{"prompt": "\xff"}]', "rows.json")
 
@@ -86,7 +86,7 @@ def test_pipe_is_rejected_because_it_can_be_read_only_once(tmp_path):
 
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe is a pipe or device, not a file"):
-        check_files([str(tmp_path / "pipe")], DataConfig(), with_response=False)
+        check_files([str(tmp_path / "pipe")], DataConfig())
 
 
 @mutations(150)
@@ -97,7 +97,7 @@ def test_damaged_rows_are_read_or_rejected(folder, data):
     as_lines = file.suffix == ".jsonl" and isinstance(rows, list)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) if as_lines else json.dumps(rows))
     with taken_or_refused(f"{file}:", str(file), "data.reward_fields"):
-        check_files([str(file)], DATA, with_response=data.draw(st.booleans()), takes_images=True)
+        check_files([str(file)], DATA, takes_images=True)
 
 
 @mutations(150)
@@ -108,7 +108,7 @@ def test_damaged_files_are_read_or_rejected(folder, data):
     file = folder / f"damaged-{name}"
     file.write_bytes(content)
     with taken_or_refused(str(file), "data.reward_fields"):
-        check_files([str(file)], DataConfig(), with_response=False)
+        check_files([str(file)], DataConfig())
 
 
 def test_arrow_file_with_a_damaged_byte_does_not_crash_the_process(folder):
@@ -118,7 +118,7 @@ def test_arrow_file_with_a_damaged_byte_does_not_crash_the_process(folder):
         for byte in (0xFF, whole[place] ^ 1):
             file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
             with taken_or_refused(str(file), "data.reward_fields"):
-                check_files([str(file)], DataConfig(), with_response=False)
+                check_files([str(file)], DataConfig())
 
 
 @mutations(100)
@@ -146,7 +146,7 @@ def test_columns_of_other_types_are_read_or_rejected(folder, data):
     file = folder / "columns.parquet"
     pq.write_table(pa.table(columns), file)
     with taken_or_refused(f"{file}:"):
-        check_files([str(file)], DataConfig(), with_response=False, takes_images=True)
+        check_files([str(file)], DataConfig(), takes_images=True)
 
 
 @mutations(100)

@@ -8,8 +8,9 @@ import torch
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
+from megatron_rl.data.prompts import check_files, load_prompts
 from megatron_rl.data.row_files import read_rows
+from megatron_rl.data.supervised_rows import check_supervised_files, load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
 from tests.tiny_models import make_tiny_model, make_tokenizer
@@ -149,9 +150,9 @@ def test_check_files_counts_types_and_finds_reward_fields_that_no_row_has(tmp_pa
     rows = [{"prompt": "1=", "answer": "1", "type": t} for t in ("math", "code", "math")]
     rows[1]["tests"] = "assert 1"
     files = write(tmp_path, *rows)
-    assert check_files(files, DataConfig(reward_fields=["tests"]), with_response=False) == {"math": 2, "code": 1}
+    assert check_files(files, DataConfig(reward_fields=["tests"])) == {"math": 2, "code": 1}
     with pytest.raises(DataError, match="data.reward_fields: no row of .* has test;"):
-        check_files(files, DataConfig(reward_fields=["test"]), with_response=False)
+        check_files(files, DataConfig(reward_fields=["test"]))
 
 
 def chat(content, role="user"):
@@ -198,10 +199,12 @@ def test_too_long_prompts_are_skipped_and_counted_by_type(tmp_path, tokenizer):
 
 
 def test_solutions_end_in_the_end_of_text_token(tmp_path, tokenizer):
-    ((prompt, response, _),) = load_solutions(
-        write(tmp_path, {"prompt": "1+1=", "answer": "2", "response": "2"}), DataConfig(), tokenizer
-    )
-    assert tokenizer.decode(prompt) == "1+1=" and response[-1] == tokenizer.eos_id and len(response) == 2
+    files = write(tmp_path, {"prompt": "1+1=", "response": "2"})
+    assert check_supervised_files(files, DataConfig()) == 1
+    ((sequence,), _) = load_sequences(files, DataConfig(), tokenizer)
+    *shown, last = sequence.token_ids
+    assert tokenizer.decode(shown) == "1+1=2" and last == tokenizer.eos_id
+    assert sequence.mask.tolist() == [False] * 4 + [True] * 2
 
 
 def test_tokenizer_larger_than_the_models_vocabulary_is_rejected(tmp_path):

@@ -22,7 +22,8 @@ from megatron_rl.data import images as images_module
 from megatron_rl.data import vision as vision_module
 from megatron_rl.data.chat_content import moved_row
 from megatron_rl.data.images import ImageSource, decode
-from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
+from megatron_rl.data.prompts import check_files, load_prompts
+from megatron_rl.data.supervised_rows import load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.data.vision import ImageProcessor, collapse, expand
@@ -34,7 +35,7 @@ from megatron_rl.rollout.sglang.wire.protocol import validate
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, compare_logprobs, sample_for_parity
-from megatron_rl.supervised.fine_tuning import solution_batch
+from megatron_rl.supervised.fine_tuning import sequence_batch
 from megatron_rl.supervised.reward_models import BradleyTerry, Pairwise, example_batch
 from tests.tiny_vision import MAX_TOKENS, write_vision_files
 from tests.unit.rollout.test_windows import SAMPLING, Engine, Talk
@@ -159,7 +160,7 @@ def animated():
 def test_damaged_or_animated_images_are_rejected_with_their_source(tmp_path, tokenizer, data, expected):
     (tmp_path / "a.png").write_bytes(data)
     files = write(tmp_path, {"prompt": "fine"}, {"prompt": "<image>?", "images": ["a.png"]})
-    for read in (lambda: check_files(files, DataConfig(), with_response=False), lambda: load(tokenizer, files)):
+    for read in (lambda: check_files(files, DataConfig()), lambda: load(tokenizer, files)):
         with pytest.raises(DataError, match=f"rows.jsonl:2: .*{expected}"):
             read()
 
@@ -199,15 +200,15 @@ def test_model_without_vision_rejects_images_and_reads_marks_as_text(tmp_path):
     picture().save(tmp_path / "a.png")
     files = write(tmp_path, {"prompt": "?", "images": ["a.png"]})
     with pytest.raises(DataError, match="rows.jsonl:1: the prompt has 1 images, but the model.*has no vision"):
-        check_files(files, DataConfig(), with_response=False, takes_images=False)
+        check_files(files, DataConfig(), takes_images=False)
     plain = write(tmp_path, {"prompt": "the tag <image> in text"}, name="plain.jsonl")
-    assert check_files(plain, DataConfig(), with_response=False, takes_images=False) == {"": 1}
+    assert check_files(plain, DataConfig(), takes_images=False) == {"": 1}
 
 
 def test_response_with_image_tokens_is_rejected(tmp_path, tokenizer):
     files = write(tmp_path, {"prompt": "?", "response": "look <|vision_start|>"})
     with pytest.raises(DataError, match="rows.jsonl:1: field 'response': a response cannot contain image"):
-        load_solutions(files, DataConfig(), tokenizer)
+        load_sequences(files, DataConfig(), tokenizer)
 
 
 @settings(max_examples=200, deadline=None)
@@ -434,8 +435,8 @@ def test_messages_of_dialogues_cannot_have_images(tokenizer):
 def test_supervised_examples_carry_the_images_of_their_prompts(tmp_path, tokenizer):
     picture(16, 8).save(tmp_path / "a.png")
     rows = [{"prompt": "?", "response": "1"}, {"prompt": "<image>?", "images": ["a.png"], "response": "no"}]
-    solutions = load_solutions(write(tmp_path, *rows), DataConfig(), tokenizer)
-    batch = solution_batch(solutions, tokenizer.vision)
+    sequences, _ = load_sequences(write(tmp_path, *rows), DataConfig(), tokenizer)
+    batch = sequence_batch(sequences, tokenizer.vision)
     assert batch.images.sequences.tolist() == [1] and batch.fields["mask"].tolist()[-4:] == [False, True, True, True]
     config = Config()
     config.data = DataConfig(answer_required=False)

@@ -140,16 +140,16 @@ def test_argument_columns_may_have_other_names_or_be_disabled(tokenizer, tmp_pat
 def test_invalid_arguments_are_reported_before_a_run_starts(row, said, tmp_path):
     files = write(tmp_path, {"prompt": "fine"}, {"prompt": "bad", **row})
     with pytest.raises(DataError, match=said):
-        check_files(files, DataConfig(use_chat_template=True), with_response=False)
+        check_files(files, DataConfig(use_chat_template=True))
 
 
 def test_arguments_that_would_not_be_read_are_rejected(tmp_path):
     files = write(tmp_path, {"prompt": "text", "chat_template_kwargs": {"enable_thinking": False}})
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*does not go through the chat template"):
-        check_files(files, DataConfig(), with_response=False)
+        check_files(files, DataConfig())
     # The recipe's are for those prompts that do.
     mixed = write(tmp_path, {"prompt": "text"}, {"prompt": [{"role": "user", "content": "talk"}]})
-    check_files(mixed, DataConfig(chat_template_kwargs={"enable_thinking": False}), with_response=False)
+    check_files(mixed, DataConfig(chat_template_kwargs={"enable_thinking": False}))
 
 
 def test_arguments_that_the_template_never_reads_are_counted(tokenizer, tmp_path):

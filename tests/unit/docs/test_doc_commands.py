@@ -64,6 +64,7 @@ READERS = "recipe.yaml"
 """Name of the reader's own recipe on a page."""
 STAND_INS = {
     "": "examples/gpu/tppo.yaml",
+    "dpo": "examples/reward_models/dpo.yaml",
     "label-lines": "examples/reward_models/label_lines.yaml",
     "reward-train": "examples/reward_models/bradley_terry.yaml",
     "select-prompts": "examples/prompt_selection/select.yaml",
@@ -186,7 +187,7 @@ def check_recipe(words: list[str], arguments: dict, code: Code, folder: Path) ->
     paths = [find_recipe(recipe, words[0], code, folder) for recipe in recipes]
     try:
         config = load_config(paths or [folder / READERS], overrides)
-        if words[0] in RL_COMMANDS or words[0] in ("sft", "reward-train", "label-lines", "select-prompts", "evaluate"):
+        if words[0] in RL_COMMANDS or words[0] in ("sft", "dpo", "reward-train", "label-lines", "select-prompts", "evaluate"):
             check_config(config, command=words[0], world_size=config.parallel.num_ranks or 8)
     except ConfigError as error:
         wrong = [problem for problem in str(error).splitlines() if not USERS_OWN.search(problem)]

@@ -26,7 +26,7 @@ from tests.unit.docs.fences import ROOT, Code, fences
 from tests.unit.docs.test_doc_commands import COMMAND_PAGES, READERS, STAND_INS, called, fake_root, is_placeholder
 
 SHORTER = {
-    **{command: ["--dry-run"] for command in ("train", "sft", "reward-train", "label-lines", "evaluate")},
+    **{command: ["--dry-run"] for command in ("train", "sft", "dpo", "reward-train", "label-lines", "evaluate")},
     "simulate": ["--steps", "3"],
     "watch": ["--once"],
 }

@@ -14,6 +14,7 @@ from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.data.preferences import check_reward_files
 from megatron_rl.data.prompts import check_files, read_content
 from megatron_rl.data.row_files import read_rows
+from megatron_rl.data.supervised_rows import check_supervised_files
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.rewards.judges.pairwise import check_prompts
 from tests.unit.examples.test_examples import ROOT, command_of
@@ -56,7 +57,8 @@ def eval_files(config):
 def files_of(config):
     return [
         *config.data.train_files, *config.sft.train_files, *config.reward_train.train_files,
-        *config.reward_train.eval_files, *filter(None, [config.label_lines.input_path]), *eval_files(config),
+        *config.reward_train.eval_files, *config.dpo.train_files, *config.dpo.eval_files,
+        *filter(None, [config.label_lines.input_path]), *eval_files(config),
     ]  # fmt: skip
 
 
@@ -76,12 +78,11 @@ def test_files_named_by_a_recipe_are_written_and_readable(recipe, tasks, monkeyp
     if command in RL_COMMANDS:
         for named in (config.data.train_files, eval_files(config)):
             if set(named) <= of_task:
-                assert check_files(named, config.data, with_response=False)
-    if command == "reward-train" and of_task == set(files):
-        check_reward_files(config)
+                assert check_files(named, config.data)
+    if command in ("reward-train", "dpo") and of_task == set(files):
+        check_reward_files(config, command)
     if config.sft.output_path:
-        data = replace(config.data, answer_required=False, reward_fields=[])
-        assert check_files(config.sft.train_files or config.data.train_files, data, with_response=True)
+        assert check_supervised_files(config.sft.train_files or config.data.train_files, config.data)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import load_config
-from megatron_rl.data.prompts import load_prompts, load_solutions
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.supervised_rows import load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.registry import resolve
 from tests.unit.examples.test_example_tasks import make_task, rows_of
@@ -68,8 +69,8 @@ def test_prompts_have_the_tokens_of_their_pictures_and_responses_are_known_text(
             assert [image.grid for image in prompt.images] in ([(1, 6, 6)], [])
             assert prompt.images or prompt.type in ("general", "named")
             assert tokenizer.decode(prompt.token_ids).count("<unk>") == 0
-    solutions = load_solutions([str(task / "prompts.train.jsonl")], config.data, tokenizer)
-    assert max(len(response_ids) for _, response_ids, _ in solutions) <= config.batch.max_response_tokens
+    sequences, _ = load_sequences([str(task / "prompts.train.jsonl")], config.data, tokenizer)
+    assert max(int(one.mask.sum()) for one in sequences) <= config.batch.max_response_tokens
 
 
 def test_no_held_out_picture_is_trained_on(task):

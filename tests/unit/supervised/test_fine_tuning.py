@@ -2,9 +2,12 @@
 
 from itertools import islice
 
+import numpy as np
 import torch
 
-from megatron_rl.supervised.fine_tuning import epoch_batches, solution_batch, tail_mask
+from megatron_rl.data.conversation_rows import TrainingSequence
+from megatron_rl.supervised.fine_tuning import epoch_batches, sequence_batch
+from megatron_rl.supervised.preference_optimization import tail_mask
 
 
 def test_epoch_has_every_row_once_if_batches_divide_it():
@@ -27,8 +30,9 @@ def test_same_seed_gives_the_same_epoch_order():
     assert one == two != list(islice(epoch_batches(50, 8, seed=6), 20))
 
 
-def test_sft_mask_covers_only_the_response():
-    batch = solution_batch([([5, 6, 7], [8, 1], ()), ([5], [9, 9, 1], ())])
+def test_packed_mask_covers_the_trained_tokens_but_no_first_token_of_a_sequence():
+    one, two = np.array([False] * 3 + [True] * 2), np.array([True] * 4)
+    batch = sequence_batch([TrainingSequence([5, 6, 7, 8, 1], one), TrainingSequence([5, 9, 9, 1], two)])
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 5, 9, 9, 1]
     assert batch.fields["mask"].tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
     assert batch.cu_seqlens.tolist() == [0, 5, 9]

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.preferences import load_preferences
-from megatron_rl.data.prompts import check_files
+from megatron_rl.data.supervised_rows import check_supervised_files
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "prepare_data.py"
@@ -171,6 +171,20 @@ def test_a_conversation_becomes_prompt_and_response(tmp_path):
     assert question["prompt"] == [{"role": "user", "content": "1+1?"}] and "response" not in question
 
 
+def test_a_whole_conversation_keeps_its_turns_tools_and_weights(tmp_path):
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    turns = [("human", "1+2?"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "3")]
+    source = {"conversations": [{"from": who, "value": said} for who, said in turns], "tools": json.dumps([{"name": "add"}])}
+    source["conversations"][1]["weight"] = 0
+    row = one(tmp_path, "conversations", source)
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert row["messages"][1] == {
+        "role": "assistant", "content": "", "weight": 0, "tool_calls": [{"type": "function", "function": call}]
+    }  # fmt: skip
+    assert row["messages"][3] == {"role": "assistant", "content": "3"} and row["tools"] == [{"name": "add"}]
+    assert check_supervised_files([str(tmp_path / "out.jsonl")], DataConfig(messages_field="messages")) == 1
+
+
 def test_images_by_path_are_checked_and_named_from_the_outputs_folder(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(PNG)
@@ -234,6 +248,7 @@ def test_answers_of_multimodal_rows(tmp_path, fields, options, answer, kind):
         ("mbpp", {**MBPP, "code": "def add(a, b:"}, "code: not a Python program"),
         ("messages", {"messages": [{"role": "assistant", "content": "4"}]}, "messages: expected messages, got list"),
         ("messages", {"messages": "1+1?"}, "messages: expected messages, got str"),
+        ("conversations", {"messages": [USER]}, "expected a turn of the assistant to train, got none"),
         ("preferences", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes. "}, "chosen and rejected are the same"),
         ("preferences", {"chosen": "Yes.", "rejected": "No."}, "prompt or question or instruction or input"),
         ("preferences", {"chosen": [USER, GOOD], "rejected": [SYSTEM, POOR]}, "differ before their last message"),
@@ -336,7 +351,7 @@ def test_the_public_files_become_rows_that_training_reads(tmp_path, kind, source
     assert prepare_data.main([kind, "--input", str(PUBLIC / source), "--output", str(output)]) == 0
     fields = ["tests", "entry_point", "prompt_code"] if kind == "humaneval" else []
     data = DataConfig(reward_fields=fields)
-    assert check_files([str(output)], data, with_response=True) == {"code" if fields else "math": number}
+    assert check_supervised_files([str(output)], data) == number
     if fields:
         for row in read(output):
             compile(row["prompt_code"] + row["response"] + "\n" + row["tests"], row["id"], "exec")
