@@ -29,7 +29,7 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           67034   435     591
+whole           67616   436     593
 core            49489   335     466
 .                 172     3       5
 agents           1264    10      15
@@ -61,7 +61,7 @@ desk/simulate    2701    15      24
 desk/watch        868     5       5
 graders             2     1       0
 graders/answers  1507     7       8
-graders/sandbox  2673    12      26
+graders/sandbox  3255    13      28
 cpu              1948    15      17
 """
 """At most so many lines, files and classes; a room that outgrows its row is split or simplified before the row is raised."""
