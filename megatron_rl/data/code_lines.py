@@ -73,7 +73,7 @@ def _dedented(text: str, region: Region, indent: int) -> str:
 
 
 def _after_thought(text: str) -> int:
-    return text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
+    return text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else int(text.startswith("\ufeff"))
 
 
 def _marked(text: str) -> list[tuple[Region, int]]:

@@ -125,15 +125,25 @@ def same_output(got: str, expected: str) -> bool:
 
 
 def same_result(got: object, expected: object) -> bool:
-    """Compare results as JSON does: tuples equal lists, keys of dicts are text; fractions may differ as in
-    ``same_output``."""
-    if type(got).__module__ not in ("builtins", "numpy", "collections"):
+    """Compare results as JSON does: tuples, arrays and iterators equal lists, keys of dicts are text; fractions may differ as
+    in ``same_output``."""
+    if type(got).__name__ == "Handle":
         return False  # an object of the program
+    if hasattr(type(got), "tolist"):
+        got = got.tolist()  # type: ignore[attr-defined]
+    if hasattr(type(got), "__next__") and isinstance(expected, list):
+        items: list[object] = []
+        for item in got:  # type: ignore[attr-defined]
+            items.append(item)
+            if len(items) > len(expected):
+                break
+        got = items
     if isinstance(got, (list, tuple)) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same_result, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
         named = {str(key): value for key, value in got.items()}
-        return named.keys() == expected.keys() and all(same_result(named[key], expected[key]) for key in named)
-    if isinstance(got, (int, float)) and isinstance(expected, (int, float)) and float in (type(got), type(expected)):
+        is_whole = len(named) == len(got) and named.keys() == expected.keys()
+        return is_whole and all(same_result(named[key], expected[key]) for key in named)
+    if isinstance(got, (int, float)) and isinstance(expected, float):
         return _close(got, expected)
     return got == expected

@@ -69,6 +69,9 @@ def _build_root(paths: Sequence[str]) -> None:
         _mount("tmpfs", f"{_ROOT}{path}", "tmpfs", _NOSUID | _NODEV, "mode=1777")
     for path, tree in {**trees, **devices}.items():
         _move_mount(tree, f"{_ROOT}{path}")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{_ROOT}/dev/{name}")
+    os.symlink("/proc/self/fd", f"{_ROOT}/dev/fd")
     _make_read_only(_HERE, _ROOT.encode(), 0)
     # While the old /proc can be seen: the kernel compares.
     _mount("proc", f"{_ROOT}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)

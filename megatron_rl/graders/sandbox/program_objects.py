@@ -10,18 +10,20 @@ import io
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
-from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode
+from megatron_rl.graders.sandbox.program_process import describe, parameters_of
+from megatron_rl.graders.sandbox.values import NotSerializable, asks_for_nothing, decode, encode, is_unchanged, snapshot
 
 MAX_DETAIL = 300
 TESTS_MODULE = "tests"
 """``__name__`` in the namespace of the tests."""
-_MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of an array."""
+_MAX_LENT = 16
+"""How many of the last containers from attributes the tests may change."""
 
 
 class ProtocolViolation(BaseException):
@@ -41,10 +43,17 @@ class ProgramRequests:
         self._wire, self._tell = wire, tell
         self._turn = threading.RLock()
         self._functions: list[Any] = []
-        self._num_objects = 0
+        self._function_numbers: dict[int, int] = {}
+        """Index in ``_functions`` by id."""
+        self._handles: dict[int, Handle] = {}
+        self._lent: deque[tuple[int, Any, Any]] = deque(maxlen=_MAX_LENT)
+        """(number, container, content) of the program's attributes and items, which the tests may change."""
+        self._num_lent = 0
+        self._begun: set[int] = set()
+        """Ids of the program's iterators that have given an item; handles are kept, so an id stays one object's."""
         self.records: dict[str, type] = {}
-        self.errors: dict[str, type] = {}
-        """Exception classes of the program that the tests name."""
+        self.find_error: Callable[[str], type | None] = lambda name: None
+        """The exception class of that name which the tests or the prompt define, or that the tests name."""
         self.started = self.has_waited = False
         self.fault = ""
         """First fault; tests cannot pass after it."""
@@ -52,12 +61,12 @@ class ProgramRequests:
         """True if the fault is not the program's."""
         self.raised = ""
         """First exception of a call; attributes and operators may be missing."""
-        self.has_given_nothing = False
-        """True if the program has given an empty list or array."""
-        self.has_given_nan = False
+        self.given: set[str] = set()
+        """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array";
+        and "changes" of an argument."""
 
     def failed(self, text: str) -> ProtocolViolation:
-        self.fault = self.fault or text
+        self.fault = self.fault or text or "the program sent an invalid reply"
         return ProtocolViolation(text)
 
     def unscored(self, text: str) -> ProtocolViolation:
@@ -66,7 +75,7 @@ class ProgramRequests:
 
     def ask(self, what: str, *values: Any) -> Any:
         """Send a request; returns a plain value or a Handle. An exception of the program is raised as a built-in
-        exception, or as a class of ``errors``."""
+        exception, or as a class of ``find_error``."""
         if not self._turn.acquire(blocking=False):
             self.has_waited = self.has_waited or bool(self._tell(b"t"))  # once: nobody reads until the verdict
             self._turn.acquire()
@@ -78,20 +87,33 @@ class ProgramRequests:
     def _ask(self, what: str, values: tuple[Any, ...]) -> Any:
         if self.fault:
             raise ProtocolViolation(self.fault)
+        changed = [lent for lent in self._lent if not is_unchanged(*lent[1:])]
+        known = [container for _, container, _ in changed]
         try:
-            message, containers = encode(values, self._export, self.records)
+            message, containers = encode(values, self._export, self.records, known)
             first = not self.started
             self.started = True
             if first:
                 self._tell(b"s")
             if first and what != "main":
                 self._load()
-            self._wire.send({**message, "do": what})
+            self._wire.send({**message, "do": what, "lent": [number for number, *_ in changed]})
         except NotSerializable as error:
             raise self.unscored(f"the tests give the program {error}") from None
         except PeerGone as gone:
             raise self.failed(str(gone)) from None
-        return self._reply(what, containers)
+        before, is_for_nothing = self.given.copy(), asks_for_nothing(values)
+        try:
+            result = self._reply(what, containers)
+        except StopIteration:
+            if id(values[0]) not in self._begun:
+                self.given.add("nothing")
+            raise
+        if what == "next":
+            self._begun.add(id(values[0]))
+        if is_for_nothing:
+            self.given -= {"nothing", "empty array"} - before
+        return result
 
     def _load(self) -> None:
         try:
@@ -108,72 +130,95 @@ class ProgramRequests:
             if "fault" in reply:
                 raise self.failed(str(reply["fault"])[:MAX_DETAIL])
             if "raise" in reply:
-                error = self._rebuilt(reply["raise"])
+                error = self._rebuilt(reply)
                 self.raised = self.raised or ("" if what in ("get", "operate") else describe_error(error))
                 raise error
             if what == "next" and "end" in reply:
                 raise StopIteration
             try:
                 if "callback" not in reply:
-                    changes = what in ("call", "make") and reply["values"] == [None]
-                    return self._received(reply, containers if changes else [])
-                arguments, keywords = self._received(reply, [])
+                    return self._result(what, reply, containers)
+                (arguments, keywords), received = self._received(reply, [])
                 if type(reply["callback"]) is not int or type(arguments) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
                 function = self._functions[reply["callback"]]
             except (ValueError, TypeError, KeyError, IndexError):
                 raise self.failed("the program sent an invalid reply") from None
-            self._call_back(function, arguments, keywords)
+            self._call_back(function, arguments, keywords, received)
 
-    def _received(self, reply: dict[str, Any], known: list[Any]) -> Any:
-        """The value of a reply, or the two values of a call; ``known`` containers are updated in place."""
-        known = known if len(reply["nodes"]) >= len(known) else []
-        num_objects = self._num_objects
-        values, containers = decode(reply, self._import, self.records, known)
-        if self._num_objects > num_objects and any(type(each) in self.records.values() for each in containers):
+    def _result(self, what: str, reply: dict[str, Any], known: list[Any]) -> Any:
+        (value,), containers = self._received(reply, known)
+        if any(node is not None for node in reply["nodes"][: len(known)]):
+            self.given.add("changes")
+        if what in ("get", "operate"):
+            for container in containers[len(known) :]:
+                self._lent.append((self._num_lent, container, snapshot(container)))
+                self._num_lent += 1
+        if self._lent:
+            self._lent = deque(((*lent[:2], snapshot(lent[1])) for lent in self._lent), _MAX_LENT)
+        return value
+
+    def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
+        """(values, containers) of a reply; ``known`` containers are updated in place."""
+        self._has_new_object = False
+        values, containers = decode(reply, self._import, self.records, known, self.given.add)
+        if self._has_new_object and any(type(each) in self.records.values() for each in containers):
             raise self.unscored("an instance of the prompt's class holds an object of the program")
-        self.has_given_nan |= any(map(_has_nan, (*values, *containers)))
-        self.has_given_nothing |= any(_is_empty(each) for each in (*values, *containers))
-        return values if "callback" in reply else values[0]
+        return values, containers
 
-    def _call_back(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Run a function of the tests that the program calls."""
-        raised = self.raised
+    def _call_back(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], received: list[Any]
+    ) -> None:
+        """Run a function of the tests that the program calls; ``received`` are the containers in its arguments."""
+        raised, before = self.raised, [snapshot(container) for container in received]
         try:
-            answer = encode([function(*arguments, **keywords)], self._export, self.records)[0]
+            result = function(*arguments, **keywords)
+            answer = encode([result], self._export, self.records, received, before)[0]
         except AssertionError as error:
             raise self.failed(f"AssertionError: {error}") from None
         except NotSerializable as error:
             raise self.unscored(f"the tests give the program {error}") from None
         except Exception as error:
             self.raised = raised  # the program may handle it
-            answer = {
-                "raise": [type(error).__name__, [kind.__name__ for kind in type(error).__mro__], str(error)[:1000]]
-            }
+            answer = {"raise": describe(error)}
         try:
             self._wire.send(answer)
         except (PeerGone, NotSerializable) as error:
             raise self.failed(str(error)) from None
 
-    def _rebuilt(self, description: Any) -> BaseException:
-        """Closest built-in exception. Excludes exceptions that steer loops and generators, which could end tests early."""
+    def _rebuilt(self, reply: dict[str, Any]) -> BaseException:
+        """Closest built-in exception, with the arguments and attributes of the program's. Excludes exceptions that steer
+        loops and generators, which could end tests early."""
         try:
-            name, bases, text = description
+            name, bases, text = reply["raise"]
             kinds = [getattr(builtins, base, None) for base in (name, *bases)]
-            named = [self.errors[base] for base in dict.fromkeys(bases) if base in self.errors]
-        except (TypeError, ValueError):
+            named = [found for base in dict.fromkeys(bases) if (found := self.find_error(base))]
+            (arguments, attributes), _ = self._received(reply, []) if "values" in reply else (((str(text),), {}), [])
+            if type(arguments) is not tuple or type(attributes) is not dict:
+                raise ValueError("not an exception")
+            attributes = {key: value for key, value in attributes.items() if not key.startswith("__")}
+        except (TypeError, ValueError, KeyError, AttributeError):
             return self.failed("the program sent an invalid reply")
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, BaseException):
-                if issubclass(kind, Exception | SystemExit) and not issubclass(
-                    kind, StopIteration | StopAsyncIteration
-                ):
-                    try:
-                        return (types.new_class(named[0].__name__, (*named, kind)) if named else kind)(str(text)[:1000])
-                    except TypeError:  # UnicodeError and similar classes need more arguments
-                        continue
-                break
-        return self.failed(f"{name}: {text}"[:MAX_DETAIL])
+        text = str(text)[:1000]
+        kind = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseException)), None)
+        if kind is None or not issubclass(kind, Exception | SystemExit) or issubclass(kind, StopIteration | StopAsyncIteration):
+            return self.failed(f"{name}: {text}"[:MAX_DETAIL])
+        if named:
+            kind = types.new_class(name, (*named, kind), {}, lambda body: body.update(self._error_methods(text)))
+        error = kind.__new__(kind, text)
+        error.args = arguments if named or _text_of(kind, arguments) == text else (text,)
+        vars(error).update(attributes)
+        return error
+
+    def _error_methods(self, text: str) -> dict[str, Any]:
+        """Methods of an exception of the program's own class: its text, and no attribute that only its class has."""
+
+        def attribute(_: Exception, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise self.unscored(f"the tests need the attribute {name} of an exception, which stays with the program")
+
+        return {"__str__": lambda _: text, "__getattr__": attribute}
 
     def _export(self, value: Any) -> list[Any]:
         handle = (
@@ -185,40 +230,44 @@ class ProgramRequests:
         home = sys.modules.get(module) if isinstance(module, str) and module != TESTS_MODULE else None
         if home is not None and getattr(home, name, None) is value:
             return ["import", f"{module}:{name}"]
-        if hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
-            self._functions.append(value.__next__)
-            return ["stream", len(self._functions) - 1]
-        if callable(value) and not isinstance(value, type):
-            self._functions.append(value)
-            return ["callback", len(self._functions) - 1]
+        is_stream = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+        if is_stream or (callable(value) and not isinstance(value, type)):
+            number = self._function_numbers.setdefault(id(value), len(self._functions))
+            if number == len(self._functions):
+                self._functions.append(_Stream(value) if is_stream else value)
+            return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
         raise NotSerializable(f"an object of class {type(value).__name__}")
 
     def _import(self, reference: list[Any]) -> Any:
         kind, number, *plain = reference
         if type(number) is not int or number < 0:
             raise ValueError("not a reference")
-        if kind == "callback":
-            return self._functions[number]
+        if kind in ("callback", "stream"):
+            function = self._functions[number]
+            return function.items if type(function) is _Stream else function
         if kind not in ("object", "iterator"):
             raise ValueError("not a reference")
-        handle = (Iterator if kind == "iterator" else Handle)(self, ["object", number])
-        self._num_objects += not plain
-        return dress(plain[0], handle) if plain else handle
+        if number not in self._handles:
+            self._handles[number] = (Iterator if kind == "iterator" else Handle)(self, ["object", number])
+        self._has_new_object |= not plain
+        return dress(plain[0], self._handles[number]) if plain else self._handles[number]
 
 
-def _has_nan(value: Any) -> bool:
-    """True for nan, and for a list, tuple or array that contains nan."""
-    if type(value) in (list, tuple):
-        return any(type(part) is float and part != part for part in value)
-    is_number = type(value) is float or (type(value).__module__ == "numpy" and value.dtype.kind in "fc")
-    return is_number and bool((value != value) if type(value) is float else (value != value).any())
+class _Stream:
+    """An iterator of the tests, which the program calls."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __call__(self) -> Any:
+        return next(self.items)
 
 
-def _is_empty(value: Any, depth: int = 0) -> bool:
-    """True for an empty array, and for a list or tuple that becomes one."""
-    if type(value) in (list, tuple):
-        return depth < _MAX_DIMENSIONS and all(_is_empty(part, depth + 1) for part in value)
-    return type(value).__module__ == "numpy" and value.size == 0
+def _text_of(kind: type[BaseException], arguments: tuple[Any, ...]) -> str:
+    try:
+        return str(arguments[0]) if issubclass(kind, KeyError) and arguments else str(kind(*arguments))
+    except Exception:  # arguments that the class does not accept
+        return ""
 
 
 def describe_error(error: BaseException | None) -> str:
@@ -281,6 +330,11 @@ class Iterator(Handle):
 
     def __next__(self) -> Any:
         return _requests(self).ask("next", self)
+
+
+def is_object(value: Any) -> bool:
+    """True for an object that stays with the program."""
+    return type(value) in (Handle, Iterator)
 
 
 def reference_of(handle: Handle) -> list[Any]:

@@ -5,8 +5,10 @@ No guard is here, because the program controls this interpreter. All messages fr
 
 import atexit
 import builtins
+import contextlib
 import gc
 import importlib
+import inspect
 import io
 import operator
 import os
@@ -14,13 +16,13 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude, record_classes
-from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple, snapshot
 
 _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_STACK_BYTES = 64 << 20
@@ -56,6 +58,11 @@ class ProgramProcess:
         self._wire = wire
         self._namespace: dict[str, Any] = {}
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        """Index in ``_objects`` by id."""
+        self._callbacks: dict[int, _Callback] = {}
+        self._lent: list[Any] = []
+        """Containers that the tests may change: attributes and items."""
         self._records: dict[str, type] = {}
         self._makes = False
         self._turn = threading.RLock()
@@ -84,16 +91,21 @@ class ProgramProcess:
     def _answer(self, request: Any) -> Any:
         """Handle one request.
 
-        Replies: {"values", "nodes"} with the result; {"raise": [name, bases, message]}; {"end"}; {"fault": text}.
+        Replies: {"values", "nodes"} with the result, after the containers of the request; {"raise": [name, bases,
+        message]}, with the values [args, attributes]; {"end"}; {"fault": text}.
         """
         try:
-            values, containers = decode(request, self._import, self._records)
+            lent = [self._lent[number] for number in request["lent"]]
+            values, known = decode(request, self._import, self._records, lent)
+            before = [snapshot(value) for value in known]
             result = self._handlers[request["do"]](*values)
             self._makes = request["do"] == "make"
-            # A call that returns None is expected to change its arguments, so send them back.
-            return encode([result], self._export, self._records, containers if result is None else ())[0]
+            message, containers = encode([result], self._export, self._records, known, before)
+            if request["do"] in ("get", "operate"):
+                self._lent += containers[len(known) :]
+            return message
         except PeerGone:
-            os._exit(0)
+            _exit(0)
         except NotSerializable as error:
             return {"fault": f"the program gives {error}"}
         except RecursionError as error:
@@ -101,7 +113,13 @@ class ProgramProcess:
         except BaseException as error:
             if request.get("do") == "next" and isinstance(error, StopIteration):
                 return {"end": True}
-            return {"raise": _describe(error)}
+            return self._raised(error)
+
+    def _raised(self, error: BaseException) -> dict[str, Any]:
+        answer: dict[str, Any] = {"raise": describe(error)}
+        with contextlib.suppress(BaseException):  # arguments that cannot be sent, or the program's own attributes
+            answer |= encode([error.args, vars(error)], self._export, self._records)[0]
+        return answer
 
     def _load(self) -> None:
         random.seed(0)  # scores must be reproducible
@@ -138,19 +156,19 @@ class ProgramProcess:
             vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout)
             module = sys.modules["__main__"] = types.ModuleType("__main__")
             try:
+                os._exit = _leave_script  # type: ignore[assignment]
                 exec(compile(self._program["setup"], "<setup>", "exec"), module.__dict__)
                 exec(compile(self._program["code"], "<solution>", "exec"), module.__dict__)
+                _end_script()
+            except _Left as leaving:
+                if leaving.code:
+                    raise
             except SystemExit as leaving:
                 if leaving.code not in (None, 0):
                     raise
+                _end_script()
             finally:
-                for thread in threading.enumerate():
-                    if thread is not threading.current_thread() and not thread.daemon:
-                        thread.join()
-                atexit._run_exitfuncs()
-                sys.stdout.flush()
-                if sys.__stdout__:
-                    sys.__stdout__.flush()
+                os._exit = _exit
             output = os.pread(printed.fileno(), _MAX_OUTPUT_BYTES + 1, 0)
         if len(output) > _MAX_OUTPUT_BYTES:
             raise NotSerializable(f"more than {_MAX_OUTPUT_BYTES >> 20} MB of output")
@@ -158,20 +176,23 @@ class ProgramProcess:
 
     def _export(self, value: Any) -> list[Any] | tuple[Any, int]:
         if type(value) in (_Callback, _Stream):
-            return ["callback", value.number]
+            return ["callback" if type(value) is _Callback else "stream", value.number]
         if type(value) in _VIEWS:
             value = iter(value)
-        self._objects.append(value)
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
         for base, plain in _PLAIN_BASES:
             # An instance that the tests have made stays here, because a plain copy misses changes and operators.
             if issubclass(type(value), base) and not (self._makes and _is_more(type(value), base)):
-                return plain(value), len(self._objects) - 1
-        return ["iterator" if hasattr(type(value), "__next__") else "object", len(self._objects) - 1]
+                return plain(value), number
+        return ["iterator" if hasattr(type(value), "__next__") else "object", number]
 
     def _import(self, reference: list[Any]) -> Any:
-        kind, key = reference
+        kind, key, *about = reference
         if kind in ("callback", "stream"):
-            return (_Callback if kind == "callback" else _Stream)(self, key)
+            make = _Callback if kind == "callback" else _Stream
+            return self._callbacks[key] if key in self._callbacks else self._callbacks.setdefault(key, make(self, key, *about))
         if kind == "import":  # from the standard library: the test process imports nothing else
             module, _, name = key.partition(":")
             return getattr(importlib.import_module(module), name)
@@ -186,16 +207,16 @@ class ProgramProcess:
 
     def call_tests(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call a function of the tests and return its result."""
-        message, _ = encode([arguments, keywords], self._export, self._records)
+        message, containers = encode([arguments, keywords], self._export, self._records)
         with self._turn:
             self._wire.send({**message, "callback": number})
             while "do" in (reply := self._wire.receive()):  # the function may call the program in turn
                 self.reply(reply)
         if "raise" in reply:
             name, bases, text = reply["raise"]
-            kind = next((base for base in (name, *bases) if hasattr(builtins, base)), "Exception")
-            raise getattr(builtins, kind)(text)
-        return decode(reply, self._import, self._records)[0][0]
+            base = getattr(builtins, next((base for base in (name, *bases) if hasattr(builtins, base)), "Exception"))
+            raise (base if base.__name__ == name else type(name, (base,), {}))(text)
+        return decode(reply, self._import, self._records, containers)[0][0]
 
 
 def _call(function: Any, arguments: Any, keywords: Any) -> Any:
@@ -206,11 +227,41 @@ def _operate(name: str, *operands: Any) -> Any:
     return (_CONTEXT.get(name) or getattr(operator, name, None) or getattr(builtins, name))(*operands)
 
 
+class _Left(SystemExit):
+    """The script has called os._exit."""
+
+
+_exit = os._exit
+
+
+def _leave_script(code: int) -> None:
+    """``os._exit`` of a script, whose output is to be read in this process."""
+    if threading.current_thread() is threading.main_thread():
+        raise _Left(code)
+    _exit(code)
+
+
+def _end_script() -> None:
+    """End the script as an interpreter does."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    if sys.__stdout__:
+        sys.__stdout__.flush()
+
+
 class _Callback:
     """A function of the tests, as seen by the program."""
 
-    def __init__(self, process: ProgramProcess, number: int) -> None:
+    def __init__(self, process: ProgramProcess, number: int, name: str = "", parameters: Sequence[Any] = ()) -> None:
         self._process, self.number = process, number
+        self.__name__ = self.__qualname__ = name
+        kinds = [inspect.Parameter(each, kind, default=default) for each, kind, *default in parameters]
+        self.__signature__ = inspect.Signature(kinds)
+        names = tuple(each for each, kind, *_ in parameters if kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.__code__ = types.SimpleNamespace(co_argcount=len(names), co_varnames=names, co_name=name)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._process.call_tests(self.number, arguments, keywords)
@@ -235,7 +286,17 @@ def _is_more(kind: type, base: type) -> bool:
     return not issubclass(kind, Enum) and bool(own & set(dir(base)) - {"__new__", "__init__", "__doc__"} - tuples)
 
 
-def _describe(error: BaseException) -> list[Any]:
+def parameters_of(function: Any) -> list[list[Any]]:
+    """[name, kind] of each parameter, with null at the end if there is a default; empty if it is not known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [[each.name, int(each.kind), *([None] * (each.default is not each.empty))] for each in parameters]
+
+
+def describe(error: BaseException) -> list[Any]:
+    """[name, names of the class and its bases, text] of an exception."""
     bases = [kind.__name__ for kind in type(error).__mro__]
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)[:1000]

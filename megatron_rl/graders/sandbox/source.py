@@ -11,8 +11,9 @@ import builtins
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from types import CodeType
 from typing import Any
 
 from megatron_rl.graders.sandbox.code_cases import IMPORTS
+from megatron_rl.graders.sandbox.oracles import checked_alone, compares_arguments, unpinned_oracle, zips_to_watch
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -43,10 +45,12 @@ class Tests:
     """Subset of ``names`` that the tests use as exceptions."""
     library: Mapping[str, bool]
     """Names of the library that the tests use without importing them; True if the name is a module."""
+    compare_arguments: bool
+    """True if only an argument, which the program may change, says what is right."""
     use_arrays: bool
-    """True if the tests use numpy."""
-    expect_nan: bool
-    """True if the tests mention nan."""
+    """True if the tests use numpy, or another library of arrays."""
+    expected: frozenset[str]
+    """The words "nan" and "inf", if the tests mention them."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     doubt: str
@@ -57,7 +61,7 @@ class Tests:
     functions: tuple[str, ...]
     """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
 
-    def check(self, defined: Sequence[str]) -> None:
+    def check(self, defined: Collection[str]) -> None:
         """Raise InvalidTests if the program, which defines the names ``defined``, could judge itself."""
         if self.doubt:
             raise InvalidTests(self.doubt)
@@ -102,18 +106,20 @@ def _try_compile(text: str) -> CodeType | None:
 
 
 def prelude(prompt_code: str, entry_point: str) -> list[CodeType]:
-    """Code of the prompt before the definition of ``entry_point``: imports and helpers. Empty for a prompt without
+    """Code of the prompt without the definition of ``entry_point``: imports and helpers. Empty for a prompt without
     code."""
     kept = _prelude_statements(prompt_code, entry_point)
     return [compile(ast.Module(kept, []), "<prompt>", "exec")] if kept else []
 
 
 def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
-    kept = []
+    kept: list[ast.stmt] = []
+    root, is_after = root_of(entry_point), False
     for node in _prompt_statements(prompt_code):
-        if root_of(entry_point) in _defined([node]):
-            break
-        if not isinstance(node, ast.Expr):
+        is_helper = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
+        if root in _defined([node]):
+            is_after = True
+        elif not isinstance(node, ast.Expr) and (not is_after or (is_helper and root not in _names_in([node]))):
             kept.append(node)
     return kept
 
@@ -160,7 +166,8 @@ def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
     return {
         name: value
         for name, value in namespace.items()
-        if isinstance(value, type) and value.__module__ == namespace["__name__"] and _is_record(value, namespace)
+        if isinstance(value, type) and value.__module__ == namespace["__name__"]
+        if _is_record(value, namespace) or issubclass(value, Enum)
     }
 
 
@@ -194,9 +201,11 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
-def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point: str = "") -> Tests:
+def read_tests(
+    text: str, *, setup: str = "", prompt_code: str = "", entry_point: str = "", defined: Collection[str] = ()
+) -> Tests:
     """Compile tests: statements with ``assert``, ``check(candidate)`` as HumanEval has it, functions ``test_...``, or
-    ``unittest`` cases. ``setup`` runs before the tests.
+    ``unittest`` cases. ``setup`` runs before the tests, and ``defined`` are names that the program defines.
 
     Raises:
         InvalidTests: tests that do not compile, test nothing, or need the program's interpreter.
@@ -208,34 +217,41 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         raise InvalidTests(f"the tests do not compile: {error}") from error
     if not any(isinstance(node, (ast.Assert, ast.Call, ast.Compare, ast.Raise)) for node in ast.walk(tree)):
         raise InvalidTests("the tests assert nothing")
-    defined = _defined(tree.body)
-    if "check" in defined and not _uses_check(tree.body):
+    own = _defined(tree.body)
+    if "check" in own and not _uses_check(tree.body):
         if not entry_point:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
-        tree.body.append(ast.parse(f"check({entry_point})").body[0])
+        tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
     tree.body = [_asserted(node) for node in tree.body]
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    known = defined | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
-    entry = {root_of(entry_point)} - {""} - defined
+    known = own | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
+    entry = {root_of(entry_point)} - {""} - own
     names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
     program_names = names - _bound_somewhere(tree)
     library = _library_names(tree, program_names - entry)
-    if not program_names - library.keys():
-        library = {}  # something must be tested
+    tested, direct = checked_alone(tree, program_names - {name for name, is_module in library.items() if is_module})
+    if program_names - library.keys():  # otherwise what is tested has a name of the library
+        tested = frozenset(name for name in direct if name in defined and not name[:1].isupper())
+    library = {name: is_module for name, is_module in library.items() if name not in tested}
     names, program_names = names - library.keys(), program_names - library.keys()
     errors = _names_in(node for is_error, node in _class_uses(tree) if is_error) & program_names
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
-    num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    # ``assert False`` stands where no right program gets to.
+    num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
     functions = tuple(node.name for node in tree.body if _is_test(node))  # type: ignore[attr-defined]
+    doubt = _doubt(tree, program_names, constants, root_of(entry_point))
+    compare_arguments = compares_arguments(tree, program_names)
     try:
-        code = compile(ast.fix_missing_locations(_MarkAsserts().visit(tree)), "<tests>", "exec")
+        marks = _MarkAsserts(zips_to_watch(tree, program_names))
+        code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    use_arrays = not _identifiers(tree).isdisjoint({"numpy", "np"})
+    use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
+    expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}"))
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
-    habits = (use_arrays, "nan" in text.lower(), expect_errors, _doubt(tree, program_names, constants))
-    return Tests(code, names, constants, errors, library, *habits, num_asserts, tuple(text.splitlines()), functions)
+    habits = (compare_arguments, use_arrays, expected, expect_errors, doubt, num_asserts)
+    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions)
 
 
 _RUN_PROGRAM = {"run_program"}
@@ -264,7 +280,11 @@ _LIBRARY = IMPORTS + (
     "from copy import copy, deepcopy; from decimal import Decimal; from fractions import Fraction\n"
     "from dataclasses import *; from datetime import date, timedelta; from operator import itemgetter, attrgetter\n"
 )
-_ALIASES = {"np": "numpy", "pd": "pandas", "numpy": "numpy", "pandas": "pandas"}
+_ALIASES = {"np": "numpy", "pd": "pandas", "sp": "sympy", "nx": "networkx"} | {
+    name: name for name in "numpy pandas pytest scipy sympy torch networkx".split()
+}
+_ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
+_NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
 
 
 def library_value(name: str, is_module: bool) -> Any:
@@ -289,7 +309,11 @@ def _library_names(tree: ast.AST, names: frozenset[str]) -> dict[str, bool]:
     return {name: name in modules for name in names if name in modules or name in _usual_imports()}
 
 
-def _doubt(tree: ast.AST, names: frozenset[str], constants: frozenset[str]) -> str:
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and not node.value
+
+
+def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str], entry: str) -> str:
     """The reason why the tests are in doubt: the program would choose the value that it is compared with."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
@@ -298,7 +322,8 @@ def _doubt(tree: ast.AST, names: frozenset[str], constants: frozenset[str]) -> s
             read = sorted(used & constants)
             if read and (not isinstance(node, ast.Assert) or used - constants):
                 return f"the tests use the program's own {read[0]} to check it"
-    return ""
+    oracle = unpinned_oracle(tree, names, entry)
+    return f"the tests use the program's own {oracle} to check it" if oracle else ""
 
 
 def _uses_check(body: Sequence[ast.stmt]) -> bool:
@@ -376,8 +401,19 @@ def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
 
 
 class _MarkAsserts(ast.NodeTransformer):
-    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held."""
+    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, and calls in
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``."""
+
+    def __init__(self, zips: Sequence[ast.Call]) -> None:
+        self._zips = zips
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if any(node is each for each in self._zips):
+            node.func = ast.Attribute(ast.Name("__case__", ast.Load()), node.func.id, ast.Load())  # type: ignore[attr-defined]
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
         item = ast.withitem(ast.Name("__case__", ast.Load()), None)
         return ast.copy_location(ast.With([item], [node]), node)

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import unittest
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel
@@ -25,6 +25,7 @@ from megatron_rl.graders.sandbox.program_objects import (
     Handle,
     ProgramRequests,
     describe_error,
+    is_object,
 )
 from megatron_rl.graders.sandbox.source import (
     InvalidTests,
@@ -52,12 +53,16 @@ class _Namespace(dict[str, Any]):
 
 class _Cases:
     """Context around each assert: counts asserts that held; with partial credit it counts and suppresses failures. An
-    assert over an ``all`` of nothing has shown nothing."""
+    assert over an ``all`` or ``any`` of nothing has shown nothing."""
 
     def __init__(self, requests: ProgramRequests, partial: bool) -> None:
         self.num_passed = 0
         self.num_empty = 0
         self.failures: list[str] = []
+        self.has_skipped = False
+        """True if a test case was skipped, or had to fail."""
+        self.is_cut = False
+        """True if a zip has ended before everything that it compares."""
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
         self._requests, self._partial, self._is_empty = requests, partial, False
@@ -79,12 +84,29 @@ class _Cases:
 
     def all(self, items: Iterable[Any]) -> bool:
         """The built-in ``all`` of the tests."""
+        return not self.any(not item for item in items)
+
+    def any(self, items: Iterable[Any]) -> bool:
+        """The built-in ``any`` of the tests."""
         self._is_empty = True
         for item in items:
             self._is_empty = False
-            if not item:
-                return False
-        return True
+            if item:
+                return True
+        return False
+
+    def map(self, function: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
+        return (function(*values) for values in self.zip(*iterables))
+
+    def zip(self, *iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+        """The built-in ``zip`` of the tests, for iterables that should have one length; a range may be shorter."""
+        sizes = [len(each) for each in iterables if hasattr(type(each), "__len__") and not is_object(each)]  # type: ignore[arg-type]
+        ranges = [len(each) for each in iterables if type(each) is range]
+        size = 0
+        for values in zip(*iterables):  # noqa: B905 (as the tests do)
+            size += 1
+            yield values
+        self.is_cut |= max(sizes, default=0) > size and size not in ranges
 
 
 def _map(function: Callable[..., Any], *iterables: Iterable[Any]) -> Any:
@@ -108,7 +130,8 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     requests = ProgramRequests(wire, tell)
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
-        tests = read_tests(task["tests"], setup=task["setup"], prompt_code=task["prompt_code"], entry_point=entry_point)
+        source = {"setup": task["setup"], "prompt_code": task["prompt_code"], "entry_point": entry_point}
+        tests = read_tests(task["tests"], **source, defined=task["defined"])
         tests.check(task["defined"])
     except InvalidTests as bad:
         return {"bad_tests": str(bad)}
@@ -119,7 +142,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         namespace = _namespace(task, tests, entry_point, requests, cases)
         exec(tests.code, namespace)
         for name in tests.functions:
-            _run_function(namespace[name])
+            _run_function(namespace[name], cases)
     except BaseException as raised:
         error = raised
     if not requests.started or requests.is_unscored:
@@ -156,10 +179,18 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
     if tests.num_asserts and not cases.num_passed:
         return "the tests hold for all of nothing"
-    if tests.use_arrays and requests.has_given_nothing:
-        return "the program gave something empty, which numpy finds equal to anything"
-    if requests.has_given_nan and not tests.expect_nan:
+    if tests.compare_arguments and "changes" in requests.given:
+        return "the program changed an argument that its result is compared with"
+    if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
+        return "the program gave something empty, which arrays find equal to anything"
+    if "nan" in requests.given - tests.expected:
         return "the program gave nan, which is neither below nor above a limit"
+    if "inf" in requests.given - tests.expected:
+        return "the program gave an infinite number, which a relative limit does not exclude"
+    if cases.has_skipped:
+        return "a test was skipped, or was expected to fail"
+    if cases.is_cut:
+        return "the program gave too few or too many for the zip that compares them"
     return ""
 
 
@@ -167,7 +198,7 @@ def _namespace(
     task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases
 ) -> dict[str, Any]:
     namespace = _Namespace(requests, tests.constants)
-    namespace.update(__case__=cases, all=cases.all, map=_map, filter=_filter)
+    namespace.update(__case__=cases, all=cases.all, any=cases.any, map=_map, filter=_filter)
     for code in prelude(task["prompt_code"], entry_point):
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
@@ -175,7 +206,8 @@ def _namespace(
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})
     for name in tests.errors:
-        requests.errors[name] = namespace[name] = type(name, (Exception,), {"__getattr__": _no_attribute(requests)})
+        namespace[name] = type(name, (Exception,), {"__module__": TESTS_MODULE})
+    requests.find_error = lambda name: _own_error(dict.get(namespace, name))
     if "candidate" in tests.names and entry_point:
         namespace["candidate"] = Handle(requests, ["name", entry_point])
         if not entry_point.isidentifier():  # Solution().method
@@ -198,22 +230,20 @@ def _text(requests: ProgramRequests, output: Any) -> str:
     return output
 
 
-def _no_attribute(requests: ProgramRequests) -> Any:
-    def attribute(error: Exception, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise requests.unscored(f"the tests need the attribute {name} of an exception, which stays with the program")
-
-    return attribute
+def _own_error(kind: Any) -> type | None:
+    is_own = type(kind) is type and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
+    return kind if is_own else None
 
 
-def _run_function(function: Any) -> None:
+def _run_function(function: Any, cases: _Cases) -> None:
     if not isinstance(function, type):
-        function()
+        if function() is False:
+            raise AssertionError("a test returned False")
         return
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(function).run(result)
     broken = [*result.failures, *result.errors]
+    cases.has_skipped |= bool(result.skipped or result.expectedFailures)
     if broken or result.unexpectedSuccesses or result.testsRun <= len(result.skipped):
         raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "no test succeeded")
 

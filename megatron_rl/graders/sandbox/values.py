@@ -2,26 +2,34 @@
 
 A message is {"values": [...], "nodes": [...]}. Mutable containers are nodes, referenced by index, so that shared
 references, cycles and long chains are preserved; other values are inline. A container that was known before keeps its
-index.
+index; its node is null if it has not changed.
 
 Invariant: decoding creates values of the types below only, by constructors that run no code of the sender.
 """
 
 import base64
 import datetime
+import dis
 import json
+import math
+import operator
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 _MAX_DEPTH = 150
 """Maximum nesting depth of tuples, because hashing them recurses in C."""
 _MAX_JSON_INT = 1 << 63
+_MAX_DIMENSIONS = 64
+"""Maximum number of dimensions of an array."""
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
@@ -51,7 +59,9 @@ NotSerializable."""
 Import = Callable[[list[Any]], Any]
 """Turns a reference into an object; ["object", index, plain value] is a plain value with further attributes."""
 Records = Mapping[str, type]
-"""Classes that both sides have from the prompt: their instances are sent as attributes."""
+"""Classes that both sides have from the prompt: their instances are sent as attributes, members of enumerations by name."""
+Snapshot = list[Any] | tuple[Any, ...]
+"""Content of a container at some time, see ``snapshot``."""
 
 
 class NotSerializable(Exception):
@@ -64,23 +74,47 @@ def write_text(data: Any) -> bytes:
 
 
 def encode(
-    values: Sequence[Any], export: Export, records: Records, known: Sequence[Any] = ()
+    values: Sequence[Any],
+    export: Export,
+    records: Records,
+    known: Sequence[Any] = (),
+    snapshots: Sequence[Snapshot] = (),
 ) -> tuple[dict[str, Any], list[Any]]:
     """(message, containers) of ``values``. Only exact types are plain values; ``export`` handles subclasses. Raises NotSerializable.
 
     Args:
-        known: containers that the other side has, in the order of their indices; their content is sent too.
+        known: containers that the other side has, in the order of their indices; what has changed in them is sent too.
+        snapshots: content of the known containers that the other side has.
     """
     encoder = _Encoder(export, records, known)
     message = {"values": [encoder.item(value) for value in values]}
-    message["nodes"] = [encoder.node(value) for value in encoder.objects]  # encoding a node may add objects
+    same = {number for number, old in enumerate(snapshots) if is_unchanged(known[number], old)}
+    # Encoding a node may add objects.
+    message["nodes"] = [None if number in same else encoder.node(value) for number, value in enumerate(encoder.objects)]
     return message, encoder.objects
+
+
+def snapshot(container: Any) -> Snapshot:
+    """Content of a container: its parts, to be compared by identity, or a tuple of plain values."""
+    if type(container) is bytearray:
+        return (bytes(container),)
+    if array := _array(container):
+        return tuple(map(str, array))
+    content = container if isinstance(container, list | set | deque | dict) else vars(container)
+    return [*content, *content.values()] if isinstance(content, dict) else list(content)
+
+
+def is_unchanged(container: Any, old: Snapshot) -> bool:
+    new = snapshot(container)
+    return new == old if type(old) is tuple else len(new) == len(old) and all(map(operator.is_, new, old))
 
 
 class _Encoder:
     def __init__(self, export: Export, records: Records, known: Sequence[Any]) -> None:
         self._export = export
-        self._containers = {list, set, deque, bytearray, *_MAPPINGS.values(), *records.values()}
+        self._records = {kind for kind in records.values() if not issubclass(kind, Enum)}
+        self._members = set(records.values()) - self._records
+        self._containers = {list, set, deque, bytearray, SimpleNamespace, *_MAPPINGS.values(), *self._records}
         self.objects = list(known)
         self._numbers = {id(value): number for number, value in enumerate(self.objects)}
 
@@ -97,6 +131,8 @@ class _Encoder:
         if kind in _TAGS:
             tag, to_json = _TAGS[kind]
             return [tag, to_json(value)]
+        if kind in self._members:
+            return ["member", kind.__name__, value.name]
         array = _array(value)
         if array and array[0] == "scalar":
             return array
@@ -123,7 +159,8 @@ class _Encoder:
             return ["bytearray", value.hex()]
         if array := _array(value):
             return array
-        return ["record", kind.__name__, [[name, self.item(part)] for name, part in vars(value).items()]]
+        attributes = [[name, self.item(part)] for name, part in vars(value).items()]
+        return ["record", kind.__name__, attributes] if kind in self._records else ["namespace", attributes]
 
 
 named_tuple: Callable[[str, tuple[str, ...]], Any] = lru_cache(maxsize=256)(namedtuple)
@@ -148,72 +185,122 @@ def _array(value: Any) -> list[Any] | None:
 
 
 def decode(
-    message: Any, import_reference: Import, records: Records, known: Sequence[Any] = ()
+    message: Any,
+    import_reference: Import,
+    records: Records,
+    known: Sequence[Any] = (),
+    notice: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[Any], list[Any]]:
     """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
+
+    Args:
+        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value.
 
     Raises:
         ValueError: the message is not an output of ``encode``.
     """
     try:
-        nodes = message["nodes"]
-        objects = [_shell(node, records) for node in nodes]
-        if [type(old) for old in known] != [type(new) for new in objects[: len(known)]]:
-            raise ValueError("an argument has changed its type")
-        for old, new in zip(known, objects, strict=False):
-            if getattr(old, "shape", None) != getattr(new, "shape", None):
-                raise ValueError("an argument has changed its shape")
-        objects[: len(known)] = known
-        decoder = _Decoder(objects, import_reference, records)
-        # Decode everything before updating containers, so that an invalid message changes no argument.
-        contents = [decoder.content(node) for node in nodes]
-        for value, node, content in zip(objects, nodes, contents, strict=True):
+        known_nodes, new_nodes = message["nodes"][: len(known)], message["nodes"][len(known) :]
+        objects = [*known, *(_shell(node, records) for node in new_nodes)]
+        changed = [pair for pair in zip(known, known_nodes, strict=True) if pair[1] is not None]
+        if any(_kind(value) != _kind(_shell(node, records)) for value, node in changed):
+            raise ValueError("an argument has changed its type or its shape")
+        decoder, others = _Decoder(objects, import_reference, records, notice), changed
+        for value, node in zip(objects[len(known) :], new_nodes, strict=True):
+            if node[0] == "record":  # first, because sets and keys hash it
+                _fill(value, node[0], decoder.content(node))
+            else:
+                others.append((value, node))
+        # Decode everything before updating known containers, so that an invalid message changes no argument.
+        values, contents = [decoder.item(data) for data in message["values"]], [decoder.content(node) for _, node in others]
+        for (value, node), content in zip(others, contents, strict=True):
             _fill(value, node[0], content)
-        return [decoder.item(data) for data in message["values"]], objects
+        return values, objects
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"not an encoded value: {type(error).__name__}: {error}") from None
 
 
 class _Decoder:
-    def __init__(self, objects: list[Any], import_reference: Import, records: Records) -> None:
-        self._objects, self._import, self._records = objects, import_reference, records
+    def __init__(
+        self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object]
+    ) -> None:
+        self._objects, self._import, self._records, self._notice = objects, import_reference, records, notice
 
     def item(self, data: Any, depth: int = 0) -> Any:
         if type(data) is dict:
             raise ValueError("a bare JSON object")
         if type(data) is not list:
+            if (type(data) is float and data - data != 0) or data == "":
+                self._look(data)
             return data
         tag = data[0]
         if type(tag) is int and tag >= 0:
             return self._objects[tag]
-        if tag in ("tuple", "frozenset"):
+        if tag in ("tuple", "frozenset", "named"):
             if depth > _MAX_DEPTH + 1:
                 raise ValueError("nested too deeply")
-            return (tuple if tag == "tuple" else frozenset)([self.item(part, depth + 1) for part in data[1]])
-        if tag in _PLAIN_ROWS:
-            return _PLAIN_ROWS[tag][2](data[1])
-        if tag == "named":
-            return named_tuple(data[2], tuple(data[3]))._make([self.item(part, depth + 1) for part in data[1]])
+            make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
+            return self._look(make([self.item(part, depth + 1) for part in data[1]]))
+        return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)
+
+    def _reference(self, data: list[Any], tag: Any, depth: int) -> Any:
         if tag == "object" and len(data) == 3:
             return self._import([tag, data[1], self.item(data[2], depth + 1)])
-        return _from_array(data) if tag == "scalar" else self._import(data)
+        if tag == "member":
+            return vars(self._records[data[1]])["_member_map_"][data[2]]
+        return self._look(_from_array(data)) if tag == "scalar" else self._import(data)
 
     def content(self, node: Any) -> Any:
-        if node[0] in ("list", "set", "deque"):
-            return [self.item(part) for part in node[1]]
-        if node[0] in _MAPPINGS:
-            return {self.item(key): self.item(part) for key, part in node[1]}
-        if node[0] == "record":
-            return {_name(name, self._records[node[1]]): self.item(part) for name, part in node[2]}
-        return bytes.fromhex(node[1]) if node[0] == "bytearray" else _from_array(node)
+        tag, content = node[:2]
+        if tag in ("list", "set", "deque"):
+            return [self.item(part) for part in self._look(content)]
+        if tag in _MAPPINGS:
+            return {self.item(key): self.item(part) for key, part in self._look(content)}
+        if tag == "record":
+            return {_name(name, self._records[content]): self.item(part) for name, part in node[2]}
+        if tag == "namespace":
+            return {_name(name, SimpleNamespace): self.item(part) for name, part in content}
+        return self._look(bytes.fromhex(content) if tag == "bytearray" else _from_array(node))
+
+    def _look(self, value: Any) -> Any:
+        """``value``; notices what comparisons may be blind to."""
+        if type(value).__module__ == "numpy":
+            if value.dtype.kind in "fc" and bool((value - value != 0).any()):
+                self._notice("nan" if bool((value != value).any()) else "inf")
+            if value.size == 0:
+                self._notice("empty array")
+        elif isinstance(value, complex):
+            self._look(value.real)
+            self._look(value.imag)
+        elif isinstance(value, float | Decimal):
+            if value != value or abs(value) == math.inf:
+                self._notice("nan" if value != value else "inf")
+        elif hasattr(value, "__len__") and not value:
+            self._notice("nothing")
+        return value
 
 
 def _name(name: Any, record: type) -> str:
-    """Return ``name`` if it names an attribute that shadows no method of ``record``: the tests call the class's own methods."""
+    """Return ``name`` if it names an attribute of ``record`` that shadows only what the class's own methods or fields shadow:
+    the tests call the class's own methods, which may read its constants."""
     shadowed = getattr(record, name, None)
-    if type(name) is not str or name.startswith("__") or callable(shadowed) or hasattr(shadowed, "__get__"):
+    has_init = vars(record).get("__init__") or any("__init__" in vars(base) for base in record.__mro__[:-1])
+    is_constant = hasattr(record, name) and has_init and name not in _own_attributes(record)
+    if type(name) is not str or name.startswith("__") or callable(shadowed) or hasattr(shadowed, "__get__") or is_constant:
         raise ValueError("not the name of an attribute")
     return name
+
+
+@lru_cache(maxsize=256)
+def _own_attributes(record: type) -> frozenset[str]:
+    """Names of the attributes that the methods of a class set, and fields of a dataclass."""
+    codes = [code for base in record.__mro__ for each in vars(base).values() if (code := getattr(each, "__code__", None))]
+    stored = {line.argval for code in codes for line in dis.get_instructions(code) if line.opname == "STORE_ATTR"}
+    return frozenset(stored | set(getattr(record, "__dataclass_fields__", ())))
+
+
+def _kind(container: Any) -> tuple[Any, ...]:
+    return type(container), getattr(container, "shape", None)
 
 
 def _shell(node: Any, records: Records) -> Any:
@@ -229,7 +316,7 @@ def _shell(node: Any, records: Records) -> Any:
     return shell
 
 
-_SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "bytearray": bytearray, **_MAPPINGS}
+_SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "bytearray": bytearray, "namespace": SimpleNamespace, **_MAPPINGS}
 
 
 def _fill(value: Any, tag: str, content: Any) -> None:
@@ -238,7 +325,7 @@ def _fill(value: Any, tag: str, content: Any) -> None:
     elif tag == "array":
         value[...] = content
     else:
-        mapping = vars(value) if tag == "record" else value
+        mapping = vars(value) if tag in ("record", "namespace") else value
         mapping.clear()
         (mapping.extend if tag == "deque" else mapping.update)(content)
 
@@ -251,3 +338,17 @@ def _from_array(data: list[Any]) -> Any:
         raise ValueError(f"not a numeric dtype: {dtype!r}")
     array = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
     return array[()] if data[0] == "scalar" else array
+
+
+def asks_for_nothing(values: tuple[Any, ...]) -> bool:
+    """True for a call with an argument that is 0, or empty, or holds something empty."""
+    arguments = (*values[1], *values[2].values()) if len(values) == 3 and type(values[2]) is dict else ()
+    return any(_is_empty(value) or (type(value) is int and value == 0) for value in arguments)
+
+
+def _is_empty(value: Any, depth: int = 0) -> bool:
+    kind = type(value)
+    if kind.__module__ == "numpy":
+        return bool(value.size == 0)
+    parts = value if kind in (list, tuple) and depth < _MAX_DIMENSIONS else ()
+    return (kind in _SIZED and not value) or any(_is_empty(part, depth + 1) for part in parts)

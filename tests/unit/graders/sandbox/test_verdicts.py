@@ -3,8 +3,10 @@
 import pytest
 
 from megatron_rl.rewards.rules.code import CodeOptions, score
+from tests.unit.graders.sandbox.forged_values import FORGED_VALUES
 from tests.unit.graders.sandbox.forged_verdicts import FORGED_OUTPUTS, FORGERIES
 from tests.unit.graders.sandbox.honest_tasks import HONEST_TASKS
+from tests.unit.graders.sandbox.honest_uses import HONEST_USES
 
 PATIENT = CodeOptions(time_limit_s=20.0, wall_limit_s=60.0)
 
@@ -22,6 +24,17 @@ def test_no_forgery_scores_one(kind: str) -> None:
     assert [row for row in FORGERIES[kind] if scored(*row) == 1.0] == []
 
 
+@pytest.mark.parametrize("kind", FORGED_VALUES)
+def test_no_value_name_or_frame_of_a_wrong_program_scores_one(kind: str) -> None:
+    assert [row for row in FORGED_VALUES[kind] if _value(f"```python\n{row[0]}\n```", *row[1:]) == 1.0] == []
+
+
+def _value(response: str, tests: object, prompt_code: str = "", entry_point: str = "", setup: str = "") -> float | None:
+    result = score(response, tests=tests, prompt_code=prompt_code, entry_point=entry_point, setup=setup, options=PATIENT)
+    assert result.detail or result.error or result.value == 1.0
+    return result.value
+
+
 def test_no_forged_output_scores_one() -> None:
     wrong = [row for row in FORGED_OUTPUTS if scored(row[0], {"inputs": [""], "outputs": [row[1]]}) == 1.0]
     assert wrong == []
@@ -30,6 +43,11 @@ def test_no_forged_output_scores_one() -> None:
 def test_honest_programs_score_one() -> None:
     results = {name: score(code, tests=tests, options=PATIENT) for name, (code, tests) in HONEST_TASKS.items()}
     assert {name: result for name, result in results.items() if result.value != 1.0} == {}
+
+
+@pytest.mark.parametrize("kind", HONEST_USES)
+def test_right_programs_score_one_in_whatever_way_they_use_python(kind: str) -> None:
+    assert [row for row in HONEST_USES[kind] if _value(*row) != 1.0] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,287 @@
+"""Finds tests whose verdict a function of the program would decide: an oracle that nothing else pins. Pure, on source trees.
+
+``assert f(2) == reference(2)`` and ``assert is_valid(f(2))`` hold for any program that defines both names to agree. A name is
+pinned if some check compares it, and no other name of the program, with what the tests know; or in a round trip
+(``decode(encode(x)) == x``).
+"""
+
+import ast
+import builtins
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_Names = frozenset[str]
+_Position = tuple[int, int]
+_Flow = dict[tuple[str, Any], set[str]]
+"""For each name of the tests and position of an assignment, the names of the program that the value depends on."""
+_BUILTINS = frozenset(dir(builtins))
+_ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
+"""Beginnings of the names of functions that are called to fail."""
+_CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
+"""Methods that put their arguments into their object."""
+_ANYWHERE = (0, 0)
+"""Position of what a parameter, a function or the program gives."""
+
+
+def unpinned_oracle(tree: ast.Module, program: Iterable[str], entry_point: str) -> str:
+    """A name of the program that decides a check of another name, and that no check pins; "" if there is none.
+
+    Args:
+        program: Names that the tests use from the program.
+        entry_point: The tested function if the data name it: pinned.
+    """
+    groups = [names for _, names in _all_groups(tree, {*program, *_imported_from_solution(tree)})]
+    together = [frozenset().union(*names) for names in groups if len(names) > 1]
+    pinned = {entry_point, "candidate"}.union(*(name for names in groups if len(names) == 1 for name in names))
+    suspects = sorted(name for names in together if len(names) > 1 for name in names - pinned)
+    return suspects[0] if suspects else ""
+
+
+def checked_alone(tree: ast.Module, program: Iterable[str]) -> tuple[_Names, _Names]:
+    """Names of the program that some check is about, and about no other name of it; and those of them that it mentions."""
+    alone = [(own, name) for own, names in _all_groups(tree, set(program)) if len(names) == 1 for name in names if len(name) == 1]
+    return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
+
+
+def compares_arguments(tree: ast.Module, program: Iterable[str]) -> bool:
+    """True if a check knows what is right only from an argument that the program may have changed: ``f(a) == sorted(a)``."""
+    names = {"candidate", *program, *_imported_from_solution(tree)}
+    flow, with_changes = _flow(tree, names), _flow(tree, names, are_changed=True)
+    for node in ast.walk(tree):
+        parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else getattr(node, "args", ())
+        if isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and _is_assertion(node, set())):
+            is_known = any(not _names(part, with_changes) for part in parts)
+            if not is_known and any(not _names(part, flow) for part in parts):
+                return True
+    return False
+
+
+def zips_to_watch(tree: ast.Module, program: Iterable[str]) -> list[ast.Call]:
+    """Calls of ``zip``, and ``map`` over several iterables, for what the program gives, or a parameter, with something else:
+    their lengths must agree."""
+    flow = _flow(tree, {*program, *_imported_from_solution(tree)})
+    parameters, imported = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}, _imported(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("zip", "map") and not node.keywords:
+            operands = node.args[node.func.id == "map" :]  # type: ignore[attr-defined]
+            names = [_loaded(operand) - imported for operand in operands]
+            is_shared = any(one & other for number, one in enumerate(names) for other in names[:number])
+            is_given = any(own & parameters or _names(part, flow) for own, part in zip(names, operands, strict=True))
+            if is_given and not is_shared and not any(isinstance(operand, ast.Starred) for operand in operands):
+                found.append(node)
+    return found
+
+
+def _loaded(node: ast.AST) -> _Names:
+    """Names that an expression reads and does not bind itself."""
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    return frozenset(each.id for each in names) - {each.id for each in names if isinstance(each.ctx, ast.Store)} - _BUILTINS
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+
+
+def _imported_from_solution(tree: ast.AST) -> set[str]:
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+# ---------------------------------------------------------------------------------------------- where values come from
+
+
+def _flow(tree: ast.Module, program: set[str], *, are_changed: bool = False) -> _Flow:
+    """The flow of values; ``are_changed``: the program's functions also reach their arguments."""
+    _mark_scopes(tree, tree)
+    flow: _Flow = defaultdict(set, {(name, _ANYWHERE): {name} for name in program})
+    edges = [*_edges(tree), *(_changes(tree, program) if are_changed else ())]
+    for name, position, _ in edges:
+        flow.setdefault((name, position), set())
+    size = -1
+    while size != (size := sum(map(len, flow.values()))):
+        for name, position, source in edges:
+            flow[name, position] |= _all_names(source, flow)
+    return flow
+
+
+def _mark_scopes(node: ast.AST, scope: ast.AST) -> None:
+    waiting = [(node, scope)]
+    while waiting:
+        node, scope = waiting.pop()
+        node.scope = scope  # type: ignore[attr-defined]
+        inner = node if isinstance(node, ast.FunctionDef | ast.Lambda) else scope
+        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+
+
+def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
+    """(name, (scope, position), expression) for each way by which a value of the expression may reach the name."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for name, function in functions.items():
+        returned = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+        yield from ((name, _ANYWHERE, node.value) for node in returned if node.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
+            parameters = [each.arg for each in functions[node.func.id].args.args]
+            pairs = [*zip(parameters, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+            yield from ((name, _ANYWHERE, value) for name, value in pairs if name in parameters)
+        for target, source in _assigned(node):
+            names = [inner for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+            yield from ((each.id, (each.scope, _position(node)), source) for each in names)  # type: ignore[attr-defined]
+            if isinstance(node, ast.AugAssign | ast.Call):  # the value before stays in it
+                yield from ((each.id, (each.scope, _position(node)), each) for each in names)  # type: ignore[attr-defined]
+
+
+def _changes(tree: ast.Module, program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and program & _loaded(node.func):
+            names = [inner for part in node.args for inner in ast.walk(part) if isinstance(inner, ast.Name)]
+            end = (node.end_lineno, node.end_col_offset)
+            yield from ((each.id, (each.scope, end), node.func) for each in names if each.id not in program)  # type: ignore[attr-defined]
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            tuples = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            parts = zip(target.elts, node.value.elts, strict=False) if tuples else [(target, node.value)]  # type: ignore[attr-defined]
+            yield from parts
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+        yield node.target, node.value
+    elif isinstance(node, ast.For | ast.comprehension):
+        yield node.target, node.iter
+    elif isinstance(node, ast.withitem) and node.optional_vars:
+        yield node.optional_vars, node.context_expr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        yield from ((node.func.value, argument) for argument in node.args)
+
+
+def _position(node: Any) -> _Position:
+    node = node.target if isinstance(node, ast.comprehension) else node
+    node = node.optional_vars if isinstance(node, ast.withitem) else node
+    return (node.lineno, node.col_offset)
+
+
+def _all_names(node: ast.AST, flow: _Flow) -> _Names:
+    """Names of the program that an expression depends on: by the last assignment before it in its scope, or else by all."""
+    found: set[str] = set()
+    waiting = [node]
+    while waiting:
+        inner = waiting.pop()
+        is_call = isinstance(inner, ast.Call)  # a function that is given away is not called here
+        waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
+        if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
+            found.add(inner.attr)
+        if isinstance(inner, ast.Name) and inner.id not in _BUILTINS:
+            sites: list[Any] = [site for name, site in flow if name == inner.id]
+            own = [site for site in sites if site != _ANYWHERE and site[0] is inner.scope]  # type: ignore[attr-defined]
+            before = [site for site in own if site[1] < _position(inner)]
+            chosen = [max(before, key=lambda site: site[1])] if before else sites
+            found = found.union(*(flow[inner.id, site] for site in chosen))
+    return frozenset(found)
+
+
+def _names(node: ast.AST, flow: _Flow) -> _Names:
+    """``_all_names`` without classes, if there are other names."""
+    found = _all_names(node, flow)
+    return frozenset(name for name in found if not _is_class(name)) or found
+
+
+def _is_class(name: str) -> bool:
+    return name.lstrip("_")[:1].isupper()
+
+
+# --------------------------------------------------------------------------------------------------------- what is checked
+
+
+def _all_groups(tree: ast.Module, program: set[str]) -> list[tuple[_Names, set[_Names]]]:
+    """(names that the check mentions, sets of the program's names on its sides) for each comparison."""
+    flow = _flow(tree, program)
+    return [(_loaded(expression), names) for expression in _checks(tree) for names in _groups(expression, flow)]
+
+
+def _checks(tree: ast.Module) -> Iterator[ast.expr]:
+    """Expressions that decide: asserted, compared, or the condition of an error. Functions of the tests have their own."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.Expr) and (isinstance(node.value, ast.Compare) or _is_assertion(node.value, own)):
+            yield node.value
+        elif isinstance(node, ast.If | ast.While) and any(map(_raises, node.body)):
+            yield node.test
+
+
+def _raises(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+
+
+def _is_assertion(node: ast.expr, own: set[str]) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name not in own and name.lstrip("_").lower().startswith(_ASSERTIONS)
+
+
+def _groups(node: ast.expr, flow: _Flow) -> Iterator[set[_Names]]:
+    if isinstance(node, ast.BoolOp | ast.UnaryOp):
+        for part in node.values if isinstance(node, ast.BoolOp) else [node.operand]:
+            yield from _groups(part, flow)
+    elif isinstance(node, ast.GeneratorExp | ast.ListComp):
+        yield from _groups(node.elt, flow)
+    elif isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+        if all(_names(part, flow) for part in parts):
+            yield _sides(parts, flow)
+        else:  # all are compared with a value of the tests
+            is_limit = isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+            known = [part for part in parts if not _names(part, flow)]
+            for part in parts:
+                yield _alone(part, flow, [] if is_limit else known)
+    elif isinstance(node, ast.Call):
+        yield from _groups_of_call(node, flow)
+    else:
+        yield _alone(node, flow, [])
+
+
+def _alone(node: ast.expr, flow: _Flow, others: list[ast.expr]) -> set[_Names]:
+    """Each name of an expression on its own side, unless it equals one of ``others`` that no program could guess, or that the
+    program's functions get in a round trip."""
+    names = _names(node, flow)
+    calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+    given = {ast.dump(argument) for call in calls if _names(call.func, flow) for argument in call.args}
+    counts = any(getattr(call.func, "id", "") in ("sum", "len") for call in calls)
+    is_whole = any(ast.dump(other) in given or not (_is_simple(other) or counts) for other in others)
+    return {names} if is_whole else {frozenset({name}) for name in names}
+
+
+def _is_simple(node: ast.expr) -> bool:
+    """True for text, True, None, numbers like 0 and 1, and empty or equal containers: what a function returns that judges."""
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return all(map(_is_simple, node.elts))
+    if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and not node.args):
+        return not isinstance(node, ast.Dict) or not node.keys
+    return isinstance(node, ast.Constant) and (isinstance(node.value, str) or not node.value or node.value == 1)
+
+
+def _groups_of_call(node: ast.Call, flow: _Flow) -> Iterator[set[_Names]]:
+    inner = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+    parts = [part for part in inner if isinstance(part, ast.Compare | ast.BoolOp | ast.GeneratorExp | ast.ListComp)]
+    name = getattr(node.func, "attr" if getattr(inner[-1] if inner else None, "id", "") == "solution" else "id", "")
+    own = frozenset({name}) & (flow.get((name, _ANYWHERE), set()))
+    if parts:
+        for part in parts:
+            yield from _groups(part, flow)
+    elif own and not _is_class(name):  # the program's function decides: about other names than its own?
+        others = {other for part in inner for other in _names(part, flow) if not _is_class(other)} - own
+        yield {own, frozenset(others)} if others else {own}
+    elif node.args and (len(inner) == 1 or getattr(node.func, "attr", "") in ("assertTrue", "assertFalse")):
+        yield from _groups(node.args[0], flow)
+    else:
+        yield _sides([*inner, *(word.value for word in node.keywords)], flow)
+
+
+def _sides(parts: Iterable[ast.AST], flow: _Flow) -> set[_Names]:
+    return {names for part in parts if (names := _names(part, flow))}

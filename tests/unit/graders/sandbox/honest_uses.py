@@ -1,0 +1,285 @@
+"""Right programs that use Python in many ways. Rows: (response, tests, prompt code, entry point); a program is fenced."""
+
+from typing import Any
+
+HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
+    "mutates and returns": [
+        ("```python\ndef f(nums):\n    k = 0\n    for x in nums:\n        if k == 0 or nums[k-1] != x:\n            nums[k] = x\n            k += 1\n    return k\n```", "nums = [1,1,2]\nk = f(nums)\nassert k == 2 and nums[:k] == [1,2]"),  # noqa: E501
+        ("```python\ndef f(a):\n    a.sort()\n    return a\n```", "a = [3,1,2]\nf(a)\nassert a == [1,2,3]"),
+        ("```python\ndef f(d):\n    d['n'] = d.get('n', 0) + 1\n    return d['n']\n```", "d = {}\nassert f(d) == 1 and f(d) == 2 and d == {'n': 2}"),  # noqa: E501
+        ("```python\ndef f(grid):\n    grid[0][0] = 9\n    return True\n```", "g = [[1,2],[3,4]]\nassert f(g)\nassert g == [[9,2],[3,4]]"),
+        ("```python\ndef f(s):\n    return s.pop()\n```", "s = [1,2,3]\nassert f(s) == 3\nassert s == [1,2]"),
+        ("```python\ndef f(s):\n    s.add(4)\n    return len(s)\n```", "s = {1}\nassert f(s) == 2 and s == {1, 4}"),
+        ("```python\nfrom collections import deque\ndef f(q):\n    return q.popleft()\n```", "from collections import deque\nq = deque([1,2])\nassert f(q) == 1 and list(q) == [2]"),  # noqa: E501
+        ("```python\nimport heapq\ndef f(h, x):\n    heapq.heappush(h, x)\n    return h[0]\n```", "h = []\nassert f(h, 3) == 3 and f(h, 1) == 1 and sorted(h) == [1,3]"),  # noqa: E501
+        ("```python\ndef f(a, memo={}):\n    memo[a] = memo.get(a, 0) + 1\n    return memo[a]\n```", "m = {}\nassert f(1, m) == 1\nassert f(1, m) == 2\nassert m == {1: 2}"),  # noqa: E501
+        ("```python\n    cur = node\n    while cur.next: cur = cur.next\n    cur.next = ListNode(9)\n    return node\n```", "n = ListNode(1)\nf(n)\nassert n.next.val == 9", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n\ndef f(node):\n", "f"),  # noqa: E501
+        ("```python\nimport random\ndef f(a):\n    random.Random(0).shuffle(a)\n    return len(a)\n```", "a = list(range(10))\nassert f(a) == 10\nassert sorted(a) == list(range(10))"),  # noqa: E501
+        ("```python\ndef f(b):\n    b.extend(b'xy')\n    return len(b)\n```", "b = bytearray(b'a')\nassert f(b) == 3 and bytes(b) == b'axy'"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a):\n    a += 1\n    return a.sum()\n```", "import numpy as np\na = np.zeros(3)\nassert f(a) == 3.0\nassert (a == 1).all()"),  # noqa: E501
+        ("```python\ndef f(x):\n    x.clear()\n    return x\n```", "a = [1]\nassert f(a) == []\nassert not a"),
+    ],
+    "lists of objects": [
+        ("```python\nclass Node:\n    def __init__(s, v):\n        s.v = v\n        s.children = []\ndef total(n): return n.v + sum(total(c) for c in n.children)\n```", "r = Node(1)\nr.children.append(Node(2))\nassert total(r) == 3"),  # noqa: E501
+        ("```python\nclass Stack:\n    def __init__(s): s.items = []\n    def pop(s): return s.items.pop()\n```", "s = Stack()\ns.items.append(1)\nassert s.pop() == 1"),  # noqa: E501
+        ("```python\nclass Graph:\n    def __init__(s): s.adj = {}\n    def degree(s, v): return len(s.adj[v])\n```", "g = Graph()\ng.adj['a'] = ['b', 'c']\nassert g.degree('a') == 2"),  # noqa: E501
+        ("```python\nclass Node:\n    def __init__(s, v, l=None, r=None): s.v, s.l, s.r = v, l, r\ndef depth(n): return 0 if n is None else 1 + max(depth(n.l), depth(n.r))\n```", "assert depth(Node(1, Node(2, Node(3)))) == 3\nassert depth(None) == 0"),  # noqa: E501
+        ("```python\nclass Cfg:\n    def __init__(s): s.opts = {'a': 1}\n    def get(s, k): return s.opts[k]\n```", "c = Cfg()\nc.opts.update(a=5)\nassert c.get('a') == 5"),  # noqa: E501
+        ("```python\nclass Account:\n    def __init__(s, b=0): s.balance = b\n    def deposit(s, x):\n        s.balance += x\n        return s.balance\n```", "a = Account(5)\nassert a.deposit(3) == 8\na.balance += 2\nassert a.balance == 10"),  # noqa: E501
+        ("```python\nclass A:\n    n = 0\n    def __init__(s): A.n += 1\n```", "A(); A()\nassert A.n == 2"),
+        ("```python\nclass M:\n    def __init__(s, rows): s.rows = rows\n    def __matmul__(s, o): return M([[sum(a*b for a,b in zip(r,c)) for c in zip(*o.rows)] for r in s.rows])\n```", "assert (M([[1,2]]) @ M([[3],[4]])).rows == [[11]]"),  # noqa: E501
+    ],
+    "prompt's exceptions and enums": [
+        ("```python\n    raise Poor('no')\n```", "try:\n    f(1)\n    ok = False\nexcept Poor as e:\n    ok = True\nassert ok", "class Poor(Exception):\n    pass\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    raise Poor('no')\n```", "import pytest\nwith pytest.raises(Poor):\n    f(1)", "class Poor(ValueError):\n    pass\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return Color.RED\n```", "assert f(1) == Color.RED", "from enum import Enum\nclass Color(Enum):\n    RED = 1\n    BLUE = 2\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return {P(1), P(2)}\n```", "assert f(1) == {P(1), P(2)}", "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n    def __hash__(self): return hash(self.x)\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return {P(1): 'a'}\n```", "assert f(1)[P(1)] == 'a'", "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n    def __hash__(self): return hash(self.x)\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return [x, P(2)]\n```", "p = P(1)\nassert f(p) == [P(1), P(2)]\nassert f(p)[0].x == 1", "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n    def __hash__(self): return hash(self.x)\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return Q(1, 2)\n```", "assert f(1) == Q(1, 2)", "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Q:\n    a: int\n    b: int = 0\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return Q(1, 2)\n```", "assert f(1) == Q(1, 2) and f(1).b == 2 and f(1).s() == 3", "from typing import NamedTuple\nclass Q(NamedTuple):\n    a: int\n    b: int = 0\n    def s(self): return self.a + self.b\n\ndef f(x):\n", "f"),  # noqa: E501
+        ("```python\n    return sorted(xs, key=lambda n: n.val)[0]\n```", "assert f([ListNode(3), ListNode(1)]).val == 1", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n\ndef f(xs):\n", "f"),  # noqa: E501
+        ("```python\n    p = ListNode()\n    p.next = p\n    return p\n```", "n = f()\nassert n.next is n", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n\ndef f():\n", "f"),  # noqa: E501
+        ("```python\nclass Solution:\n    def rev(self, head):\n        p = None\n        while head: head.next, p, head = p, head, head.next\n        return p\n```", "r = Solution().rev(ListNode(1, ListNode(2)))\nassert r.val == 2 and r.next.val == 1 and r.next.next is None", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n\n", ""),  # noqa: E501
+        ("```python\n    n = ListNode(0)\n    c = n\n    for i in range(3000):\n        c.next = ListNode(i)\n        c = c.next\n    return n\n```", "n = f()\nc = 0\nwhile n: n = n.next; c += 1\nassert c == 3001", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n\ndef f():\n", "f"),  # noqa: E501
+        ("```python\nclass Poor(ValueError): pass\ndef f(x):\n    if x < 0: raise Poor('neg')\n    return x\n```", "import pytest\nwith pytest.raises(Poor, match='neg'):\n    f(-1)\nassert f(1) == 1"),  # noqa: E501
+        ("```python\n    if x < 0: raise LookupError('a')\n    return x\n```", "import pytest\nwith pytest.raises(LookupError) as e:\n    f(-1)\nassert 'a' in str(e.value)", "def f(x):\n", "f"),  # noqa: E501
+    ],
+    "callbacks": [
+        ("```python\ndef f(visit, acc):\n    visit(acc)\n    return acc\n```", "def visit(a): a.append(1)\nassert f(visit, []) == [1]"),
+        ("```python\ndef f(visit):\n    acc = []\n    visit(acc)\n    visit(acc)\n    return acc\n```", "def visit(a): a.append(1)\nassert f(visit) == [1, 1]"),  # noqa: E501
+        ("```python\ndef f(g):\n    try:\n        g()\n    except ValueError as e:\n        return str(e)\n```", "def g(): raise ValueError('x')\nassert f(g) == 'x'"),  # noqa: E501
+        ("```python\ndef f(g):\n    try:\n        g()\n    except KeyError as e:\n        return e.args[0]\n```", "def g(): return {}['k']\nassert f(g) == 'k'"),  # noqa: E501
+        ("```python\nimport functools\ndef f(g):\n    @functools.wraps(g)\n    def h(*a): return g(*a)\n    return h\n```", "def g(x):\n    return x + 1\nassert f(g)(1) == 2\nassert f(g).__name__ == 'g'"),  # noqa: E501
+        ("```python\ndef f(g, n):\n    for _ in range(n): g = (lambda h: lambda x: h(h(x)))(g)\n    return g(0)\n```", "assert f(lambda x: x + 1, 3) == 8"),  # noqa: E501
+        ("```python\ndef f(it): return it\n```", "assert list(f(iter([1, 2]))) == [1, 2]"),
+        ("```python\ndef f(it):\n    a, b = iter(it), 0\n    for x in a: b += x\n    return b\n```", "def gen():\n    yield 1\n    yield 2\nassert f(gen()) == 3"),  # noqa: E501
+        ("```python\ndef f(xs, key): return sorted(xs, key=key)\n```", "from operator import itemgetter, attrgetter, methodcaller\nassert f([(1,2),(0,3)], itemgetter(0)) == [(0,3),(1,2)]\nassert f(['b','A'], str.lower) == ['A','b']"),  # noqa: E501
+        ("```python\ndef f(a, b, op): return op(a, b)\n```", "import operator\nassert f(1, 2, operator.add) == 3 and f(1, 2, max) == 2 and f(5, 3, lambda x, y: x % y) == 2"),  # noqa: E501
+        ("```python\ndef f(gs): return [g() for g in gs]\n```", "assert f([lambda i=i: i for i in range(3)]) == [0, 1, 2]"),
+        ("```python\ndef f(d, k, *a, **kw): return d[k](*a, **kw)\n```", "assert f({'s': sum}, 's', [1, 2]) == 3\nassert f({'s': lambda *, b: b}, 's', b=3) == 3"),  # noqa: E501
+        ("```python\nclass Bus:\n    def __init__(s): s.h = {}\n    def on(s, n, g): s.h.setdefault(n, []).append(g)\n    def emit(s, n, *a): return [g(*a) for g in s.h.get(n, [])]\n```", "got = []\nb = Bus()\nb.on('x', got.append)\nb.emit('x', 5)\nassert got == [5]"),  # noqa: E501
+        ("```python\nclass Lazy:\n    def __init__(s, g): s.g, s.v = g, None\n    def get(s):\n        if s.v is None: s.v = s.g()\n        return s.v\n```", "calls = []\nl = Lazy(lambda: calls.append(1) or 7)\nassert l.get() == 7 and l.get() == 7 and len(calls) == 1"),  # noqa: E501
+        ("```python\ndef f(p): return p.x + p.y\n```", "from types import SimpleNamespace\nassert f(SimpleNamespace(x=1, y=2)) == 3"),
+        ("```python\nimport time\ndef timer(g):\n    def h(*a, **k):\n        t = time.perf_counter()\n        r = g(*a, **k)\n        h.last = time.perf_counter() - t\n        return r\n    return h\n```", "@timer\ndef k(x): return x * 2\nassert k(4) == 8\nassert k.last >= 0"),  # noqa: E501
+        ("```python\ndef curry(g, n): return (lambda x: curry(lambda *a: g(x, *a), n - 1)) if n > 1 else g\n```", "assert curry(lambda a, b, c: a + b + c, 3)(1)(2)(3) == 6"),  # noqa: E501
+        ("```python\ndef retry(n):\n    def d(g):\n        def h(*a):\n            for i in range(n):\n                try: return g(*a)\n                except RuntimeError:\n                    if i == n - 1: raise\n        return h\n    return d\n```", "tries = []\n@retry(3)\ndef g():\n    tries.append(1)\n    if len(tries) < 3: raise RuntimeError('x')\n    return 'ok'\nassert g() == 'ok' and len(tries) == 3"),  # noqa: E501
+    ],
+    "plain subclasses": [
+        ("```python\nfrom enum import IntEnum\nclass C(IntEnum):\n    A = 1\ndef f(x): return C.A\n```", {'inputs': [['2']], 'outputs': [1], 'fn_name': 'f'}),  # noqa: E501
+        ("```python\nfrom enum import Enum\nclass C(str, Enum):\n    A = 'a'\ndef f(x): return C.A\n```", {'inputs': [['2']], 'outputs': ['a'], 'fn_name': 'f'}),  # noqa: E501
+        ("```python\nclass S(str): pass\ndef f(x): return S('a')\n```", {'inputs': [['2']], 'outputs': ['a'], 'fn_name': 'f'}),
+        ("```python\nclass L(list): pass\ndef f(x): return L([1])\n```", {'inputs': [['2']], 'outputs': [[1]], 'fn_name': 'f'}),
+        ("```python\nfrom collections import namedtuple\nP = namedtuple('P', 'a b')\ndef f(x): return [P(1, 2)]\n```", {'inputs': [['2']], 'outputs': [[[1, 2]]], 'fn_name': 'f'}),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(x): return np.float64(0.5)\n```", {'inputs': [['2']], 'outputs': [0.5], 'fn_name': 'f'}),
+        ("```python\nimport numpy as np\ndef f(x): return np.int64(5)\n```", {'inputs': [['2']], 'outputs': [5], 'fn_name': 'f'}),
+        ("```python\nfrom collections import OrderedDict, Counter, deque\ndef f(x): return Counter('aab')\n```", {'inputs': [['2']], 'outputs': [{'a': 2, 'b': 1}], 'fn_name': 'f'}),  # noqa: E501
+        ("```python\nfrom fractions import Fraction\ndef f(x): return Fraction(1, 2)\n```", {'inputs': [['2']], 'outputs': [0.5], 'fn_name': 'f'}),  # noqa: E501
+        ("```python\nfrom decimal import Decimal\ndef f(x): return Decimal('0.5')\n```", {'inputs': [['2']], 'outputs': [0.5], 'fn_name': 'f'}),  # noqa: E501
+        ("```python\ndef f(x): return (i for i in [1, 2])\n```", {'inputs': [['2']], 'outputs': [[1, 2]], 'fn_name': 'f'}),
+        ("```python\ndef f(x): return map(str, [1, 2])\n```", {'inputs': [['2']], 'outputs': [['1', '2']], 'fn_name': 'f'}),
+        ("```python\nimport numpy as np\ndef f(x): return np.array([1, 2])\n```", {'inputs': [['2']], 'outputs': [[1, 2]], 'fn_name': 'f'}),
+        ("```python\ndef f(x): return [0.1 + 0.2, None, True]\n```", {'inputs': [['2']], 'outputs': [[0.3, None, True]], 'fn_name': 'f'}),
+        ("```python\ndef f(x): return {(1, 2)}\n```", "assert f(1) == {(1, 2)}"),
+    ],
+    "scripts": [
+        ("```python\nimport sys\nprint(*sys.stdin)\n```", {'inputs': ['1\n2\n'], 'outputs': ['1\n 2\n']}),
+        ("```python\nimport sys\ndata = sys.stdin.buffer.read().split()\nsys.stdout.buffer.write(b' '.join(data))\n```", {'inputs': ['1 2'], 'outputs': ['1 2']}),  # noqa: E501
+        ("```python\nfrom os import read\nprint(len(read(0, 100)))\n```", {'inputs': ['abc'], 'outputs': ['3']}),
+        ("```python\nif __name__ == '__main__':\n    print(input())\n```", {'inputs': ['x'], 'outputs': ['x']}),
+        ("```python\ndef main():\n    n = int(input())\n    print(n * 2)\nmain()\nexit()\n```", {'inputs': ['4'], 'outputs': ['8']}),
+        ("```python\nimport sys\ninput = sys.stdin.readline\nprint(int(input()) + int(input()))\n```", {'inputs': ['1\n2'], 'outputs': ['3']}),  # noqa: E501
+        ("```python\nwhile True:\n    try:\n        print(int(input()) ** 2)\n    except EOFError:\n        break\n```", {'inputs': ['2\n3'], 'outputs': ['4\n9']}),  # noqa: E501
+        ("```python\nimport threading, sys\nsys.setrecursionlimit(1 << 25)\nthreading.stack_size(256 << 20)\ndef go(n): return n and 1 + go(n - 1)\nt = threading.Thread(target=lambda: print(go(30000)))\nt.start(); t.join()\n```", {'inputs': [''], 'outputs': ['30000']}),  # noqa: E501
+        ("```python\nimport sys, io, os\nsys.stdout = io.StringIO()\nprint(5)\nos.write(1, sys.stdout.getvalue().encode())\n```", {'inputs': [''], 'outputs': ['5']}),  # noqa: E501
+        ("```python\nimport sys\nsys.stdout.write('a')\nsys.stdout.flush()\nimport os\nos._exit(0)\n```", {'inputs': [''], 'outputs': ['a']}),  # noqa: E501
+        ("```python\nimport atexit\natexit.register(lambda: print('bye'))\nprint('hi')\n```", {'inputs': [''], 'outputs': ['hi\nbye']}),
+        ("```python\nimport subprocess\nprint(1)\n```", {'inputs': [''], 'outputs': ['1']}),
+        ("```python\nprint('\u00e9', '\u6c49', '\ud83d\ude00')\n```", {'inputs': [''], 'outputs': ['é 汉 😀']}),
+        ("```python\nimport sys\nfor line in iter(sys.stdin.readline, ''):\n    print(line.strip()[::-1])\n```", {'inputs': ['ab\ncd'], 'outputs': ['ba\ndc']}),  # noqa: E501
+        ("```python\nfrom dataclasses import dataclass, field\n@dataclass(order=True)\nclass A:\n    x: int\n    y: int = field(compare=False)\nprint(sorted([A(2, 1), A(1, 2)])[0].y)\n```", {'inputs': [''], 'outputs': ['2']}),  # noqa: E501
+        ("```python\nimport pickle\nclass A:\n    def __init__(s): s.x = 1\nprint(pickle.loads(pickle.dumps(A())).x)\n```", {'inputs': [''], 'outputs': ['1']}),  # noqa: E501
+        ("```python\nfrom typing import get_type_hints\nclass A:\n    x: 'int'\nprint(get_type_hints(A))\n```", {'inputs': [''], 'outputs': ["{'x': <class 'int'>}"]}),  # noqa: E501
+        ("```python\nimport sys\nprint(sys.argv[0] != '', len(sys.argv))\n```", {'inputs': [''], 'outputs': ['True 1']}),
+        ("```python\nimport logging\nlogging.warning('x')\nprint(1)\n```", {'inputs': [''], 'outputs': ['1']}),
+        ("```python\nimport warnings\nwarnings.warn('x')\nprint(1)\n```", {'inputs': [''], 'outputs': ['1']}),
+        ("```python\nimport sys\nprint('dbg', file=sys.stderr)\nprint(1)\n```", {'inputs': [''], 'outputs': ['1']}),
+        ("```python\nimport asyncio\nasync def main():\n    await asyncio.gather(*(asyncio.sleep(0) for _ in range(3)))\n    print('ok')\nasyncio.run(main())\n```", {'inputs': [''], 'outputs': ['ok']}),  # noqa: E501
+        ("```python\nimport queue, threading\nq = queue.Queue()\nthreading.Thread(target=lambda: q.put(4), daemon=True).start()\nprint(q.get())\n```", {'inputs': [''], 'outputs': ['4']}),  # noqa: E501
+        ("```python\nfrom concurrent.futures import ThreadPoolExecutor, as_completed\nwith ThreadPoolExecutor() as p:\n    print(sum(x.result() for x in as_completed([p.submit(pow, i, 2) for i in range(5)])))\n```", {'inputs': [''], 'outputs': ['30']}),  # noqa: E501
+        ("```python\nimport multiprocessing\nprint(2)\n```", {'inputs': [''], 'outputs': ['2']}),
+        ("```python\nimport tempfile\nwith tempfile.TemporaryFile('w+') as t:\n    t.write('a')\n    t.seek(0)\n    print(t.read())\n```", {'inputs': [''], 'outputs': ['a']}),  # noqa: E501
+        ("```python\nopen('a.txt', 'w').write('x')\nprint(open('a.txt').read())\n```", {'inputs': [''], 'outputs': ['x']}),
+        ("```python\nimport sqlite3\nc = sqlite3.connect(':memory:')\nprint(c.execute('select 1+1').fetchone()[0])\n```", {'inputs': [''], 'outputs': ['2']}),  # noqa: E501
+        ("```python\nimport locale, datetime\nprint(datetime.date(2024, 2, 29).strftime('%A'))\n```", {'inputs': [''], 'outputs': ['Thursday']}),  # noqa: E501
+        ("```python\nimport signal\nsignal.alarm(0)\nprint(1)\n```", {'inputs': [''], 'outputs': ['1']}),
+        ("```python\nimport sys\nsys.exit(main() if 'main' in dir() else print(7))\n```", {'inputs': [''], 'outputs': ['7']}),
+        ("```python\nfrom fileinput import input\nprint(sum(map(int, input())))\n```", {'inputs': ['1\n2'], 'outputs': ['3']}),
+        ("```python\nimport fileinput\nwith fileinput.input(files=('-',)) as f:\n    print(len(list(f)))\n```", {'inputs': ['a\nb'], 'outputs': ['2']}),  # noqa: E501
+        ("```python\nprint(2**10000 % 10**9, len(str(3**40000)))\n```", {'inputs': [''], 'outputs': ['596709376 19085']}),
+        ("```python\nimport math\nprint(math.factorial(3000) % (10**9+7))\n```", {'inputs': [''], 'outputs': ['341406877']}),
+    ],
+    "fences": [
+        ("```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```py\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```Python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python3\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```PYTHON\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```{python}\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python {.line-numbers}\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python showLineNumbers\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```ipython\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\n\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("~~~py\ndef f(x):\n    return x * x\n~~~", "assert f(2) == 4"),
+        ("~~~~python\ndef f(x):\n    return x * x\n~~~~", "assert f(2) == 4"),
+        ("   ```python\n   def f(x):\n       return x * x\n   ```", "assert f(2) == 4"),
+        ("- step\n\n  ```python\n  def f(x):\n      return x * x\n  ```\n", "assert f(2) == 4"),
+        ("1. a\n\n    ```python\n    def f(x):\n        return x * x\n    ```", "assert f(2) == 4"),
+        ("> quoted\n\n```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("def f(x):\n    return x * x", "assert f(2) == 4"),
+        ("\n\ndef f(x):\n    return x * x\n\n", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x", "assert f(2) == 4"),
+        ("```python\r\ndef f(x):\r\n    return x * x\r\n```", "assert f(2) == 4"),
+        ("<think>\n```python\ndef f(x): return 0\n```\n</think>\n```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("<think>maybe ``` fence</think>\n```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x\n```\nOutput:\n```\n4\n```", "assert f(2) == 4"),
+        ("```bash\npip install x\n```\n```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x\n```\n```json\n{\"a\": 1}\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return 0\n```\nBetter:\n```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef g(x):\n    return x\n```\ntext\n```python\ndef f(x):\n    return g(x) * x\n```", "assert f(2) == 4"),
+        ("```python\nimport math\n```\n```python\ndef f(x):\n    return int(math.pow(x, 2))\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    \"\"\"Doc.\n\n    ```python\n    f(2)\n    ```\n    \"\"\"\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    '''\n    ```\n    a\n    ```\n    '''\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    s = \"```\"\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    # ``` not a fence\n    return x * x\n```", "assert f(2) == 4"),
+        ("`````python\ndef f(x):\n    return x * x\n`````", "assert f(2) == 4"),
+        ("```python title=\"f.py\" linenums=\"1\"\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python:solution.py\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python,editable\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python3.12\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("Here is `f`:\n\n```python\ndef f(x):\n    return x * x\n```\n\nIt uses ```x * x```.", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x\n\nif __name__ == '__main__':\n    print(f(3))\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x\n\nassert f(3) == 9\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x\nprint(f(2))\n```", "assert f(2) == 4"),
+        ("```python\nfrom __future__ import annotations\ndef f(x: int) -> int:\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n\treturn x * x\n```", "assert f(2) == 4"),
+        ("```python\nf = lambda x: x * x\n```", "assert f(2) == 4"),
+        ("```python\nclass A:\n    @staticmethod\n    def g(x): return x * x\nf = A.g\n```", "assert f(2) == 4"),
+        ("```python\nasync def g(x): return x * x\ndef f(x):\n    import asyncio\n    return asyncio.run(g(x))\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x, /): return x ** 2\n```", "assert f(2) == 4"),
+        ("```python\ndef f(*xs): return xs[0] ** 2\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    match x:\n        case 2: return 4\n        case _: return x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x): return (y := x) * y\n```", "assert f(2) == 4"),
+        ("```python\nf: 'callable' = lambda x: x * x\n```", "assert f(2) == 4"),
+        ("```python\nglobal_state = {}\ndef f(x):\n    global_state[x] = x * x\n    return global_state[x]\n```", "assert f(2) == 4"),
+        ("```python\n\uff46 = lambda x: x * x\n```", "assert f(2) == 4"),
+        ("```python\ndef f(x):\n    return x * x  # \u00e9 \u6c49\n```", "assert f(2) == 4"),
+        ("\ufeff```python\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+        ("```python\n#!/usr/bin/env python\n# -*- coding: utf-8 -*-\ndef f(x):\n    return x * x\n```", "assert f(2) == 4"),
+    ],
+    "numpy": [
+        ("```python\nimport numpy as np\ndef f(a): return np.sort(a)\n```", "import numpy as np\nassert np.array_equal(f(np.array([3, 1])), np.array([1, 3]))\nassert f(np.array([])).size == 0"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return a.mean()\n```", "import numpy as np\nassert np.isclose(f(np.array([1., 2.])), 1.5)"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return a @ a.T\n```", "import numpy as np\nassert (f(np.eye(2)) == np.eye(2)).all()"),
+        ("```python\nimport numpy as np\ndef f(n): return np.arange(n)\n```", "import numpy as np\nassert f(0).tolist() == [] and f(2).tolist() == [0, 1]"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return a[a > 1]\n```", "import numpy as np\nassert f(np.array([1, 2, 3])).tolist() == [2, 3]\nassert len(f(np.array([]))) == 0"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return np.where(a > 0, a, np.nan)\n```", "import numpy as np\nr = f(np.array([1., -1.]))\nassert r[0] == 1 and np.isnan(r[1])"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return a / a.sum()\n```", "import numpy as np\nnp.testing.assert_allclose(f(np.array([1., 3.])), [0.25, 0.75])"),  # noqa: E501
+        ("```python\ndef f(xs): return [x for x in xs if x]\n```", "import numpy as np\nassert f([]) == []\nassert np.allclose(f([1, 0]), [1])"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return a.astype(str)\n```", "import numpy as np\nassert f(np.array([1, 2])).tolist() == ['1', '2']"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return np.unique(a, return_counts=True)\n```", "import numpy as np\nv, c = f(np.array([1, 1, 2]))\nassert v.tolist() == [1, 2] and c.tolist() == [2, 1]"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(): return np.float32(0.1)\n```", "import numpy as np\nassert abs(f() - 0.1) < 1e-6 and f().dtype == np.float32"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(x): return {'a': np.ones(2), 'b': [np.int64(1)]}\n```", "import numpy as np\nr = f(1)\nassert (r['a'] == 1).all() and r['b'] == [1]"),  # noqa: E501
+        ("```python\nimport numpy as np\nclass M:\n    def __init__(s): s.w = np.zeros(2)\n    def fit(s, x): s.w += x\n    def predict(s, x): return x @ s.w\n```", "import numpy as np\nm = M()\nm.fit(np.array([1., 2.]))\nassert m.predict(np.array([1., 1.])) == 3"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a):\n    a = a.copy()\n    a[0] = 9\n    return a\n```", "import numpy as np\nx = np.zeros(2)\ny = f(x)\nassert x[0] == 0 and y[0] == 9"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(a): return bool((a > 0).all())\n```", "import numpy as np\nassert f(np.ones(3)) and not f(np.zeros(3))"),  # noqa: E501
+        ("```python\nimport numpy as np\ndef f(): return np.array([1+2j])\n```", "import numpy as np\nassert f()[0].imag == 2"),
+    ],
+    "zips and loops": [
+        ("```python\ndef f(xs): return [x * 2 for x in xs]\n```", "for got, want in zip(f([1, 2]), [2, 4]):\n    assert got == want"),
+        ("```python\ndef f(xs): return sorted(xs)\n```", "r = f([3, 1, 2])\nassert all(a <= b for a, b in zip(r, r[1:]))\nassert r == [1, 2, 3]"),  # noqa: E501
+        ("```python\ndef f():\n    a, b = 0, 1\n    while True:\n        yield a\n        a, b = b, a + b\n```", "assert [x for x, _ in zip(f(), range(5))] == [0, 1, 1, 2, 3]"),  # noqa: E501
+        ("```python\ndef f():\n    n = 0\n    while True:\n        yield n\n        n += 1\n```", "for got, want in zip(f(), [0, 1, 2]):\n    assert got == want"),  # noqa: E501
+        ("```python\ndef f(xs): return dict(enumerate(xs))\n```", "assert dict(zip(range(2), f(['a', 'b']).values())) == {0: 'a', 1: 'b'}"),
+        ("```python\ndef f(a, b): return list(zip(a, b))\n```", "assert f([1, 2], 'ab') == [(1, 'a'), (2, 'b')]"),
+        ("```python\ndef f(x): return x + 1\n```", "xs, ys = [1, 2, 3], [2, 3, 4]\nassert all(f(x) == y for x, y in zip(xs, ys))"),
+        ("```python\ndef f(x): return x + 1\n```", "assert list(map(f, range(3))) == [1, 2, 3]\nassert list(filter(lambda x: f(x) > 2, range(3))) == [2]"),  # noqa: E501
+        ("```python\ndef f(x): return str(x)\n```", "assert ''.join(f(i) for i in range(3)) == '012'\nassert not any(f(i) == 'x' for i in range(3))"),  # noqa: E501
+        ("```python\ndef f(n): return [[0] * n for _ in range(n)]\n```", "g = f(2)\nassert len(g) == 2 and all(len(r) == 2 for r in g)\ng[0][0] = 1\nassert g[1][0] == 0"),  # noqa: E501
+        ("```python\ndef f(it):\n    it = iter(it)\n    return list(zip(it, it))\n```", "assert f([1, 2, 3, 4]) == [(1, 2), (3, 4)]"),
+        ("```python\ndef f(xs): return xs\n```", "import itertools\nassert list(itertools.chain(f([1]), f([]))) == [1]"),
+        ("```python\ndef f(n):\n    yield from range(n)\n```", "assert sum(f(4)) == 6 and max(f(4)) == 3 and 2 in list(f(4)) and tuple(f(2)) == (0, 1)"),  # noqa: E501
+        ("```python\ndef f(n):\n    while n:\n        n -= 1\n        yield n\n```", "g = f(2)\nassert next(g) == 1\nassert next(g) == 0\nassert next(g, None) is None"),  # noqa: E501
+        ("```python\nclass Range:\n    def __init__(s, n): s.n = n\n    def __iter__(s):\n        for i in range(s.n): yield i\n```", "assert list(Range(3)) == [0, 1, 2]\nassert [x for x in Range(2)] == [0, 1]"),  # noqa: E501
+        ("```python\nclass C:\n    def __init__(s, n): s.n = n\n    def __len__(s): return s.n\n    def __getitem__(s, i):\n        if i >= s.n: raise IndexError\n        return i * i\n```", "c = C(3)\nassert len(c) == 3 and c[2] == 4 and list(c) == [0, 1, 4]"),  # noqa: E501
+        ("```python\ndef f(xs):\n    seen = set()\n    return [x for x in xs if not (x in seen or seen.add(x))]\n```", "assert f([1, 1, 2]) == [1, 2] and f([]) == []"),  # noqa: E501
+        ("```python\ndef f(a, b): return [x + y for x, y in zip(a, b, strict=True)]\n```", "assert f([1], [2]) == [3]\ntry:\n    f([1], [])\n    assert False\nexcept ValueError:\n    pass"),  # noqa: E501
+    ],
+    "several names": [
+        ("```python\ndef gcd(a, b):\n    return a if not b else gcd(b, a % b)\ndef lcm(a, b): return a * b // gcd(a, b)\n```", "assert gcd(4, 6) == 2 and lcm(4, 6) == 12\nassert gcd(4, 6) * lcm(4, 6) == 24"),  # noqa: E501
+        ("```python\ndef enc(s): return s[::-1]\ndef dec(s): return s[::-1]\n```", "assert dec(enc('abc')) == 'abc'\nassert enc('ab') == 'ba'"),  # noqa: E501
+        ("```python\nclass Node:\n    def __init__(s, v, n=None): s.v, s.n = v, n\ndef rev(h):\n    p = None\n    while h: h.n, p, h = p, h, h.n\n    return p\n```", "h = rev(Node(1, Node(2)))\nassert h.v == 2 and h.n.v == 1"),  # noqa: E501
+        ("```python\nclass TreeNode:\n    def __init__(s, v, l=None, r=None): s.v, s.l, s.r = v, l, r\ndef is_bst(t, lo=-1e9, hi=1e9): return t is None or (lo < t.v < hi and is_bst(t.l, lo, t.v) and is_bst(t.r, t.v, hi))\n```", "assert is_bst(TreeNode(2, TreeNode(1), TreeNode(3)))\nassert not is_bst(TreeNode(1, TreeNode(2)))"),  # noqa: E501
+        ("```python\ndef is_even(n): return n % 2 == 0\ndef is_odd(n): return not is_even(n)\n```", "assert is_even(2) and not is_even(3)\nassert is_odd(3) and not is_odd(2)"),  # noqa: E501
+        ("```python\ndef push(s, x): s.append(x)\ndef pop(s): return s.pop()\n```", "s = []\npush(s, 1)\npush(s, 2)\nassert pop(s) == 2 and s == [1]"),  # noqa: E501
+        ("```python\ndef area(w, h): return w * h\ndef square(w): return area(w, w)\n```", "assert square(3) == area(3, 3) == 9"),
+        ("```python\nclass A:\n    def f(self): return 'A'\nclass B(A):\n    def f(self): return 'B' + super().f()\n```", "assert B().f() == 'BA' and A().f() == 'A'"),  # noqa: E501
+        ("```python\nclass Celsius:\n    def __init__(s, t=0): s.t = t\n    @property\n    def f(s): return s.t * 9 / 5 + 32\n    @f.setter\n    def f(s, v): s.t = (v - 32) * 5 / 9\n```", "c = Celsius(100)\nassert c.f == 212\nc.f = 32\nassert c.t == 0"),  # noqa: E501
+        ("```python\nclass S:\n    _i = None\n    def __new__(cls):\n        if cls._i is None: cls._i = super().__new__(cls)\n        return cls._i\n```", "assert S() is S()"),  # noqa: E501
+        ("```python\nclass Q:\n    def __init__(s): s.a, s.b = [], []\n    def put(s, x): s.a.append(x)\n    def get(s):\n        if not s.b:\n            while s.a: s.b.append(s.a.pop())\n        return s.b.pop()\n    def empty(s): return not s.a and not s.b\n```", "q = Q()\nq.put(1); q.put(2)\nassert q.get() == 1\nassert not q.empty()\nassert q.get() == 2 and q.empty()"),  # noqa: E501
+        ("```python\nclass LRU:\n    def __init__(s, n):\n        from collections import OrderedDict\n        s.n, s.d = n, OrderedDict()\n    def get(s, k):\n        if k not in s.d: return -1\n        s.d.move_to_end(k)\n        return s.d[k]\n    def put(s, k, v):\n        s.d[k] = v\n        s.d.move_to_end(k)\n        if len(s.d) > s.n: s.d.popitem(last=False)\n```", "c = LRU(2)\nc.put(1, 1); c.put(2, 2)\nassert c.get(1) == 1\nc.put(3, 3)\nassert c.get(2) == -1 and c.get(3) == 3"),  # noqa: E501
+        ("```python\nclass Vec:\n    def __init__(s, *a): s.a = a\n    def dot(s, o): return sum(x * y for x, y in zip(s.a, o.a))\n    def __repr__(s): return f'Vec{s.a}'\n```", "assert Vec(1, 2).dot(Vec(3, 4)) == 11 and repr(Vec(1, 2)) == 'Vec(1, 2)'"),  # noqa: E501
+        ("```python\nfrom abc import ABC, abstractmethod\nclass Shape(ABC):\n    @abstractmethod\n    def area(s): ...\nclass Sq(Shape):\n    def __init__(s, a): s.a = a\n    def area(s): return s.a ** 2\n```", "assert Sq(3).area() == 9\ntry:\n    Shape()\n    assert False\nexcept TypeError:\n    pass"),  # noqa: E501
+        ("```python\nclass Bank:\n    class Poor(Exception): pass\n    def __init__(s): s.b = 0\n    def take(s, x):\n        if x > s.b: raise Bank.Poor('no')\n        s.b -= x\n```", "b = Bank()\ntry:\n    b.take(1)\n    ok = False\nexcept Exception as e:\n    ok = str(e) == 'no'\nassert ok"),  # noqa: E501
+        ("```python\nclass Trie:\n    def __init__(s): s.r = {}\n    def insert(s, w):\n        n = s.r\n        for c in w: n = n.setdefault(c, {})\n        n['$'] = 1\n    def search(s, w):\n        n = s.r\n        for c in w:\n            if c not in n: return False\n            n = n[c]\n        return '$' in n\n    def startsWith(s, w):\n        n = s.r\n        for c in w:\n            if c not in n: return False\n            n = n[c]\n        return True\n```", "t = Trie()\nt.insert('ab')\nassert t.search('ab') and not t.search('a') and t.startsWith('a')"),  # noqa: E501
+        ("```python\nclass Solution:\n    def twoSum(self, nums, target):\n        d = {}\n        for i, x in enumerate(nums):\n            if target - x in d: return [d[target - x], i]\n            d[x] = i\n```", {'inputs': [[[2, 7], 9]], 'outputs': [[0, 1]], 'fn_name': 'twoSum'}),  # noqa: E501
+        ("```python\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n    y: int = 0\n    def norm(s): return abs(s.x) + abs(s.y)\n```", "p = P(1, y=-2)\nassert p.norm() == 3 and p.x == 1\nassert str(p) == 'P(x=1, y=-2)'"),  # noqa: E501
+        ("```python\ndef memo(g):\n    c = {}\n    def h(n):\n        if n not in c: c[n] = g(n)\n        return c[n]\n    h.cache = c\n    return h\n```", "n = []\n@memo\ndef sq(x):\n    n.append(x)\n    return x * x\nassert sq(3) == 9 and sq(3) == 9 and n == [3] and sq.cache == {3: 9}"),  # noqa: E501
+        ("```python\nimport inspect\ndef arity(g): return len(inspect.signature(g).parameters)\ndef curry(g):\n    def h(*a): return g(*a) if len(a) >= g.__code__.co_argcount else lambda *b: h(*a, *b)\n    return h\n```", "assert curry(lambda a, b: a + b)(1)(2) == 3\nassert arity(lambda a, b=1: 0) == 2"),  # noqa: E501
+        ("```python\nclass Obs:\n    def __init__(s): s.l = []\n    def add(s, g): s.l.append(g)\n    def remove(s, g): s.l.remove(g)\n    def fire(s, x):\n        for g in s.l: g(x)\n```", "got = []\ndef h(x): got.append(x)\no = Obs()\no.add(h)\no.fire(1)\no.remove(h)\no.fire(2)\nassert got == [1]"),  # noqa: E501
+    ],
+    "numbers": [
+        ("```python\ndef f(n): return 2 ** n\n```", "assert f(5000) == 2 ** 5000 and f(64) == 18446744073709551616"),
+        ("```python\ndef f(n):\n    r = 1\n    for i in range(2, n + 1): r *= i\n    return r\n```", "import math\nassert f(1000) == math.factorial(1000)"),  # noqa: E501
+        ("```python\ndef f(a, b): return divmod(a, b)\n```", "assert f(10**40, 7) == divmod(10**40, 7) and f(-7, 2) == (-4, 1)"),
+        ("```python\nfrom fractions import Fraction\ndef f(a, b): return Fraction(a, b)\n```", "from fractions import Fraction\nassert f(1, 3) + f(1, 6) == Fraction(1, 2) and f(2, 4).numerator == 1"),  # noqa: E501
+        ("```python\nfrom decimal import Decimal, getcontext\ndef f(n):\n    getcontext().prec = n\n    return Decimal(1) / Decimal(7)\n```", "assert str(f(10)) == '0.1428571429'"),  # noqa: E501
+        ("```python\ndef f(x): return complex(x, 1) ** 2\n```", "assert f(2) == 3 + 4j and abs(f(0)) == 1"),
+        ("```python\ndef f(s): return int(s, 2)\n```", "assert f('1' * 100) == 2 ** 100 - 1"),
+        ("```python\ndef f(n): return str(n)[::-1]\n```", "assert f(10 ** 5000)[-1] == '1'"),
+        ("```python\ndef f(): return float('inf')\n```", "assert f() == float('inf')"),
+        ("```python\nimport math\ndef f(): return -math.inf\n```", "import math\nassert f() == -math.inf"),
+        ("```python\ndef f(): return float('nan')\n```", "import math\nassert math.isnan(f())"),
+        ("```python\ndef f(): return [1e308 * 10]\n```", "assert f()[0] == float('inf')"),
+        ("```python\ndef f(g, s, d):\n    D = {v: float('inf') for v in g}\n    D[s] = 0\n    for _ in g:\n        for u in g:\n            for v, w in g[u].items(): D[v] = min(D[v], D[u] + w)\n    return D[d]\n```", "assert f({'a': {'b': 2}, 'b': {}}, 'a', 'b') == 2\nassert f({'a': {}, 'b': {}}, 'a', 'b') == float('inf')"),  # noqa: E501
+        ("```python\ndef f(x): return 0.1 + x\n```", "assert abs(f(0.2) - 0.3) < 1e-9"),
+        ("```python\ndef f(x): return x / 3\n```", "import math\nassert math.isclose(f(1), 1/3, rel_tol=1e-9)"),
+        ("```python\ndef f(x): return -0.0\n```", "assert f(1) == 0"),
+        ("```python\ndef f(x): return 1e-320\n```", "assert 0 < f(1) < 1e-300"),
+        ("```python\ndef f(x): return True\n```", "assert f(1) is True"),
+        ("```python\ndef f(n): return n & -n\n```", "assert f(-2**70) == 2**70"),
+    ],
+    "recursion": [
+        ("```python\nimport sys\nsys.setrecursionlimit(100000)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n```", "assert f(20000) == 20000"),  # noqa: E501
+        ("```python\nimport sys\nsys.setrecursionlimit(10**9)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n```", "assert f(30000) == 30000"),  # noqa: E501
+        ("```python\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n```", "assert f(800) == 800"),
+        ("```python\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n```", "try:\n    f(10**6)\n    assert False\nexcept RecursionError:\n    pass"),  # noqa: E501
+        ("```python\nimport sys\nsys.setrecursionlimit(50000)\nclass N:\n    def __init__(s, n): s.n = n\n    def d(s): return 1 + s.n.d() if s.n else 1\ndef f(k):\n    x = None\n    for _ in range(k): x = N(x)\n    return x.d()\n```", "assert f(10000) == 10000"),  # noqa: E501
+        ("```python\ndef f(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\n```", "a = f(5000)\nn = 0\nwhile a: a = a[0]; n += 1\nassert n == 5000"),  # noqa: E501
+        ("```python\ndef f(a):\n    n = 0\n    while a: a = a[0]; n += 1\n    return n\n```", "a = []\nfor _ in range(3000): a = [a]\nassert f(a) == 3000"),  # noqa: E501
+        ("```python\nimport sys, threading\ndef f(n):\n    out = []\n    def go(k): return 0 if k == 0 else 1 + go(k - 1)\n    sys.setrecursionlimit(1 << 20)\n    threading.stack_size(128 << 20)\n    t = threading.Thread(target=lambda: out.append(go(n)))\n    t.start(); t.join()\n    return out[0]\n```", "assert f(40000) == 40000"),  # noqa: E501
+        ("```python\nfrom functools import cache\n@cache\ndef f(n): return n if n < 2 else f(n - 1) + f(n - 2)\n```", "assert f(90) == 2880067194370816120\nassert f.cache_info().misses == 91"),  # noqa: E501
+        ("```python\ndef f(n, m={}):\n    if n not in m: m[n] = n if n < 2 else f(n - 1) + f(n - 2)\n    return m[n]\n```", "assert f(300) % 1000 == 600"),  # noqa: E501
+    ],
+    "threads": [
+        ("```python\nimport threading\nclass C:\n    def __init__(s):\n        s.n = 0\n        s.l = threading.Lock()\n    def inc(s):\n        with s.l: s.n += 1\n```", "import threading\nc = C()\nts = [threading.Thread(target=c.inc) for _ in range(10)]\n[t.start() for t in ts]\n[t.join() for t in ts]\nassert c.n == 10"),  # noqa: E501
+        ("```python\nimport threading\nlocal = threading.local()\ndef f(x):\n    local.v = x\n    return local.v\n```", "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(3) as p:\n    assert sorted(p.map(f, range(6))) == list(range(6))"),  # noqa: E501
+        ("```python\nimport queue, threading\ndef f(xs):\n    q, out = queue.Queue(), []\n    def w():\n        while (x := q.get()) is not None: out.append(x * 2)\n    t = threading.Thread(target=w)\n    t.start()\n    for x in xs: q.put(x)\n    q.put(None)\n    t.join()\n    return out\n```", "assert f([1, 2]) == [2, 4]"),  # noqa: E501
+        ("```python\nfrom concurrent.futures import ThreadPoolExecutor\ndef f(g, xs):\n    with ThreadPoolExecutor(4) as p: return list(p.map(g, xs))\n```", "assert f(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]"),  # noqa: E501
+        ("```python\nimport threading\ndef f():\n    e = threading.Event()\n    threading.Timer(0.01, e.set).start()\n    return e.wait(5)\n```", "assert f() is True"),  # noqa: E501
+        ("```python\nimport threading\ndef f(n):\n    b, out = threading.Barrier(n), []\n    def w(i):\n        b.wait()\n        out.append(i)\n    ts = [threading.Thread(target=w, args=(i,)) for i in range(n)]\n    [t.start() for t in ts]; [t.join() for t in ts]\n    return sorted(out)\n```", "assert f(4) == [0, 1, 2, 3]"),  # noqa: E501
+        ("```python\nimport asyncio\nasync def w(q, out):\n    while True:\n        x = await q.get()\n        if x is None: return\n        out.append(x)\ndef f(xs):\n    async def main():\n        q, out = asyncio.Queue(), []\n        t = asyncio.create_task(w(q, out))\n        for x in [*xs, None]: await q.put(x)\n        await t\n        return out\n    return asyncio.run(main())\n```", "assert f([1, 2]) == [1, 2]"),  # noqa: E501
+        ("```python\nimport time\ndef f(x):\n    time.sleep(0.05)\n    return x\n```", "import time\nt = time.time()\nassert f(3) == 3\nassert time.time() - t >= 0.04"),  # noqa: E501
+    ],
+}
