@@ -17,10 +17,10 @@ def test_params_metrics_and_artifacts_are_stored_and_a_resumed_run_continues(tmp
     tracker = open_tracker(tmp_path, warnings)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_artifact(tmp_path / "config.yaml")
-    tracker.close()
+    tracker.close(timeout_s=120.0)
     again = open_tracker(tmp_path, warnings, resume=True)
     again.log(2, {"reward/mean": 0.75})
-    again.close()
+    again.close(timeout_s=120.0)
     assert warnings == []
     with sqlite3.connect(tmp_path / "mlflow.db") as store:
         runs = store.execute("select run_uuid, status from runs").fetchall()
@@ -38,5 +38,5 @@ def test_an_unreachable_store_is_a_warning_and_blocks_no_caller(tmp_path):
     for step in range(200):
         tracker.log(step, {"reward/mean": 0.5})
     assert time.monotonic() - started_s < 5.0
-    tracker.close(timeout_s=20.0)
+    tracker.close(timeout_s=3.0)
     assert any("MLflow" in text for text in warnings)

@@ -11,10 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.cli import main
 from tests.word_models import make_word_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400
+
+
+def refused(arguments, capsys):
+    """(exit status, standard error) of a command that starts no process, and therefore runs in this one."""
+    status = main(list(map(str, arguments)))
+    return status, capsys.readouterr().err
 
 
 def run(*arguments):
@@ -107,8 +114,7 @@ def test_a_reward_model_starts_the_critic(task, scalar_model):
         f"data.train_files=[{task}/task/prompts.train.jsonl]",
     ]
     (task / "ppo.yaml").write_text("preset: ppo\n")
-    status, output = run("train", "--config", task / "ppo.yaml", "--dry-run", *sizes, *paths)
-    assert status == 0, output
+    assert main(["train", "--config", str(task / "ppo.yaml"), "--dry-run", *sizes, *paths]) == 0
 
 
 def test_reward_training_does_not_depend_on_layout_or_packing(task, scalar_model):
@@ -157,10 +163,10 @@ def test_a_process_reward_model_learns_labels_of_held_out_programs(task):
         ({"reward_train.kind": "process"}, "field 'response'"),
     ],
 )
-def test_mistakes_are_one_line_errors_before_anything_starts(task, settings, reason):
+def test_mistakes_are_one_line_errors_before_anything_starts(task, settings, reason, capsys):
     recipe = ROOT / "examples" / "reward_models" / "bradley_terry.yaml"
-    status, output = run("reward-train", "--config", recipe, *overrides(task, "bradley_terry", **settings))
-    assert status == 2 and reason in output and "Traceback" not in output, output
+    status, said = refused(["reward-train", "--config", recipe, *overrides(task, "bradley_terry", **settings)], capsys)
+    assert status == 2 and reason in said
 
 
 def test_judgment_words_of_several_tokens_are_reported(task):
@@ -168,7 +174,7 @@ def test_judgment_words_of_several_tokens_are_reported(task):
     assert status == 2 and "expected one token" in output and "Traceback" not in output, output
 
 
-def test_label_lines_uses_a_real_server_and_a_second_run_resumes(tmp_path):
+def test_label_lines_uses_a_real_server_and_a_second_run_resumes(tmp_path, capsys):
     make_word_model(tmp_path / "model", extra="bad note")
     programs = ["a = 1\n# note\nbad = 2\nc = 3\n", "a = 1\nb = 2\n", "bad\n", "x\n" * 5 + "bad"]
     rows = [{"id": f"{i}", "prompt": f"{i}:", "response": text, "answer": ""} for i, text in enumerate(programs)]
@@ -195,5 +201,5 @@ label_lines:
     status, output = run("label-lines", "--config", tmp_path / "recipe.yaml")
     assert status == 0 and "1 of 4 rows labeled (3 by earlier runs)" in output, output
     assert (tmp_path / "out.jsonl").read_text().splitlines(keepends=True) == lines
-    status, output = run("label-lines", "--config", tmp_path / "recipe.yaml", "label_lines.num_completions=5")
-    assert status == 2 and "another input, model or setting" in output and "Traceback" not in output, output
+    status, said = refused(["label-lines", "--config", tmp_path / "recipe.yaml", "label_lines.num_completions=5"], capsys)
+    assert status == 2 and "another input, model or setting" in said

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from megatron_rl.cli import main
 from tests.tiny_models import make_tiny_model
 
 TIMEOUT_S = 400
@@ -139,10 +140,11 @@ def test_a_killed_selection_resumes_and_a_restarted_server_gives_the_same_respon
     assert [after[key]["response"] for key in after] == [whole[key]["response"] for key in after]
 
 
-def test_selection_from_finished_scores_needs_no_server(folder, whole_run):
-    status, output = finish(start(folder, f"run.output_dir={folder}/whole", "select_prompts.rule=spread"))
-    assert status == 0, output
-    assert "236 of 236 responses are already in" in output and "SGLang" not in output
+def test_selection_from_finished_scores_needs_no_server(folder, whole_run, capsys):
+    recipe = str(folder / "recipe.yaml")
+    assert main(["select-prompts", "--config", recipe, f"run.output_dir={folder}/whole", "select_prompts.rule=spread"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "236 of 236 responses are already in" in said and "SGLang" not in said
 
 
 def test_ctrl_c_stops_everything(folder, whole_run):

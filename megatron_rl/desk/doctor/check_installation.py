@@ -135,7 +135,7 @@ class ScoringServers(RecordedServers):
     logprobs: list[float] = field(default_factory=list)
 
     async def generate(
-        self, trajectories: Sequence[Trajectory], *, step: int, window_tokens: int, is_enough: Any = None
+        self, trajectories: Sequence[Trajectory], *, step: int, window_tokens: int, is_enough: Any = None, open_row: Any = None
     ) -> dict[int, float]:
         await super().generate(trajectories, step=step, window_tokens=window_tokens)
         grown = [t for t in trajectories if t.window_tokens(step)]

@@ -52,7 +52,7 @@ class RecordedServers:
     weight_version: int = 1
 
     async def generate(
-        self, trajectories: Sequence[Trajectory], *, step: int, window_tokens: int, is_enough: Any = None
+        self, trajectories: Sequence[Trajectory], *, step: int, window_tokens: int, is_enough: Any = None, open_row: Any = None
     ) -> dict[int, float]:
         for trajectory in trajectories:
             window = self.windows[step].get(str(trajectory.id))
