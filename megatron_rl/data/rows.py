@@ -67,7 +67,7 @@ class Rows:
 
     @classmethod
     def flat(cls, values: np.ndarray, firsts: np.ndarray, ends: np.ndarray, starts: np.ndarray | None = None) -> Self:
-        """The rows ``firsts`` [N] to ``ends`` [N] of ``values`` [T, ...], which nobody may change from now on."""
+        """The rows ``firsts`` [N] to ``ends`` [N] of ``values`` [T, ...], which no code may change from now on."""
         files, _, offset = files_of([values])
         memory: Memory = files[0] if files else values.reshape(-1).view(np.uint8)
         table = np.stack([np.zeros_like(firsts), firsts * _row_bytes(values) + (offset[0] if files else 0), ends - firsts], 1)

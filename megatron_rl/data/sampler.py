@@ -157,7 +157,7 @@ def check_mixtures(
 
 
 def weight_problems(mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase]) -> Iterator[str]:
-    """Yield the problems of a mixture's weights and a curriculum's steps, as far as they do not depend on the prompts."""
+    """Yield the problems of a mixture's weights and a curriculum's steps that do not depend on the prompts."""
     for key, weights in _mixtures(mixture, curriculum):
         bad = {name: weight for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)}
         yield from (f"{key}.{name}: expected a weight of 0 or more, got {weight}" for name, weight in bad.items())

@@ -257,7 +257,6 @@ def vision_titles() -> list[str]:
 
 
 def takes_images(config: ModelConfig) -> bool:
-    """Return whether the model takes images."""
     return family_of(config).vision is not None
 
 

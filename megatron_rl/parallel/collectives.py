@@ -53,7 +53,6 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def rank() -> int:
-    """The rank of this process."""
     return dist.get_rank()
 
 

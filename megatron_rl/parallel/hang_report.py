@@ -4,7 +4,7 @@ The timeout error of one of Megatron's collectives names neither the awaited ran
 error becomes a ``CollectiveTimeout`` that names both. All ranks do their work in the same order, so equal counts mean equal work:
 a rank with a smaller count blocks the others, and so does a rank with the same count that has not timed out itself.
 
-Only gloo raises in the waiting call. NCCL's watchdog ends the process, with a report of its own.
+Only gloo raises in the waiting call. NCCL's watchdog ends the process and writes its own report.
 """
 
 import itertools

@@ -159,7 +159,7 @@ def _place_of(rank: int, tp: int, cp: int, dp: int) -> RankCoordinates:
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     """Join the world that torchrun (or srun, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
 
-    Without RANK in the environment this process is a world of its own. ``seed`` seeds Megatron's generators. May be called again
+    Without RANK in the environment this process is the whole world. ``seed`` seeds Megatron's generators. May be called again
     after ``destroy``, also with another layout. Raises ValueError for a layout that does not fit, UserError if a required GPU is
     missing or NCCL does not connect the ranks, RuntimeError when called twice, and torch's timeout error if a rank is missing.
     """

@@ -65,8 +65,6 @@ class _Unscored(Exception):
 
 @dataclass(frozen=True)
 class LabelTask:
-    """A row to label."""
-
     row: dict[str, Any]
     content: RowContent
     prompt_ids: tuple[int, ...]

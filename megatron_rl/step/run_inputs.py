@@ -40,8 +40,6 @@ class EvalInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs(EvalInputs):
-    """The inputs of a training run."""
-
     train_set: PromptSet
     pool: SlotPool
 

@@ -42,8 +42,6 @@ Predictions = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class RewardExample:
-    """One training example of a reward model."""
-
     sequences: tuple[Ids, ...]
     """Sequences of token ids; each starts with the prompt."""
     labels: Mapping[int, int]

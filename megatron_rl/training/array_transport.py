@@ -1,7 +1,7 @@
 """How arrays get to the ranks: ranks on an array's node map it, all others fetch it over Arrow Flight.
 
 A rank can map files of the driver and of its rollout workers if it is on the driver's machine and may open them.
-Other nodes may have rollout workers and files of their own (``add_node``), which their ranks can map.
+Other nodes may have their own rollout workers and files (``add_node``), which their ranks can map.
 """
 
 import os

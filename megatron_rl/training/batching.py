@@ -5,7 +5,7 @@ the data-parallel ranks. Round k is the k-th micro-batch of every rank. Invarian
 
 - every sequence is in exactly one micro-batch;
 - every rank gets the same number of micro-batches, because all ranks take part in the same collectives;
-- a micro-batch has at most ``max_tokens_per_microbatch`` tokens; a longer sequence gets a micro-batch of its own;
+- a micro-batch has at most ``max_tokens_per_microbatch`` tokens; a longer sequence gets its own micro-batch;
 - a micro-batch is empty only if there are fewer sequences than micro-batches;
 - micro-batches of a round cost about the same, and so do ranks: the assignment keeps the ranks' totals within the largest
   difference of a round, and later exchanges narrow that difference;

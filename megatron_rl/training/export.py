@@ -1,7 +1,7 @@
 """Each rank's part in sending weights from the Megatron ranks to the servers.
 
 ``WeightExport`` is the part of every rank; the driver's part is ``rollout/weight_sources.py``. With servers on
-devices of their own the first rank of each pipeline stage sends its stage's tensors; with servers on the trainer's
+separate devices the first rank of each pipeline stage sends its stage's tensors; with servers on the trainer's
 devices every rank has every tensor for the server worker on its device; with files rank 0 writes all tensors.
 """
 

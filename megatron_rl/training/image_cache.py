@@ -93,7 +93,7 @@ class ImageCache:
         shown, about = pickle.loads(payload["images"].numpy().tobytes())
         for index, (number, ref, _) in enumerate(about):
             self._grids[number] = ref.grid
-            # Packed into memory of its own: threads may read the file after the driver has dropped it.
+            # Packed into separate memory: threads may read the file after the driver has dropped it.
             self._patches[number] = self._cut(number, ImageFile(ref, payload["image_files"].select([index]).packed()))
         self._shown |= dict(zip(new, shown, strict=True))
 

@@ -126,7 +126,7 @@ class CheckpointWrite:
             self._results.put(written)
         except Exception as error:  # of any kind: the other ranks must learn of the failure
             self._failure = error
-        # Megatron counts the files once more when it finalizes, and no longer reads their tensors.
+        # Megatron counts the files again when it finalizes, and no longer reads their tensors.
         self._files[:] = [(path, name, ([], [])) for path, name, _ in self._files]
 
 

@@ -212,7 +212,7 @@ class TrainerGroup:
         return self.driver.engines[engine].topology
 
     def free_memory(self) -> None:
-        """Free each rank's device for the server on it, as far as the models' offload settings allow."""
+        """Free each rank's device for the server on it, within the models' offload settings."""
         self._call(Call("free_memory", trainer_rank.free_memory))
 
     @contextmanager

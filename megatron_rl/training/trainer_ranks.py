@@ -73,7 +73,7 @@ def register_processes(topology: Topology, folder: Path | None) -> None:
 def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
     """The models of a run by name: policy and, as the algorithm needs them, critic, reference and process reward model.
 
-    A model with a folder of its own is loaded from it, regardless of policy.init.
+    A model with its own folder is loaded from there, regardless of policy.init.
     """
 
     def build(topology: Topology) -> dict[str, Engine]:

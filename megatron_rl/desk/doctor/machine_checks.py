@@ -35,8 +35,6 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check."""
-
     name: str
     state: str
     """OK, warn (works, but below its potential), FAIL, or - (does not apply here)."""

@@ -78,8 +78,6 @@ class MismatchJob:
 
 @dataclass(frozen=True)
 class TrainerAndServers:
-    """A trainer and its servers."""
-
     config: Config
     group: TrainerGroup
     rollout: RolloutService

@@ -44,8 +44,6 @@ class ServerSnapshot:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """Snapshot of a run."""
-
     ranks: Mapping[int, ProcessSnapshot]
     servers: Sequence[ServerSnapshot] = ()
     graders: Sequence[ProcessSnapshot] = ()

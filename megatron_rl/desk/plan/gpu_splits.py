@@ -1,6 +1,6 @@
 """Divides a number of GPUs between trainer and servers: the splits for which both fit. Pure.
 
-Servers share the trainer's GPUs, or have nodes of their own. If nothing fits, a wide search looks at every layout that the dry run
+Servers share the trainer's GPUs or have separate nodes. If nothing fits, a wide search looks at every layout that the dry run
 accepts, with no memory kept free.
 """
 

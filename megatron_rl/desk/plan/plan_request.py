@@ -32,8 +32,6 @@ _WITHOUT_RECIPE = ("policy.dtype=bfloat16", "rollout.start_timeout_s=1800", "dat
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The inputs of a plan."""
-
     config: Config
     facts: dict[str, ModelConfig]
     gpu: Gpu

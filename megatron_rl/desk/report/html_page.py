@@ -77,7 +77,6 @@ _MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
 
 
 def render(page: ReportPage) -> str:
-    """The whole page as HTML."""
     tiles = "".join(
         f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b><span>{escape(remark)}</span></div>\n'
         for label, value, remark in page.headline

@@ -17,8 +17,6 @@ FULL_SHARE = 0.85
 
 @dataclass(frozen=True)
 class StageLoad:
-    """The load of one stage run."""
-
     seconds: float
     """Duration without contention."""
     cores: float = 0.0

@@ -35,8 +35,6 @@ _KINDS = {"bool_": "true or false", "string": "a text", "number": "a number"}
 
 @dataclass(frozen=True)
 class SampleQueryResult:
-    """Result of a search in stored responses."""
-
     rows: list[dict[str, Any]]
     """Rows as dicts of ``ROW_COLUMNS``; additional reward metrics are columns also."""
     num_matches: int

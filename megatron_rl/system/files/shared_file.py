@@ -316,7 +316,7 @@ class SharedArrays:
         os.close(fd)
 
     def put(self, array: np.ndarray) -> np.ndarray:
-        """Return ``array`` in a shared file: the array itself if it lies in one or is empty, otherwise a copy."""
+        """Return ``array`` in a shared file: the array itself if it is in one or empty, otherwise a copy."""
         if not array.nbytes or (array.flags.c_contiguous and address_of(array) is not None):
             return array
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

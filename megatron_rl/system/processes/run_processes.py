@@ -31,8 +31,6 @@ _SAME_START_S = 2.0
 
 @dataclass(frozen=True)
 class RankProcess:
-    """The process of a trainer rank."""
-
     rank: int
     host: str
     pid: int
