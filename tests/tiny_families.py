@@ -202,15 +202,24 @@ def _stack_as_on_the_hub(folder: Path) -> None:
         save_file({**tensors, **stacked}, file, metadata={"format": "pt"})
 
 
+def family_config(shape: str, **overrides: Any) -> Any:
+    """The configuration of ``SHAPES[shape]``, of the class in transformers as which the family is read."""
+    from transformers import AutoConfig
+
+    fields = {**COMMON, **SHAPES[shape], **overrides}
+    config = AutoConfig.for_model(**{**fields, "model_type": families()[fields["model_type"]].read_as or fields["model_type"]})
+    config.model_type = fields["model_type"]
+    return config
+
+
 def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     """Write config.json and safetensors of ``SHAPES[shape]`` with random weights to ``path`` and return it."""
     declare_torchvision_ops()
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    fields = {**COMMON, **SHAPES[shape], **overrides}
-    read_as = families()[fields["model_type"]].read_as
-    config = AutoConfig.for_model(**{**fields, "model_type": read_as or fields["model_type"]})
+    config = family_config(shape, **overrides)
+    model_type, config.model_type = config.model_type, type(config).model_type
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -221,7 +230,7 @@ def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str
             tensor.add_(torch.randn_like(tensor) * VECTOR_NOISE)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     file = Path(path) / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": fields["model_type"]}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": model_type}))
     return Path(path)
 
 
