@@ -75,8 +75,10 @@ def _ranks(file: Path) -> dict[bytes, int]:
             ranks[b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise DataError(f"{file}:{number}: expected a token in base64 and its rank, got {line[:60]!r}") from error
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise DataError(f"{file}: expected the ranks 0 to {len(ranks) - 1} once each, and a token for every byte; the file may be truncated")
+    has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if sorted(ranks.values()) != list(range(len(ranks))) or not has_all_bytes:
+        expected = f"the ranks 0 to {len(ranks) - 1} once each, and a token for every byte"
+        raise DataError(f"{file}: expected {expected}; the file may be truncated")
     return ranks
 
 
