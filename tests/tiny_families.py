@@ -1,8 +1,10 @@
 """Tiny models of unusual shapes for every family, with each variation of real checkpoints at least once."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.families.family import families
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import VECTOR_NOISE, WEIGHT_SCALE
 
@@ -92,6 +94,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "deepseek_v3_plain_query": dict(
         model_type="deepseek_v3", **{**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    ),
+    # one group of experts, and a yarn whose ramp has no width
+    "kimi_k2": dict(
+        model_type="kimi_k2",
+        **{**LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+        **dict(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc", seq_aux=True, ep_size=1),
+        rope_parameters={**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     # the first half of each head rotates
     "glm4_moe_partial_rotary": dict(
@@ -193,13 +202,24 @@ def _stack_as_on_the_hub(folder: Path) -> None:
         save_file({**tensors, **stacked}, file, metadata={"format": "pt"})
 
 
+def family_config(shape: str, **overrides: Any) -> Any:
+    """The configuration of ``SHAPES[shape]``, of the class in transformers as which the family is read."""
+    from transformers import AutoConfig
+
+    fields = {**COMMON, **SHAPES[shape], **overrides}
+    config = AutoConfig.for_model(**{**fields, "model_type": families()[fields["model_type"]].read_as or fields["model_type"]})
+    config.model_type = fields["model_type"]
+    return config
+
+
 def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     """Write config.json and safetensors of ``SHAPES[shape]`` with random weights to ``path`` and return it."""
     declare_torchvision_ops()
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**{**COMMON, **SHAPES[shape], **overrides})
+    config = family_config(shape, **overrides)
+    model_type, config.model_type = config.model_type, type(config).model_type
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -209,4 +229,19 @@ def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str
                 tensor.mul_(WEIGHT_SCALE)
             tensor.add_(torch.randn_like(tensor) * VECTOR_NOISE)
     model.to(getattr(torch, dtype)).save_pretrained(path)
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": model_type}))
     return Path(path)
+
+
+def load_with_transformers(path: str | Path) -> Any:
+    """The model as transformers computes it, in float32; by the class of the type as which transformers reads the family."""
+    declare_torchvision_ops()
+    import torch
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    fields = json.loads((Path(path) / "config.json").read_text())
+    model_type = families()[fields["model_type"]].read_as or fields["model_type"]
+    # Given explicitly, because from_pretrained converts names of tensors by the type that config.json says.
+    config = CONFIG_MAPPING[model_type].from_dict({**fields, "model_type": model_type})
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(path, config=config, dtype=torch.float32)

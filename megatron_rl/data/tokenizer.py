@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.data.tiktoken_file import FILE, read_tiktoken
 from megatron_rl.data.token_text import TokenText
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import DataError
@@ -32,8 +33,9 @@ class Tokenizer:
         # Load tokenizer.json unchanged: AutoTokenizer may rebuild it for the model type (for Qwen2 it drops text that the
         # vocabulary lacks instead of using the unknown token).
         loader = PreTrainedTokenizerFast if (self.path / "tokenizer.json").is_file() else AutoTokenizer
+        has_ranks = loader is AutoTokenizer and (self.path / FILE).is_file()
         try:
-            self._tokenizer = loader.from_pretrained(str(self.path))
+            self._tokenizer = read_tiktoken(self.path) if has_ranks else loader.from_pretrained(str(self.path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{self.path}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
         if self._tokenizer.eos_token_id is None:

@@ -126,6 +126,8 @@ class Family:
     num_mtp_layers: str = ""
     """Field of config.json with the number of multi-token-prediction layers; empty if the family has none."""
     served: SGLangSupport = field(default_factory=SGLangSupport)
+    read_as: str = ""
+    """The ``model_type`` whose class in transformers reads config.json; empty: the family's own."""
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack
 from tests.integration.torchrun import run_ranks
 from tests.tiny_families import SHAPES, make_family_model
+from tests.tiny_families import load_with_transformers as load_hf
 from tests.tiny_models import make_tokenizer
 
 declare_torchvision_ops()  # before any model of transformers is imported
@@ -34,7 +35,7 @@ declare_torchvision_ops()  # before any model of transformers is imported
 LAUNCH_TIMEOUT_S = 240
 LENGTHS = [9, 1, 60, 33, 17]
 TEMPERATURE = 0.7
-PARALLEL_SHAPES = ("deepseek_v3_yarn", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied")
+PARALLEL_SHAPES = ("deepseek_v3_yarn", "kimi_k2", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied")
 SHARD_BYTES = 50_000
 
 by_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -54,12 +55,6 @@ def single_rank() -> Iterator[ParallelConfig]:
         yield parallel
     finally:
         topology.destroy()
-
-
-def load_hf(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def make_sequences(vocab_size: int) -> list[Tensor]:
@@ -172,7 +167,7 @@ def test_parameter_counts_over_all_ranks_equal_transformers(layout: str, two_ran
             assert count == load_hf(models[shape]).num_parameters(), shape
             assert count == sum(torch.Size(size).numel() for size in sizes) - buffers, shape
             counted.add(SHAPES[shape]["model_type"])
-    mixtures = {"qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}
+    mixtures = {"qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"}
     assert counted >= mixtures | ({"llama", "qwen2", "qwen3"} if "ep2" not in layout else set())
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from megatron_rl.errors import ModelError
 from megatron_rl.families.family import families, family_of
@@ -39,6 +39,7 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     model_type = read_model_json(folder).get("model_type")
     if not is_supported(model_type):
         raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
+    _register(str(model_type), families()[str(model_type)].read_as)
     # Declared first, because some families' configurations import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:
@@ -48,6 +49,12 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
         raise ModelError(f"{file} is not a configuration that transformers accepts: {reason}") from error
     _check_features(config, file)
     return config
+
+
+def _register(model_type: str, read_as: str) -> None:
+    """Let transformers read ``model_type`` by the class of ``read_as``, instead of by code from the model's folder."""
+    if read_as and model_type not in CONFIG_MAPPING:
+        AutoConfig.register(model_type, type(f"Alias_{model_type}", (CONFIG_MAPPING[read_as],), {"model_type": model_type}))
 
 
 def _check_features(config: PretrainedConfig, file: Path) -> None:

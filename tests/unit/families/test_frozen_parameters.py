@@ -1,13 +1,12 @@
 """Patterns of tensors that do not train: what they match, and what is refused."""
 
 import pytest
-from transformers import AutoConfig
 
 from megatron_rl.errors import ModelError
 from megatron_rl.families.parameters import entries, frozen_parameters
-from tests.tiny_families import COMMON, SHAPES
+from tests.tiny_families import SHAPES, family_config
 
-CONFIGS = {name: AutoConfig.for_model(**{**COMMON, **shape}) for name, shape in SHAPES.items()}
+CONFIGS = {name: family_config(name) for name in SHAPES}
 
 
 @pytest.mark.parametrize("shape", CONFIGS)
