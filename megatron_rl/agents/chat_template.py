@@ -140,7 +140,7 @@ class _Page:
         try:
             return template.tokenizer.render_chat(guarded, self._tools, generate=generate, arguments=self._request.template_arguments)
         except DataError as error:
-            raise BadRequest(str(error).partition(": ")[2]) from error
+            raise BadRequest(" ".join(str(error).partition(": ")[2].split())) from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text; a placeholder becomes the ordinary letters of its control token."""

@@ -22,8 +22,7 @@ _HEAD = """{%- if tools %}<|im_start|>system
 {% endif %}"""
 _LAST_USER = """{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 """  # noqa: E501
-_RESULTS = """{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}
-<tool_response>
+_RESULTS = """{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}{{ '\n' }}<tool_response>
 {{ m.content }}
 </tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
 {% endif %}"""
@@ -77,8 +76,7 @@ GLM = "[gMASK]<sop>{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}" + 
 {%- if (m.content or '').strip() %}{{ '\\n' + m.content.strip() }}{% endif %}{% for c in m.tool_calls or [] %}{{ '\\n' }}<tool_call>{{ c.function.name }}
 {% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>
 <arg_value>{{ v if v is string else v | tojson }}</arg_value>
-{% endfor %}</tool_call>{% endfor %}{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|observation|>{% endif %}
-<tool_response>
+{% endfor %}</tool_call>{% endfor %}{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|observation|>{% endif %}{{ '\n' }}<tool_response>
 {{ m.content }}
 </tool_response>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""  # noqa: E501
