@@ -111,7 +111,9 @@ class Episode:
                 return known
             if num_characters > _THREAD_CHARACTERS:
                 place = await asyncio.to_thread(self.conversation.place, request)
-                self._check_open()  # it may have ended meanwhile
+                if self.ended is not None:  # meanwhile
+                    self.conversation.withdraw(place)
+                    self._check_open()
             else:
                 place = self.conversation.place(request)
             row = self._row_of(place)
@@ -197,7 +199,8 @@ class Episode:
             return  # refused or ended while the turn was sampled
         answer_id = f"{self.name}-{next(self._answer_numbers)}"
         answer = await self._read_turn(turns[-1], opened.request, answer_id, self._num_tokens(opened.place))
-        self.conversation.record(opened.place, turns[-1].token_ids, answer)
+        async with self._lock:  # a thread may be placing a long request
+            self.conversation.record(opened.place, turns[-1].token_ids, answer)
         row.open = opened.request = None
         if not opened.answer.done():
             opened.answer.set_result(answer)
