@@ -22,8 +22,9 @@ variables.setdefault("UV_CACHE_DIR", str(HERE.parents[1] / "outputs" / "agents" 
 subprocess.run(command, env=variables, check=True)
 
 (traces,) = Path("verifiers").rglob("traces.jsonl")
-(trace,) = map(json.loads, traces.read_text().splitlines())
-if trace["errors"] or not trace["is_completed"]:
-    sys.exit(f"the episode failed: {trace['errors']}")  # no score: masked and counted
+(episode,) = map(json.loads, traces.read_text().splitlines())
+(trace,) = episode["traces"]
+if not episode["ok"] or not trace["ok"]:
+    sys.exit(f"the episode failed: {episode['errors'] or trace['errors']}")  # no score: masked and counted
 reward = sum(one["score"] * one["weight"] for one in trace["rewards"].values())
 Path("result.txt").write_text(str(reward))

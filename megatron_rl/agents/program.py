@@ -31,8 +31,8 @@ class AgentLimits:
     """Options of every program: its sandbox, and what it may use."""
 
     sandbox: Literal["files", "none"] = "files"
-    """files: it reads the system, Python and ``readable``, writes in its workspace alone, and connects to the endpoint and to ``ports`` alone
-    (Linux 6.7; older kernels: to any address). none: it may do what the run's user may."""
+    """files: it reads the system, Python and ``readable`` alone, writes in its workspace alone, and connects to the endpoint and
+    ``ports`` alone (Linux 6.7; older kernels: to any address). none: it may do what the run's user may."""
     readable: list[str] = field(default_factory=list)
     """Further files and folders that it may read; the folders of files that the command names are among them."""
     ports: list[int] = field(default_factory=list)
@@ -174,7 +174,7 @@ def start_program(
 
 def _small_environment(workspace: Path) -> dict[str, str]:
     """Environment without the run's secrets."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
     return {"PATH": os.defpath, **kept, "HOME": str(workspace), "TMPDIR": str(workspace), "PYTHONUNBUFFERED": "1"}
 
 

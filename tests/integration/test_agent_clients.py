@@ -194,7 +194,10 @@ def test_mini_swe_agent_forks_only_where_it_leaves_out_an_answer(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_verifiers_task_set_runs_beside_and_its_reward_is_the_result(tmp_path):
-    options = dict(fields=["sum"], program=AgentLimits(sandbox="none", time_limit_s=240), variables={"UV_CACHE_DIR": str(tmp_path / "uv")})
+    # For the packages that verifiers installs when it starts.
+    index = {name: value for name, value in os.environ.items() if name.startswith(("UV_", "PIP_")) or "proxy" in name.lower()}
+    variables = {**index, "UV_CACHE_DIR": str(tmp_path / "uv")}
+    options = dict(fields=["sum"], program=AgentLimits(sandbox="none", time_limit_s=240), variables=variables)
     ended, run = train(tmp_path, "adapters", EXAMPLES / "verifiers_agent.py", lambda text, turn: "the sum is 4", **options)
     assert ended.graded_text == "1.0" and len(run.rows) == 1
 
