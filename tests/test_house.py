@@ -29,10 +29,10 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           70764   455     622
-core            52429   353     495
+whole           70766   455     622
+core            52431   353     495
 .                 172     3       5
-agents           3089    19      38
+agents           3091    19      38
 algorithms       3318    24      17
 config           3853    22      74
 data             3843    18      27
