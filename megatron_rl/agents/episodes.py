@@ -20,7 +20,7 @@ from megatron_rl.environments.base import Branch, Ended, Message, TurnView
 
 ReadTurn = Callable[[TurnView, ChatRequest, str, int], Awaitable[ChatAnswer]]
 """(turn, request, id of the answer, number of tokens before the turn) -> the answer."""
-_NUM_REMEMBERED = 8
+_NUM_REMEMBERED = 32
 """Requests per episode that a client may send again."""
 _THREAD_CHARACTERS = 1 << 16
 """Length from which a request is rendered in a thread: the event loop of the run's servers waits for no long history."""

@@ -320,8 +320,8 @@ _VARIABLES = {
     "OPENAI_API_KEY": "{key}",
     "ANTHROPIC_BASE_URL": "{base_url}",
     "ANTHROPIC_API_KEY": "{key}",
-    "NO_PROXY": "*",
-    "no_proxy": "*",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
     # These clients call other addresses than the base URL when they start.
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",

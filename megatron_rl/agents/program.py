@@ -31,10 +31,12 @@ class AgentLimits:
     """Options of every program: its sandbox, and what it may use."""
 
     sandbox: Literal["files", "none"] = "files"
-    """files: it reads the system, Python and ``readable``, writes in its workspace alone, and connects to the endpoint alone
-    (Linux 6.7; older kernels: to any address). none: it may do what the run's user may."""
+    """files: it reads the system, Python and ``readable`` alone, writes in its workspace alone, and connects to the endpoint and
+    ``ports`` alone (Linux 6.7; older kernels: to any address). none: it may do what the run's user may."""
     readable: list[str] = field(default_factory=list)
     """Further files and folders that it may read; the folders of files that the command names are among them."""
+    ports: list[int] = field(default_factory=list)
+    """Further TCP ports that a sandboxed program may connect to, such as that of a tool server."""
     time_limit_s: float = 600.0
     """Seconds of its own; the time in which it waits for the policy does not count."""
     memory_mb: int = 4096
@@ -139,7 +141,7 @@ def start_program(
     environment: Mapping[str, str],
     port: int = 0,
 ) -> AgentProcess:
-    """Start a command in ``workspace``; its output goes to the file ``output``. ``port``: the only one that a sandbox opens."""
+    """Start a command in ``workspace``; its output goes to the file ``output``. ``port``: the endpoint's."""
     # The program runs in its workspace, so files that the command names get absolute paths.
     words = [os.path.abspath(word) if os.path.isfile(word) and (i or os.sep in word) else word for i, word in enumerate(command)]
     settings = {
@@ -154,7 +156,7 @@ def start_program(
         "sandbox": limits.sandbox,
         "readable": [*_SYSTEM_PATHS, *_python_paths(), *_named_paths(words), *map(os.path.abspath, limits.readable)],
         "writable": [str(workspace)],
-        "port": port,
+        "ports": [port, *limits.ports] if port else [],
     }
     process = subprocess.Popen(
         # Isolated and without site-packages: it starts in milliseconds, and nothing of the user's is imported.
@@ -172,7 +174,7 @@ def start_program(
 
 def _small_environment(workspace: Path) -> dict[str, str]:
     """Environment without the run's secrets."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
     return {"PATH": os.defpath, **kept, "HOME": str(workspace), "TMPDIR": str(workspace), "PYTHONUNBUFFERED": "1"}
 
 

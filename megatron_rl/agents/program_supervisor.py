@@ -6,7 +6,7 @@ the end of standard input (the trainer stopped, or died) stops the program. ``PR
 this process. Resource limits hold for each process of the program; the number of processes and their memory are counted.
 
 ``sandbox`` "files" is Landlock: the program reads the given paths, writes in its own folders, and, as far as the kernel can
-(6.7 and 6.12), connects to the endpoint's port alone and signals its own processes alone.
+(6.7 and 6.12), connects to the endpoint's and the given ports alone and signals its own processes alone.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Settings: command, folder, environment, output (a file), output_bytes, memory_mb, file_mb, num_processes, sandbox, readable,
-    writable (paths), port (0: any)."""
+    writable (paths), ports (none: any)."""
     settings = json.loads(sys.stdin.buffer.readline())
     _call("prctl", _SUBREAPER, 1, 0, 0, 0)
     report = {"code": 0, "reason": ""}
@@ -171,9 +171,9 @@ def _ruleset(settings: dict) -> int:
     rights = (1 << 13) - 1
     for needed, bit in ((2, 13), (3, 14), (5, 15)):
         rights |= (abi >= needed) << bit
-    confines_port = abi >= 4 and settings["port"]
+    confines_ports = abi >= 4 and settings["ports"]
     # struct landlock_ruleset_attr: files; TCP bind and connect; abstract Unix sockets and signals.
-    fields = [rights, 0b10 if confines_port else 0, 0b11 if abi >= 6 else 0]
+    fields = [rights, 0b10 if confines_ports else 0, 0b11 if abi >= 6 else 0]
     attributes = struct.pack(f"{3 if abi >= 6 else 2 if abi >= 4 else 1}Q", *fields[: 3 if abi >= 6 else 2 if abi >= 4 else 1])
     ruleset = _call("syscall", _CREATE_RULESET, attributes, len(attributes), 0)
     # Not the whole of /proc, which shows the environment of the run's processes.
@@ -181,8 +181,8 @@ def _ruleset(settings: dict) -> int:
         _allow(ruleset, path, rights & (_READ | (_WRITE_FILE | _DEVICE_CALLS if path.startswith("/dev/") else 0)))
     for path in settings["writable"]:
         _allow(ruleset, path, rights)
-    if confines_port:
-        _call("syscall", _ADD_RULE, ruleset, 2, struct.pack("QQ", 0b10, settings["port"]), 0)
+    for port in settings["ports"] if confines_ports else ():
+        _call("syscall", _ADD_RULE, ruleset, 2, struct.pack("QQ", 0b10, port), 0)
     return ruleset
 
 

@@ -51,6 +51,8 @@ class Facts:
     """Untrained tokens with which an unfinished response trains; 1: all that it has, inf: only finished responses train."""
     whole_groups: bool = False
     """True if the responses to a prompt train together, in the step in which the last one ends."""
+    max_staleness: int = 1
+    """Number of windows that are generated ahead, if training overlaps with generation."""
 
     @property
     def windows(self) -> bool:
@@ -60,7 +62,7 @@ class Facts:
     @property
     def ahead(self) -> int:
         """Number of steps between generation and training, which is also the staleness of a window's weights."""
-        return int(self.overlap >= Overlap.training)
+        return self.max_staleness if self.overlap >= Overlap.training else 0
 
     @property
     def in_flight(self) -> bool:
@@ -113,6 +115,7 @@ def facts_of(config: Config) -> Facts:
         critic_first=critic and config.schedule.critic_first,
         training_window_tokens=training_window or 1,
         whole_groups=whole_groups,
+        max_staleness=max(config.schedule.max_staleness, 1),
     )
 
 

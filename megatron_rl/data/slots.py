@@ -60,6 +60,8 @@ class SlotPool:
     def fill(self, step: int = 0) -> list[Trajectory]:
         """Return the ``num_slots`` trajectories of ``step``: unfinished ones, then new ones, which start here."""
         slots = [t for t in self._slots if not _ended_by(t, step - 1)]
+        if step < self.newest_generated:  # restored with later windows, in which other responses have started
+            return [t for t in slots if t.segments and t.segments[0].step <= step]
         num_free = self._num_slots - sum(t.parent < 0 for t in slots)
         for _ in range(num_free):
             if not self._fresh:

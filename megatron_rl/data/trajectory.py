@@ -374,9 +374,18 @@ class Trajectory:
             parent=self.id if self.parent < 0 else self.parent,
         )
 
-    def frozen_copy(self) -> Self:
-        """A copy whose segments are fixed. Lists of values and the scores by turn are shared; ``score`` and new segments are not."""
-        return replace(self, segments=list(self.segments))
+    def as_of(self, step: int) -> Self:
+        """This trajectory if it has finished in ``step`` or before, else a copy with the segments up to ``step``.
+
+        Lists of values and the scores by turn are shared with the copy; ``score`` and new segments are not.
+        """
+        is_later = bool(self.segments) and self.segments[-1].step > step
+        if self.finished and not is_later:
+            return self
+        segments = [segment for segment in self.segments if segment.step <= step]
+        return replace(
+            self, segments=segments, env_done=self.env_done and not is_later, out_of_room=self.out_of_room and not is_later
+        )
 
     def copy(self) -> Self:
         """A copy that later changes of this trajectory do not affect; immutable parts are shared."""

@@ -50,7 +50,10 @@ class DeviceWork(Enum):
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage in all modes; a column with several products separates them by spaces, ``x:n`` is the x of n steps before (-n: after)."""
+    """A stage in all modes; a column with several products separates them by spaces.
+
+    ``x:n`` is the x of n steps before (-n: after); N is ``Facts.ahead``.
+    """
 
     name: str
     resource: Resource
@@ -106,6 +109,7 @@ class StageRow:
         is_alone = self.resource is not HOST if facts.colocated else self.alone_ahead and facts.overlap is Overlap.training
         needs = f"{self.needs} {self.needs_colocated}" if facts.colocated else self.needs
         before = existing(self.before_of(facts.overlap))
+        before = before.replace(":-N", f":{-facts.ahead}").replace(":N+1", f":{facts.ahead + 1}")
         return Stage(self.name, self.resource, self.makes, existing(needs), before, self.only_with, is_alone)
 
 
@@ -113,8 +117,8 @@ FORWARD, UPDATE, SEND = DeviceWork.forward, DeviceWork.update, DeviceWork.send
 
 ROWS = (
     StageRow("generate", ROLLOUT, "trajectories batch pool", before="served_weights pool",
-        before_in_sync="served_weights pool critic?", before_ahead="served_weights:2 pool",
-        before_in_flight="served_weights:2 kept_slots:2 pool",
+        before_in_sync="served_weights pool critic?", before_ahead="served_weights:N+1 pool",
+        before_in_flight="served_weights:N+1 kept_slots:N+1 pool",
         cost=Cost.generation, servers_awake=True, color="blue", style="blue"),
     StageRow("sleep", TRAINER, "free_devices", "batch", only_with="colocated", color="indigo", style="slate_blue3"),
     StageRow("score", HOST, "finished", "trajectories", cost=Cost.finished),
@@ -128,28 +132,28 @@ ROWS = (
         cost=Cost.old_logprobs, model="policy", work=FORWARD, color="teal", style="cyan"),
     StageRow("advantages", HOST, "policy_batch critic_batch", "finished old_logprobs reference_logprobs? values? line_rewards?",
         before_ahead="served_weights", before_in_flight="served_weights kept_slots", cost=Cost.batch, color="yellow"),
-    StageRow("keep_slots", HOST, "kept_slots", "policy_batch", before_in_flight="pool:-1", only_with="in_flight",
+    StageRow("keep_slots", HOST, "kept_slots", "policy_batch", before_in_flight="pool:-N", only_with="in_flight",
         color="sand", style="wheat4"),
     StageRow("updated_values", TRAINER, "updated_values", "policy_batch critic", needs_colocated="free_devices", only_with="critic_first",
         cost=Cost.batch, model="critic", work=FORWARD, color="purple", style="medium_purple"),
     StageRow("update_policy", TRAINER, "policy", "policy_batch updated_values?", needs_colocated="free_devices",
         cost=Cost.policy_updates, model="policy", work=UPDATE, color="green", style="green"),
-    StageRow("publish", TRAINER, "served_weights", "policy", before_ahead="pool:-1", before_in_flight="evaluation",
+    StageRow("publish", TRAINER, "served_weights", "policy", before_ahead="pool:-N", before_in_flight="evaluation",
         needs_colocated="critic? saved", alone_ahead=True,
         cost=Cost.publish, model="policy", work=SEND, servers_awake=True, color="orange", style="yellow"),
     StageRow("evaluate", ROLLOUT, "evaluation", "served_weights", cost=Cost.evaluations, color="sky", style="bright_blue"),
     StageRow("update_critic", TRAINER, "critic", "critic_batch", needs_colocated="free_devices", only_with="critic",
         cost=Cost.critic_updates, model="critic", work=UPDATE, color="pink", style="bright_magenta"),
-    StageRow("checkpoint", TRAINER, "saved", "policy pool critic? kept_slots?", before="recorded", before_ahead="pool:-1 recorded",
+    StageRow("checkpoint", TRAINER, "saved", "policy pool critic? kept_slots?", before="recorded", before_ahead="pool:-N recorded",
         needs_colocated="free_devices", cost=Cost.checkpoints, color="red"),
     StageRow("record", HOST, "recorded", "saved served_weights evaluation", before="recorded", color="slate", style="grey50"),
 )  # fmt: skip
 # Reasons for the cells in the columns for windows ahead:
-# - generate: always the weights of two steps before, never newer ones, so tokens depend on no stage's duration and a resumed run is
-#   the same run. In flight they may be newer, and no token is more than one update old when it trains.
-# - publish: waits for the next window, so it meets no running request; in flight those requests pause instead, and it waits for an
+# - generate: always the weights of N + 1 steps before (N: schedule.max_staleness), never newer ones, so tokens depend on no stage's
+#   duration and a resumed run is the same run. In flight they may be newer, and no token is more than N updates old when it trains.
+# - publish: waits for the last window ahead, so it meets no running request; in flight those requests pause instead, and it waits for an
 #   evaluation, whose responses are all of one version. Colocated servers sleep until then, so the trainer's work comes first.
-# - checkpoint, keep_slots: the slots are kept with that window's tokens, before the step after changes them.
+# - checkpoint, keep_slots: the slots are kept with the tokens of all windows ahead, before the step after these changes them.
 # - generate in sync: full responses wait for the critic too, so that nothing overlaps.
 _ROW_OF = {row.name: row for row in ROWS}
 

@@ -62,9 +62,9 @@ class Collector:
         if step > self._pool.newest_generated:
             await self._generate(trajectories, step)
         else:  # the window's tokens were restored from a checkpoint
-            self.rounds.append(generated_rows(trajectories, step, {}))
+            self.rounds.append(generated_rows([t.as_of(step) for t in trajectories], step, {}))
         if sorts_out:
-            await self._grader.grade(trajectories, step)
+            await self._grader.grade([t.as_of(step) for t in trajectories], step)
             metrics |= self._kinds(self._pool.ended_groups(step))
         if self._in_windows or self._config.rollout.over_sampling == 1.0:
             return trajectories, metrics

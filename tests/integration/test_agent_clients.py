@@ -5,9 +5,12 @@ Windows are played: what a client makes of an answer does not depend on the mode
 """
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,9 @@ CLIENTS = {
     "sdk": ["openai==3.54.0", "anthropic==2.12.0"],
     "agents": ["openai-agents==0.24.0"],
     "mini": ["mini-swe-agent==2.4.6"],
+    "adapters": ["verifiers==0.4.0", "openenv-core==0.3.0", "uv"],
 }
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "agents"
 FOLDER = os.environ.get("MEGATRON_RL_CLIENTS", "")
 TOOL = '{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"numbers": {"type": "array"}}}}}'
 
@@ -124,28 +129,38 @@ def submits() -> Callable[[str, int], str]:
     return lambda text, turn: next(texts, called("bash", command=finish))
 
 
-def train(tmp_path: Path, client: str, program: str, answer: Callable[[str, int], str], *arguments: str) -> tuple[Any, FakeRun]:
-    python = Path(FOLDER) / client / "bin" / "python"
-    if not FOLDER or not python.exists():
-        pytest.skip(f"MEGATRON_RL_CLIENTS has no environment {client!r}: {__doc__.split(';')[1].split('(')[0].strip()}")
+def python_of(client: str) -> str:
+    path = Path(FOLDER) / client / "bin" / "python"
+    if not FOLDER or not path.exists():
+        pytest.skip(f"MEGATRON_RL_CLIENTS names no folder with the environment {client!r}; see the docstring of this file")
+    return str(path)
+
+
+def train(tmp_path: Path, client: str, agent: str | Path, answer: Callable[[str, int], str], *arguments: str, **options: Any):
+    """The end of one episode, and the run with its rows."""
+    python = python_of(client)
     write_tokenizer(tmp_path / "model")
-    (tmp_path / "agent.py").write_text(program)
+    if isinstance(agent, str):
+        (tmp_path / "agent.py").write_text(agent)
     tokenizer = Tokenizer(tmp_path / "model")
 
     async def main() -> tuple[Any, FakeRun]:
         async with website() as site:
             harness = Harness(
-                command=[str(python), str(tmp_path / "agent.py"), *arguments],
-                variables={"MSWEA_CONFIGURED": "1", "MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": "{workspace}"},
-                program=AgentLimits(readable=[FOLDER], time_limit_s=240),
+                command=[python, str(tmp_path / "agent.py" if isinstance(agent, str) else agent), *arguments],
                 endpoint=EndpointOptions(tool_parser="qwen25"),
+                **{
+                    "variables": {"MSWEA_CONFIGURED": "1", "MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": "{workspace}"},
+                    "program": AgentLimits(readable=[FOLDER], time_limit_s=240),
+                    **options,
+                },
             )
             limits = dict(max_prompt_tokens=6000, max_response_tokens=6000)
             await harness.start(services(tmp_path, tokenizer, server_urls=lambda: [site.url], **limits))
             run = FakeRun(harness, tokenizer, END_ID)
             run.answer = answer
             opening = asyncio.create_task(run.open_branches())
-            ended = await run.episode("train-0", Prompt("p", (5,), text="add"))
+            ended = await run.episode("train-0", Prompt("p", (5,), text="add", fields={"seed": 4, "sum": 4}))
             await asyncio.sleep(0.5)
             opening.cancel()
             await harness.close()
@@ -175,6 +190,49 @@ def test_openai_agents_holds_one_conversation_in_one_row(tmp_path, protocol, mod
 def test_mini_swe_agent_forks_only_where_it_leaves_out_an_answer(tmp_path):
     ended, run = train(tmp_path, "mini", MINI, submits())
     assert ended.graded_text.strip() == "four" and len(run.rows) == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_verifiers_task_set_runs_beside_and_its_reward_is_the_result(tmp_path):
+    # For the packages that verifiers installs when it starts.
+    index = {name: value for name, value in os.environ.items() if name.startswith(("UV_", "PIP_")) or "proxy" in name.lower()}
+    variables = {**index, "UV_CACHE_DIR": str(tmp_path / "uv")}
+    options = dict(fields=["sum"], program=AgentLimits(sandbox="none", time_limit_s=240), variables=variables)
+    ended, run = train(tmp_path, "adapters", EXAMPLES / "verifiers_agent.py", lambda text, turn: "the sum is 4", **options)
+    assert ended.graded_text == "1.0" and len(run.rows) == 1
+
+
+@pytest.mark.timeout(300)
+def test_an_openenv_environment_answers_by_its_websocket(tmp_path):
+    port = free_port()
+    server = subprocess.Popen([python_of("adapters"), str(EXAMPLES / "openenv_server.py"), str(port)])
+    try:
+        wait_for_port(port)
+        options = dict(
+            fields=["seed"],
+            program=AgentLimits(readable=[FOLDER], time_limit_s=240, ports=[port]),
+            variables={"OPENENV_URL": f"http://127.0.0.1:{port}"},
+        )
+        guesses = ["3", "I say 7", "5"]  # the number is 1 + seed
+        ended, run = train(tmp_path, "adapters", EXAMPLES / "openenv_agent.py", lambda text, turn: guesses[turn], **options)
+        assert ended.graded_text == "1.0" and len(run.rows["train-0"].spans) == 3
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 if __name__ == "__main__":

@@ -112,6 +112,30 @@ def test_a_killed_run_resumes_as_the_same_run_bit_for_bit(folder, whole, options
     assert stored[0].num_rows == 6 * 16 and repr(stored[0].to_pylist()) == repr(stored[1].to_pylist())  # NaN is NaN
 
 
+def test_two_windows_ahead_are_two_updates_old_and_a_killed_run_resumes_bit_for_bit(folder, options):
+    """The checkpoint has two windows whose weights no longer exist; they train as in the run that was not killed."""
+    more = (*options, "schedule.max_staleness=2")
+    status, output = run(folder, "train", f"run.output_dir={folder}/two-ahead", *more)
+    assert status == 0, output
+    whole = folder / "two-ahead"
+    rows = {row.step: row.metrics for row in read_metrics(whole / "metrics.jsonl")}
+    # The policy rests in the first step.
+    assert [rows[step]["rollout/staleness_mean"] for step in rows] == [0, 0, 1, 2, 2, 2]
+    output_dir = folder / "two-ahead-killed"
+    command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", *more)
+    process = start(folder, *command)
+    try:
+        saved = output_dir / "checkpoints" / "step-2" / "manifest.json"
+        wait_until(lambda: saved.exists() and len(read_metrics(output_dir / "metrics.jsonl")) >= 3, process, "step 3")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=60)
+    finally:
+        stop_tree(process)
+    status, output = run(folder, *command)
+    assert status == 0 and "resumes after step" in output, output
+    assert differences(output_dir, whole) == []
+
+
 def test_weights_published_in_flight_reach_the_window_in_progress(folder, server, options):
     output_dir, words = folder / "in_flight", ("schedule.weight_update=in_flight", "run.keep_last=9", "run.save_every_steps=1")
     with slowed_down(server, 0.15):

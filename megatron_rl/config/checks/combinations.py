@@ -106,11 +106,6 @@ def _windows(config: Config) -> Iterator[str]:
 
 def _overlap(config: Config) -> Iterator[str]:
     schedule = config.schedule
-    if schedule.max_staleness > 1:
-        yield (
-            f"schedule.max_staleness: expected 0 or 1, got {schedule.max_staleness}: one window is generated ahead, so that servers "
-            "and trainer both work all the time, and more windows ahead would only make tokens older; set 1"
-        )
     if overlap_of(schedule) < Overlap.training:
         if schedule.weight_update is WeightUpdate.in_flight:
             yield (

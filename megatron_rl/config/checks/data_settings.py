@@ -25,8 +25,8 @@ def path_problems(config: Config, command: str) -> Iterator[str]:
     if first and not read[first]:
         yield f"{first}: expected at least one file, got none"
     for key, names in read.items():
-        missing = [name for name in names if not Path(name).exists()]
-        yield from (f"{key}: {name} does not exist{download_hint(name, 'dataset')}" for name in missing)
+        missing = [name for name in names if not (name and Path(name).exists())]
+        yield from (f"{key}: {name or repr(name)} does not exist{download_hint(name, 'dataset')}" for name in missing)
     if command == "train" and config.eval.every_steps and not eval_sets(config):
         yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give files, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:

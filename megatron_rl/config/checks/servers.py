@@ -236,8 +236,8 @@ def _unknown_flags(given: Mapping[str, tuple[str, Any]], key: str) -> Iterator[s
     """Yield a problem for each option that SGLang does not have, that a run sets itself, or whose value has another type."""
     known = server_flags()
     for flag, (name, value) in given.items():
-        # SGLang accepts the start of an option's name, too.
-        meant = flag if flag in known else next((one for one in known if one.startswith(flag)), flag)
+        starts = [one for one in known if one.startswith(flag)]  # SGLang accepts a start that is one option's
+        meant = starts[0] if flag not in known and len(starts) == 1 else flag
         if meant in _OWN_FLAGS:
             yield f"{key}{name}={value}: a run sets this option itself; {_OWN_FLAGS[meant]}"
         elif known and meant not in known:

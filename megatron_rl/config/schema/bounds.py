@@ -270,8 +270,8 @@ def is_one_line(text: str) -> bool:
 
 
 def _path_expected(text: str) -> str:
-    if text.startswith("~"):
-        return "a path without ~, which only a shell replaces by the home folder"
+    if text.startswith("~") or "$" in text:
+        return "a path without ~ and $, which only a shell replaces"
     if "://" in text:
         return "a path on this machine, not an address; download it, or mount the store"
     if any(len(part.encode()) > _MAX_NAME for part in PurePath(text).parts):

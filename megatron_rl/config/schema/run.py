@@ -126,10 +126,11 @@ class ScheduleConfig:
     critic_first: bool = False
     """Update the critic before the policy, whose advantages are then computed from the critic's new values (SAO): one more
     pass of the critic per step, and its update overlaps with no policy's. false: values from before the update."""
-    max_staleness: int = at_least(0, default=1)
-    """For mode async: largest number of policy updates between the weights that sample a window's tokens and the update
-    that they train. 0 equals tppo, 1 keeps servers and trainer busy; more is refused, because tokens would only be older.
-    In a longer window of training, earlier windows are older by one update per later window."""
+    max_staleness: int = bounded("0 to 8", lambda value: 0 <= value <= 8, default=1)
+    """For mode async: number N of windows that are generated ahead: exactly (in_flight: at most) N policy updates are between
+    the weights that sample a window's tokens and the update that they train. 0 equals tppo, 1 keeps servers and trainer
+    busy; more saves no time and makes tokens older, for experiments with old tokens. In a longer window of training,
+    earlier windows are older by one update per later window."""
     weight_update: WeightUpdate = WeightUpdate.between
     """Time of a publish in mode async. With in_flight tokens are less stale, prefixes are computed once more, and the
     version of a token depends on durations."""

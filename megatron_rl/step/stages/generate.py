@@ -27,12 +27,13 @@ async def run(
 ) -> None:
     before_s = children.cpu_s()
     slots, state.metrics = await collector.collect(step)
-    for t in slots:
-        t.deferred_steps = tuple(other for other in t.deferred_steps if other < step)
-        if not _trains(t, step, facts, effective_window_tokens(config)):
-            t.deferred_steps += (step,)
-    # Copies: the next window may be generated before this one has trained.
-    state.slots = [t if t.finished else t.frozen_copy() for t in slots]
+    # Copies: the next windows may be generated before this one has trained, or are restored from a checkpoint.
+    state.slots = [t.as_of(step) for t in slots]
+    for t, slot in zip(slots, state.slots, strict=True):
+        slot.deferred_steps = tuple(other for other in t.deferred_steps if other < step)
+        if not _trains(slot, step, facts, effective_window_tokens(config)):
+            slot.deferred_steps += (step,)
+        t.deferred_steps = slot.deferred_steps
     used_s = children.cpu_s() - before_s
     recorder.log_stage_facts("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=collector.rounds)
     if facts.whole_groups:

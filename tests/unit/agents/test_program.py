@@ -141,6 +141,8 @@ def test_a_sandboxed_program_connects_to_the_endpoint_alone(tmp_path):
         text = "import socket, sys\nsocket.create_connection(('127.0.0.1', int(sys.argv[1])), 5); print('yes')"
         outputs = [run(tmp_path, [*code(text), str(port)], port=ports[0])[1] for port in ports]
         assert outputs[0] == "yes\n" and "Permission denied" in outputs[1]
+        limits = replace(LIMITS, ports=[ports[1]])
+        assert run(tmp_path, [*code(text), str(ports[1])], limits, port=ports[0])[1] == "yes\n"
 
 
 def test_a_program_gets_a_small_environment_and_files_of_its_command_by_absolute_paths(tmp_path, monkeypatch):

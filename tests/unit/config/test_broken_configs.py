@@ -155,6 +155,8 @@ def test_every_list_and_mapping_rejects_other_containers_and_single_values(recip
         ("data.video_frame_tokens=[{}]", "data.video_frame_tokens.0: expected a single value"),
         ("rollout.stop_token_ids=[1,128]", "rollout.stop_token_ids: 128 is not in the vocabulary of 128"),
         ("rollout.fire.banned_token_ids=[199]", "rollout.fire.banned_token_ids: 199 is not in the vocabulary of 128"),
+        ("data.train_files=['']", "data.train_files: '' does not exist"),
+        ("rollout.server_args={a: 5}", "rollout.server_args.a: SGLang has no option --a"),
         ("policy.optimizer.eps=-.inf", "policy.optimizer.eps: expected"),
         ("reward.options={limit: .nan}", "reward.options.limit: expected a finite number"),
         ("rollout.request_timeout_s=1e12", "rollout.request_timeout_s: expected at most 10000000 seconds"),
@@ -225,7 +227,7 @@ def test_every_base_is_accepted(recipe):
 NONSENSE = {
     "int": ["1000000000000", "-2", "'1e9'"],
     "float": ["1e40", "1e-300", "-1e-300", ".nan"],
-    "paths": ["~/x", "s3://bucket/x", "/proc/x", "/dev/zero", "../../../../../../../dev/sda", "' '", "' x'", '"a\\nb"', "x" * 300],
+    "paths": ["~/x", "$HOME/x", "s3://b/x", "/proc/x", "/dev/zero", "../../../../../../../dev/sda", "' '", "' x'", '"a\\nb"', "x" * 300],
     "str": ["' '", "' x'", '"a\\nb"', '"a\\eb"', "'\u202ea'"],
     "names": ["{'': 1}", "{' ': 1}", '{"a\\nb": 1}'],
     "urls": ["http://u:p@h:1", "http://h:1/x", "http://h:1?a=1", "http://256.1.1.1:1", "h:1", "http://h:99999", "http://-h:1"],

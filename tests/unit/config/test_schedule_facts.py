@@ -31,6 +31,16 @@ def test_every_schedule_has_one_overlap(mode, staleness, weight_update, overlap)
     assert overlap_of(ScheduleConfig(mode=mode, max_staleness=staleness, weight_update=weight_update)) is overlap
 
 
+@pytest.mark.parametrize("staleness", range(9))
+def test_as_many_windows_are_ahead_as_the_staleness_says(staleness):
+    config = Config()
+    config.schedule.max_staleness = staleness
+    assert facts_of(config).ahead == 0  # mode tppo
+    config.schedule.mode = Mode.async_
+    assert facts_of(config).ahead == staleness
+    assert facts_of(config).overlap is (Overlap.training if staleness else Overlap.critic)
+
+
 def test_every_mode_has_a_meaning():
     assert all(overlap_of(ScheduleConfig(mode=mode)) in Overlap for mode in Mode)
 

@@ -156,7 +156,18 @@ def test_checkpoint_from_before_dialogues_loads():
     assert t.finished and t.score == Score(0.5) and t.turns()[0].role == "policy"
 
 
-def test_frozen_copy_shares_no_mutable_state():
+def test_a_trajectory_as_of_a_step_has_no_later_tokens_and_no_later_end():
+    segments = [Segment((5, 5), (-0.5, -0.5), 0, "length", 3), Segment((5,), (-0.5,), 1, "stop", 4)]
+    t = Trajectory(0, Prompt("p", (1,)), 0, 0, 10, segments, dialogue=True, env_done=True)
+    assert t.as_of(4) is t and t.as_of(5) is t
+    earlier = t.as_of(3)
+    assert earlier.num_response_tokens == 2 and not earlier.finished and earlier.old_values is t.old_values
+    assert t.as_of(2).num_response_tokens == 0
+    unfinished = Trajectory(1, Prompt("p", (1,)), 0, 0, 10, segments[:1])
+    assert unfinished.as_of(3) is not unfinished and unfinished.as_of(3).segments == segments[:1]
+
+
+def test_copy_shares_no_mutable_state():
     """A checkpoint is written from the copy while the next step runs."""
     trajectory = Trajectory(0, Prompt("p", (1,)), 0, 0, 10)
     copied = trajectory.copy()

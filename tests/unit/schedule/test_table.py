@@ -124,6 +124,20 @@ def test_async_without_staleness_is_tppo():
     assert make_graph(facts_of(config)) == make_graph(facts_of(Config()))
 
 
+@pytest.mark.parametrize("overlap", [Overlap.training, Overlap.publish])
+@pytest.mark.parametrize("staleness", range(1, 9))
+def test_a_window_is_generated_with_weights_that_are_exactly_as_old_as_stated(overlap, staleness):
+    """Between windows exactly; in flight at most. At the end of a run no stage waits for a step that does not come."""
+    log = simulate(overlap, DURATIONS, 14, max_staleness=staleness)
+    assert len(log) == 14 * len(make_graph(Facts(overlap)))
+    for step in range(14):
+        begins = span(log, "generate", step)[0]
+        published = [other for other in range(14) if span(log, "publish", other)[1] <= begins]
+        assert len(published) >= step - staleness
+        if overlap is Overlap.training:
+            assert len(published) == max(step - staleness, 0)
+
+
 @pytest.mark.parametrize("overlap", list(Overlap))
 def test_with_the_critic_first_the_policy_waits_for_its_new_values(overlap):
     log = simulate(overlap, DURATIONS | {"updated_values": 1.0}, 4, critic_first=True)

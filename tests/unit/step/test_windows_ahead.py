@@ -406,8 +406,18 @@ def whole_config():
     return make_config(training_window_tokens=0)
 
 
+def stale_config():
+    """Three windows ahead, and a window of training of two."""
+    return make_config(max_staleness=3, training_window_tokens=WINDOW + 1)
+
+
+def stale_group_config():
+    return group_config(max_staleness=2)
+
+
+STALENESS = st.integers(1, 4)
 RANDOM = st.randoms(use_true_random=False)
-MAKES = (make_config, group_config, longer_config, whole_config)
+MAKES = (make_config, group_config, longer_config, whole_config, stale_config, stale_group_config)
 quick = settings(max_examples=12, deadline=None)
 NUM_RUNS = 11 * NUM_STEPS
 """Stage runs of a run with a critic; without one it has 9 a step."""
@@ -433,12 +443,18 @@ MODES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=24, deadline=None)
-@given(RANDOM, MODES, TRAINING_WINDOWS, st.sampled_from([ToyRun, JitteredRun]), st.sampled_from(list(TrainsOn)))
-def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(rng, mode, training_window, kind, critic_trains_on):
+@settings(max_examples=36, deadline=None)
+@given(RANDOM, MODES, TRAINING_WINDOWS, st.sampled_from([ToyRun, JitteredRun]), st.sampled_from(list(TrainsOn)), STALENESS)
+def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(
+    rng, mode, training_window, kind, critic_trains_on, staleness
+):
     mode, weight_update = mode
     config = make_config(
-        mode, weight_update=weight_update, training_window_tokens=training_window, critic_trains_on=critic_trains_on
+        mode,
+        weight_update=weight_update,
+        training_window_tokens=training_window,
+        critic_trains_on=critic_trains_on,
+        max_staleness=staleness,
     )
     run = kind(config, rng).go()
 
@@ -456,12 +472,13 @@ def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(r
     assert {t // BUDGET for t in in_progress} == {t["id"] for t in run.slots()["slots"]}
 
 
-@settings(max_examples=24, deadline=None)
-@given(RANDOM, MODES, TRAINING_WINDOWS, st.sampled_from([ToyRun, JitteredRun]))
-def test_a_window_of_training_ends_where_it_is_full_or_its_response_ends(rng, mode, training_window, kind):
+@settings(max_examples=36, deadline=None)
+@given(RANDOM, MODES, TRAINING_WINDOWS, st.sampled_from([ToyRun, JitteredRun]), STALENESS)
+def test_a_window_of_training_ends_where_it_is_full_or_its_response_ends(rng, mode, training_window, kind, staleness):
     """Its tokens are consecutive, as fresh as the formula says, and unfinished responses wait with fewer tokens than it has."""
     mode, weight_update = mode
-    run = kind(make_config(mode, weight_update=weight_update, training_window_tokens=training_window), rng).go()
+    words = {"weight_update": weight_update, "training_window_tokens": training_window, "max_staleness": staleness}
+    run = kind(make_config(mode, **words), rng).go()
     whole_responses = training_window == 0 or (training_window or 0) >= BUDGET
     windows = {}
     for step, _, tokens, _ in run.ranks.trained["policy"]:
@@ -485,38 +502,39 @@ def test_a_window_of_training_ends_where_it_is_full_or_its_response_ends(rng, mo
 
 
 @quick
-@given(RANDOM, st.integers(0, 2))
-def test_no_token_is_more_than_one_update_old_when_it_trains(rng, warmup):
-    run = ToyRun(make_config(warmup=warmup), rng).go()
+@given(RANDOM, st.integers(0, 2), STALENESS)
+def test_every_token_is_as_many_updates_old_as_windows_are_ahead_when_it_trains(rng, warmup, staleness):
+    run = ToyRun(make_config(warmup=warmup, max_staleness=staleness), rng).go()
     for step, _, tokens, _ in run.ranks.trained["policy"]:
         # Weights of the toy move in every step, also while the policy rests; it is not published then.
         found = {step - run.servers.sampled_by[t] for t in tokens}
-        assert step >= warmup and (warmup or found == {min(step, 1)})
+        assert step >= warmup and (warmup or found == {min(step, staleness)})
     for step, row in run.recorder.rows.items():
-        most = float(step > warmup)
+        most = float(min(max(step - warmup, 0), staleness))
         assert row["rollout/staleness_max"] == row["rollout/staleness_mean"] == most
         assert row.get("rollout/spans_max", 0) <= -(-BUDGET // WINDOW)
 
 
 @quick
-@given(RANDOM, st.sampled_from([in_flight_config, functools.partial(group_config, weight_update=WeightUpdate.in_flight)]))
-def test_in_flight_a_window_mixes_two_versions_and_none_is_older_than_one_update(rng, make):
-    run = ToyRun(make(), rng).go()
+@given(RANDOM, st.sampled_from([in_flight_config, functools.partial(group_config, weight_update=WeightUpdate.in_flight)]), STALENESS)
+def test_in_flight_none_is_older_than_windows_are_ahead(rng, make, staleness):
+    run = ToyRun(make(max_staleness=staleness), rng).go()
     assert_never_too_old(run, run.servers.sampled_by)
     updates = run.ranks.steps_of_policy()
     assert run.servers.evaluated == [(step, sum(other <= step for other in updates)) for step in range(NUM_STEPS)]
     for t in run.slots()["slots"]:
         for step in range(NUM_STEPS):
             versions = [segment["weight_version"] for segment in t["segments"] if segment["step"] == step]
-            assert versions == sorted(versions) and len(versions) <= 2
+            assert versions == sorted(versions) and len(versions) <= 1 + staleness
 
 
 def assert_never_too_old(run, sampled_by):
-    """By at most one update in the step that a token's window belongs to; of groups that train whole, each window."""
+    """By at most as many updates as windows are ahead in the step of a token's window; of groups that train whole, each window."""
+    most = facts_of(run.config).ahead
     for step, _, tokens, _ in run.ranks.trained["policy"]:
         for t in tokens if not facts_of(run.config).whole_groups else ():
-            assert min(step, 0) <= step - sampled_by[t] <= 1
-    assert all(row["rollout/staleness_max"] <= 1 for row in run.recorder.rows.values() if not facts_of(run.config).whole_groups)
+            assert min(step, 0) <= step - sampled_by[t] <= most
+    assert all(row["rollout/staleness_max"] <= most for row in run.recorder.rows.values() if not facts_of(run.config).whole_groups)
 
 
 def test_in_flight_publishes_do_meet_windows():
@@ -574,12 +592,12 @@ def test_a_kill_before_the_row_of_an_earlier_step_is_written_loses_no_row(make, 
 
 
 @quick
-@given(RANDOM, st.integers(1, NUM_RUNS - 1))
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_the_same_run(rng, stop_after):
-    run = ToyRun(make_config(), rng, save_every=99).go(stop_after=stop_after)
+@given(RANDOM, st.integers(1, NUM_RUNS - 1), st.sampled_from([make_config, stale_config]))
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_the_same_run(rng, stop_after, make):
+    run = ToyRun(make(), rng, save_every=99).go(stop_after=stop_after)
     newest = max((step for step, *_ in run.ranks.trained["policy"]), default=-1)
     assert run.saver.newest_step == newest
-    assert_same_run(run, ToyRun(make_config(), rng, run.saver.newest).go())
+    assert_same_run(run, ToyRun(make(), rng, run.saver.newest).go(), make)
 
 
 @quick

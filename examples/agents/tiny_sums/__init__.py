@@ -1,0 +1,3 @@
+from tiny_sums.taskset import TinySumsTaskset
+
+__all__ = ["TinySumsTaskset"]
