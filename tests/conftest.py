@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from megatron_rl.models.hf.model_config import register_aliases
+
+register_aliases()  # tests build configurations of every family through transformers
 settings.register_profile("megatron_rl", deadline=None)
 # Many more broken inputs, other ones in each run: see tests/fuzz.py.
 settings.register_profile("fuzz", deadline=None)

@@ -1,4 +1,4 @@
-"""Run the studies of claims.yaml over seeds, and print which effects separate from their baselines.
+"""Run the studies of claims.yml over seeds, and print which effects separate from their baselines.
 
     python examples/effects/effects.py run dapo --seeds 1 2 3 4 5    # one process at a time; finished runs are kept
     python examples/effects/effects.py table                         # of results.json, with intervals
@@ -37,7 +37,7 @@ Results = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
 
 
 def claims() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load((HERE / "claims.yaml").read_text())
+    return yaml.safe_load((HERE / "claims.yml").read_text())
 
 
 def commands(name: str, study: Mapping[str, Any], seed: int) -> dict[Path, list[str]]:
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parts = parser.add_subparsers(dest="part", required=True)
     running = parts.add_parser("run", help="train the arms of studies, and keep what each seed gave")
-    running.add_argument("names", nargs="*", help="studies of claims.yaml; default: all")
+    running.add_argument("names", nargs="*", help="studies of claims.yml; default: all")
     running.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parts.add_parser("table", help="print the table").add_argument("--write", action="store_true", help="put it into README.md")
     options = parser.parse_args()

@@ -135,11 +135,20 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
 
 
 def _changes(tree: ast.Module, program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
+    """What the program may change: its arguments, and not those of a call that makes an argument (``f(build(a))``)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and program & _loaded(node.func):
-            names = [inner for part in node.args for inner in ast.walk(part) if isinstance(inner, ast.Name)]
+            names = [name for part in node.args for name in _names_outside_calls(part)]
             end = (node.end_lineno, node.end_col_offset)
             yield from ((each.id, (each.scope, end), node.func) for each in names if each.id not in program)  # type: ignore[attr-defined]
+
+
+def _names_outside_calls(node: ast.AST) -> Iterator[ast.Name]:
+    if isinstance(node, ast.Name):
+        yield node
+    elif not isinstance(node, ast.Call):
+        for child in ast.iter_child_nodes(node):
+            yield from _names_outside_calls(child)
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:

@@ -39,7 +39,7 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     model_type = read_model_json(folder).get("model_type")
     if not is_supported(model_type):
         raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
-    _register(str(model_type), families()[str(model_type)].read_as)
+    register_aliases()
     # Declared first, because some families' configurations import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:
@@ -51,10 +51,12 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     return config
 
 
-def _register(model_type: str, read_as: str) -> None:
-    """Let transformers read ``model_type`` by the class of ``read_as``, instead of by code from the model's folder."""
-    if read_as and model_type not in CONFIG_MAPPING:
-        AutoConfig.register(model_type, type(f"Alias_{model_type}", (CONFIG_MAPPING[read_as],), {"model_type": model_type}))
+def register_aliases() -> None:
+    """Let transformers read families by the class of another one (``Family.read_as``), instead of by code from a model's folder."""
+    for model_type, family in families().items():
+        if family.read_as and model_type not in CONFIG_MAPPING:
+            alias = type(f"Alias_{model_type}", (CONFIG_MAPPING[family.read_as],), {"model_type": model_type})
+            AutoConfig.register(model_type, alias)
 
 
 def _check_features(config: PretrainedConfig, file: Path) -> None:

@@ -41,7 +41,10 @@ NOT_RUN = {
     "megatron-rl examples": "tests/integration/test_wheel.py",
     "megatron-rl --version": "tests/unit/commands/test_cli.py",
     "megatron-rl reward-train --config examples/reward_models/process.yaml reward_train.train_files": "reads what label-lines makes",
+    "megatron-rl dpo --config examples/reward_models/dpo.yaml": "reads the example's pairs; tests/integration/test_supervised.py",
+    "megatron-rl critic-pretrain --config examples/models": "reads the papers' data; tests/unit/examples/test_model_recipes.py",
     "python launch": "compiles",
+    "python examples/effects/effects.py run": "hours of training; tests/unit/examples/test_effects.py",
     "python tools/release.py": "changes the repository; tests/unit/tools/test_release.py",
     "python tools/gpu_validate.py": "tests/unit/tools/test_gpu_validate.py",
 }

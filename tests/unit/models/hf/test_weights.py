@@ -31,7 +31,7 @@ from megatron_rl.models.hf.tensor_sources import INDEX_FILE, CheckpointSource, R
 from megatron_rl.models.hf.weights import assemble, read_entry
 from megatron_rl.models.layers.attention import plan_attention
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
-from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
+from tests.tiny_families import SHAPES, VISION_SHAPES, family_config
 
 declare_torchvision_ops()
 
@@ -78,7 +78,7 @@ def make_config(family: str, **overrides: Any) -> PretrainedConfig:
     if family == "qwen2":
         # The heads of this family are always hidden_size / num_attention_heads wide.
         sizes.pop("head_dim")
-    return AutoConfig.for_model(family, **{**sizes, **EXTRA.get(family, {}), **overrides})
+    return AutoConfig.for_model(family, **{**sizes, **EXTRA.get(families()[family].read_as or family, {}), **overrides})
 
 
 def shards_of(transform: Transform, tensors: list[Tensor], sizes: dict[str, int], tp: int) -> list[Tensor]:
@@ -220,7 +220,7 @@ def test_unreadable_model_folders_are_rejected(tmp_path: Path) -> None:
         load_hf_config(tmp_path)
     for fields in ({"model_type": "gpt2"}, {}):
         with pytest.raises(
-            ValueError, match="supported: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_5_vl, qwen3"
+            ValueError, match="supported: deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, qwen2, qwen2_5_vl, qwen3"
         ):
             load_hf_config(write_config(tmp_path, **fields))
 
@@ -287,7 +287,7 @@ def test_layouts_that_do_not_fit_the_model_are_rejected(parallel: ParallelConfig
 def test_rotary_frequencies_equal_transformers(shape: str) -> None:
     from transformers import AutoModel
 
-    config = AutoConfig.for_model(**{**COMMON, **SHAPES[shape]})
+    config = family_config(shape)
     rotary = AutoModel.from_config(config).rotary_emb
     frequencies, factor = inverse_frequencies(config)
     torch.testing.assert_close(frequencies, rotary.inv_freq, atol=0, rtol=1e-6)
