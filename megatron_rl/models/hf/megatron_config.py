@@ -4,6 +4,7 @@ The checks of a recipe's models run before any process starts.
 """
 
 import importlib.util
+import math
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def megatron_config(
         "perform_initialization": False,
         **_recompute(recompute, hf_config, with_grouped_experts=bool(overrides.get("moe_grouped_gemm"))),
         **family_of(hf_config).transformer_kwargs(hf_config),
-        **_latent_rope(hf_config),
+        **_latent_rope(hf_config, parallel),
         **overrides,
     }
     _check_rope_fusion(hf_config, bool(kwargs["apply_rope_fusion"]))
@@ -167,7 +168,7 @@ def _check_rope_fusion(hf_config: PretrainedConfig, is_fused: bool) -> None:
         )
 
 
-def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
+def _latent_rope(hf_config: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
     """Additional fields of latent attention.
 
     "yarn" makes attention read a factor from its embedding, which models/layers/rope.py installs. The last two
@@ -175,9 +176,11 @@ def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
     """
     if not family_of(hf_config).is_latent:
         return {}
-    rope = rope_parameters(hf_config)
+    rope, parts = rope_parameters(hf_config), 2 * parallel.context_parallel_size
     return dict(
         rope_type="yarn",
+        # Positions of an embedding that is replaced; Megatron splits them evenly over the context-parallel ranks.
+        original_max_position_embeddings=math.ceil(4096 / parts) * parts,
         rotary_base=rope["rope_theta"],
         rotary_scaling_factor=rope.get("factor") or 1.0,
         mscale_all_dim=rope.get("mscale_all_dim") or 0.0 if rope["rope_type"] != "default" else 0.0,
