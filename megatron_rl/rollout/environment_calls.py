@@ -60,10 +60,9 @@ class EnvironmentCalls:
         self.environment.stop(episode)
 
     def stop_all(self, episodes: Sequence[str] | None = None) -> None:
-        """Stop the dialogues among ``episodes`` whose calls are open; None: all of them."""
+        """Stop these dialogues, also in the middle of a turn; None: those whose calls are open."""
         for episode in list(self._open) if episodes is None else episodes:
-            if episode in self._open:
-                self.stop(episode)
+            self.stop(episode)
 
     def _respond(self, trajectory: Trajectory, turns: Sequence[TurnView], episode: str) -> "Reply":
         named = {"episode": episode} if self._takes_episode else {}

@@ -350,10 +350,18 @@ class WindowGenerator:
         opens = dialogue.environment.opens and not trajectory.opened
         if not opens and not trajectory.turn_finished:
             return True
-        if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
+        # Cut by the budget; a turn that stopped on the budget's last token is not cut.
+        is_cut = trajectory.finished and trajectory.segments[-1].finish_reason != "stop"
+        if is_cut and not dialogue.environment.opens:
             dialogue.calls.stop(self._episode(trajectory))
-            return True  # truncated by the budget; a turn that stopped on the budget's last token is still passed on
+            return True
         reply = await self._reply(dialogue, trajectory)
+        if is_cut:  # a program learns of the cut, and may still leave a result
+            if isinstance(reply, Ended):
+                trajectory.score, trajectory.graded_text = reply.score, reply.graded_text
+            else:
+                dialogue.calls.stop(self._episode(trajectory))
+            return True
         if isinstance(reply, Message):
             self._add_message(dialogue, trajectory, reply)
         elif not isinstance(reply, asyncio.Task):

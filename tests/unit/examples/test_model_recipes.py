@@ -98,7 +98,8 @@ def test_megatron_builds_the_ranks_that_are_planned(path):
     name = path.split("/")[0]
     config = load_config(plan_models.MODELS / path)
     facts, parallel = as_config(read_model_json(plan_models.MODELS / name)), config.parallel
-    assert not check_fit(config, {role: facts for role in model_folders(config)}, gpu("B300" if name in ("deepseek-v3", "kimi-k2") else "H100-80G")).problem
+    planned_for = gpu("B300" if name in ("deepseek-v3", "kimi-k2") else "H100-80G")
+    assert not check_fit(config, {role: facts for role in model_folders(config)}, planned_for).problem
     ranks = memory_by_rank(facts, parallel, PassSettings(0), num_ranks=parallel.num_ranks)
     with fake_rank(parallel.num_ranks - 1, parallel.num_ranks, parallel), torch.device("meta"):
         chunks = policy.build_policy(load_hf_config(plan_models.MODELS / name), parallel, dtype=torch.bfloat16, seed=None)

@@ -125,6 +125,26 @@ def test_an_environment_that_opens_writes_the_prompt_before_the_first_turn():
     assert again.opened and again.prompt.token_ids == (5, 4, 3)
 
 
+def test_a_program_whose_turn_is_cut_by_the_budget_may_still_leave_a_result():
+    class Program(Tool):
+        opens = True
+
+        def __init__(self, reply):
+            super().__init__()
+            self.reply = reply
+
+        async def respond(self, prompt, turns, episode):
+            return self.reply if turns else Message(token_ids=(1,))
+
+    for reply, score, stopped in ((Ended(Score(0.5)), Score(0.5), []), (Message("more"), None, ["train-7"])):
+        program, t = Program(reply), new_trajectory(id=7, budget=3, max_turn_tokens=9)
+        engine = Engine(end_weight=0.0)
+        made = WindowGenerator(engine, None, plan_of(program), step=0, num_tokens=9, weight_version=1, kind="train")
+        asyncio.run(made.generate([t]))
+        assert t.finished and not t.env_done and not t.ended_naturally
+        assert (t.score, program.stopped) == (score, stopped)
+
+
 def test_an_episode_that_fails_before_its_first_turn_ends_without_tokens():
     class Dead(Tool):
         opens = True
