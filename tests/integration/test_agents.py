@@ -51,7 +51,7 @@ environment:
     tool_parser: qwen25
     score_command: ["{python}", "-c", "import sys; print(len(open(sys.argv[1]).read()) % 3 / 2)", "{{result_file}}"]
 data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: true}}
-reward: {{name: math, max_error_rate: 0.9}}
+reward: {{name: math, max_error_rate: 1.0}}
 """
 WINDOWS = """
 critic: {warmup_steps: 1, optimizer: {lr: 1.0e-3}}
