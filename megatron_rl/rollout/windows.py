@@ -113,10 +113,7 @@ class WindowGenerator:
         for watcher in watchers:
             watcher.add_done_callback(lambda _: self._closed.set())
         try:
-            if is_enough is not None:
-                await self._until_enough(tasks, is_enough)
-            else:
-                await self._until_done(tasks)
+            await (self._until_done(tasks) if is_enough is None else self._until_enough(tasks, is_enough))
             for watcher in watchers:
                 if watcher.done():
                     watcher.result()

@@ -135,7 +135,7 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
 
 
 def _changes(tree: ast.Module, program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
-    """What the program may change: its arguments, and not those of a call that makes an argument (``f(build(a))``)."""
+    """Names that the program may change: its arguments, and not those of a call that makes an argument (``f(build(a))``)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and program & _loaded(node.func):
             names = [name for part in node.args for name in _names_outside_calls(part)]
