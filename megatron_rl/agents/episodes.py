@@ -184,13 +184,12 @@ class Episode:
         """Answer the row's open request with the last turn, and wait for the next one, or for the end of the episode."""
         if len(turns) > row.num_turns:
             await self._deliver(row, turns)
-        while row.open is None and self.ended is None:
+        while self.ended is None:
+            if row.open is not None:
+                return Message(token_ids=tuple(row.open.place.token_ids))
             row.changed.clear()
             await row.changed.wait()
-        if self.ended is not None or row.open is None:
-            assert self.ended is not None
-            return self.ended
-        return Message(token_ids=tuple(row.open.place.token_ids))
+        return self.ended
 
     async def _deliver(self, row: Row, turns: Sequence[TurnView]) -> None:
         opened = row.open
@@ -208,14 +207,15 @@ class Episode:
     def close_row(self, row: Row) -> None:
         """A row ended without a reply of its environment: its budget is used up."""
         if row.open is not None:
-            message = _too_long(self._num_tokens(row.open.place), row.max_tokens, "the budget of this history")
-            self._refuse(row, BadRequest(message))
+            self._refuse(row, BadRequest(_too_long(self._num_tokens(row.open.place), row.max_tokens, "the budget of this history")))
         row.max_tokens = 0
 
     def end(self, ended: Ended) -> None:
         """End all rows with this score, and refuse all open requests."""
         if self.ended is None:
             self.ended = ended
+            for branch, _ in self._unbound:
+                branch.opened.cancel()  # no window needs to start it any more
             for row in (self._first, *self._rows.values()):
                 self._refuse(row, BadRequest(f"episode {self.name} has ended", status=410))
                 row.changed.set()

@@ -70,10 +70,9 @@ class SlotPool:
             self._slots.append(slots[-1])
         return slots
 
-    def open_row(self, parent_id: int, token_ids: Sequence[int]) -> Trajectory:
-        """Add another row of the episode of ``parent_id``. The row needs no slot: it shares its parent's."""
-        parent = next(t for t in self._slots if t.id == parent_id)
-        row = parent.further_row(self._next_id, token_ids)
+    def open_row(self, first: Trajectory, token_ids: Sequence[int]) -> Trajectory:
+        """Add another row of the episode whose first row is ``first``. The row needs no slot: it shares that one's."""
+        row = first.further_row(self._next_id, token_ids)
         self._next_id += 1
         self._slots.append(row)
         return row

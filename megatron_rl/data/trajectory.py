@@ -371,7 +371,7 @@ class Trajectory:
             max_turn_tokens=self.max_turn_tokens,
             next_role=self.next_role,
             opened=True,
-            parent=self.id if self.parent < 0 else self.parent,
+            parent=self.id,
         )
 
     def as_of(self, step: int) -> Self:

@@ -7,13 +7,18 @@ whose environment does not answer in time ends unscored, which is masked and cou
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.config.schema import EnvironmentConfig
 from megatron_rl.data.trajectory import Score, Trajectory
-from megatron_rl.environments.base import Ended, Environment, EnvironmentFault, Message, TurnView
+from megatron_rl.environments.base import Branch, Ended, Environment, EnvironmentFault, Message, TurnView
 
 Reply = Message | Ended | None
+OpenRow = Callable[[Trajectory, Sequence[int]], Trajectory]
+"""(first row of an episode, prompt tokens) -> another row of the episode."""
+WAIT_POLL_S = 0.02
+"""Interval of looks at what waits: all responses for the environment, or a row for the window of its episode."""
 
 
 @dataclass
@@ -21,10 +26,9 @@ class EnvironmentCalls:
     """The open calls of one environment, by episode. Used on the event loop."""
 
     environment: Environment
-    call_timeout_s: float = 600.0
-    episode_timeout_s: float = 3600.0
-    step_wait_s: float | None = None
-    """Seconds that a window waits for the environment alone, without any response that grows; None: until every dialogue ends."""
+    limits: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    in_windows: bool = False
+    """True if a step may end while dialogues wait (``step_wait_s``); False: every dialogue is waited for."""
     _open: dict[str, "asyncio.Task[Reply]"] = field(default_factory=dict)
     _began_s: dict[str, float] = field(default_factory=dict)
 
@@ -53,8 +57,7 @@ class EnvironmentCalls:
 
     def stop(self, episode: str) -> None:
         """Tell the environment that a dialogue ended without its reply: the budget is used up, or nobody needs it any more."""
-        call = self._open.pop(episode, None)
-        if call is not None:
+        if call := self._open.pop(episode, None):
             call.cancel()
         self._began_s.pop(episode, None)
         self.environment.stop(episode)
@@ -64,14 +67,25 @@ class EnvironmentCalls:
         for episode in list(self._open) if episodes is None else episodes:
             self.stop(episode)
 
+    async def branches(self, own: Container[str]) -> AsyncIterator[Branch]:
+        """Yield the rows that the episodes ``own`` ask for. Other windows' rows stay; those of ended episodes are dropped."""
+        waiting = self.environment.branches
+        while waiting is not None:
+            branch = await waiting.get()
+            if branch.parent in own and not branch.opened.cancelled():
+                yield branch
+            elif not branch.opened.cancelled():
+                waiting.put_nowait(branch)
+                await asyncio.sleep(WAIT_POLL_S)
+
     def _respond(self, trajectory: Trajectory, turns: Sequence[TurnView], episode: str) -> "Reply":
         named = {"episode": episode} if self._takes_episode else {}
         return self.environment.respond(trajectory.prompt, turns, **named)
 
     async def _call(self, trajectory: Trajectory, turns: Sequence[TurnView], episode: str) -> Reply:
         now_s = asyncio.get_running_loop().time()
-        left_s = self._began_s.setdefault(episode, now_s) + self.episode_timeout_s - now_s
-        limit_s, key = min((self.call_timeout_s, "environment.call_timeout_s"), (left_s, "environment.episode_timeout_s"))
+        left_s = self._began_s.setdefault(episode, now_s) + self.limits.episode_timeout_s - now_s
+        limit_s, key = min((self.limits.call_timeout_s, "environment.call_timeout_s"), (left_s, "environment.episode_timeout_s"))
         try:
             async with asyncio.timeout(max(limit_s, 0.0)) as deadline:
                 return await self._respond(trajectory, turns, episode)  # type: ignore[misc]

@@ -59,7 +59,6 @@ class GenerationPlan:
 def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
     """Build the plan of a run. Raises EnvironmentFault for stop strings that the tokenizer cannot represent."""
     sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
-    waits = config.environment
     # A stop string of one token is sent as a stop token, so that the server needs no tokenizer.
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
     overlap = overlap_of(config.schedule)
@@ -72,12 +71,7 @@ def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | N
         decode=tokenizer.decode,
         fire=make_fire(config.rollout.fire, tokenizer),
         dialogue=make_dialogue(
-            environment,
-            tokenizer,
-            chat=config.data.use_chat_template,
-            call_timeout_s=waits.call_timeout_s,
-            episode_timeout_s=waits.episode_timeout_s,
-            step_wait_s=waits.step_wait_s if overlap > Overlap.nothing else None,
+            environment, tokenizer, chat=config.data.use_chat_template, limits=config.environment, in_windows=overlap > Overlap.nothing
         ),
         trains_meanwhile=overlap >= Overlap.training,
         published_meanwhile=overlap >= Overlap.publish,
@@ -92,9 +86,9 @@ def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> FireConfig | None:
     return replace(fire, banned_token_ids=sorted({*fire.banned_token_ids, *tokenizer.special_ids}))
 
 
-def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool, **limits: Any) -> Dialogue | None:
+def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool, **waits: Any) -> Dialogue | None:
     """Return the dialogue settings, or None without an environment. ``chat``: messages that are not ``verbatim`` go
-    through the chat template. ``limits``: time limits of ``EnvironmentCalls``."""
+    through the chat template. ``waits``: ``limits`` and ``in_windows`` of ``EnvironmentCalls``."""
     if environment is None:
         return None
 
@@ -113,7 +107,7 @@ def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat
 
     token_stops = single_token_stops(environment.stop_strings, tokenizer)
     server_stops = tuple(text for text in environment.stop_strings if text not in token_stops)
-    return Dialogue(EnvironmentCalls(environment, **limits), encode_message, server_stops)
+    return Dialogue(EnvironmentCalls(environment, **waits), encode_message, server_stops)
 
 
 def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from megatron_rl.config.schema import BatchConfig, Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, Services
+from megatron_rl.rollout.environment_calls import OpenRow
 from megatron_rl.rollout.generation import GenerationPlan, make_plan
 from megatron_rl.rollout.recovering_client import RecoveringClient, follow_discovery
 from megatron_rl.rollout.requests import ServerError, ServerLost
@@ -256,9 +257,9 @@ class RolloutService:
         step: int,
         window_tokens: int,
         draw: SamplingOverrides | None = None,
-        kind: str = "train",
+        kind: str = TRAINING,
         is_enough: Callable[[], bool] | None = None,
-        open_row: Callable[[str, Sequence[int]], Trajectory] | None = None,
+        open_row: OpenRow | None = None,
     ) -> dict[int, float]:
         """Grow every trajectory by one window; the run's environment answers dialogues.
 
@@ -267,7 +268,7 @@ class RolloutService:
         ``open_row`` makes further rows of an episode (``WindowGenerator.generate``); without it these do not train.
         Returns the seconds that the servers spent on each trajectory, keyed by trajectory id.
         """
-        plan = self._plan if kind == "train" else self._plan.without_training(draw)
+        plan = self._plan if kind == TRAINING else self._plan.without_training(draw)
         window = WindowGenerator(
             self._live.client,
             self._live.wait_for_server,
@@ -362,10 +363,10 @@ class RolloutService:
         return self._servers.at(url).healthy(_HEALTH_TIMEOUT_S)
 
 
-def _rows_beside(trajectories: Sequence[Trajectory]) -> Callable[[str, Sequence[int]], Trajectory]:
+def _rows_beside(trajectories: Sequence[Trajectory]) -> OpenRow:
     """Return a function that makes further rows of these episodes, for responses that do not train."""
-    by_id, ids = {str(t.id): t for t in trajectories}, itertools.count(max((t.id for t in trajectories), default=0) + 1)
-    return lambda episode, token_ids: by_id[episode.rpartition("-")[2]].further_row(next(ids), token_ids)
+    ids = itertools.count(max((t.id for t in trajectories), default=0) + 1)
+    return lambda first, token_ids: first.further_row(next(ids), token_ids)
 
 
 def _close(
@@ -373,22 +374,18 @@ def _close(
 ) -> None:
     """Close within seconds, even if servers hang, because neither their requests nor the clean-up may block the exit."""
     servers.abandon_restarts()
-    closing = asyncio.run_coroutine_threadsafe(service.close(), event_loop)
-    try:
-        closing.result(timeout=_CLOSE_TIMEOUT_S)
-    except TimeoutError:
-        logger.warning("the requests in progress did not end within %.0f s", _CLOSE_TIMEOUT_S)
+    _finish(service.close(), event_loop, _CLOSE_TIMEOUT_S, "the requests in progress did not end")
     # Servers of this run are killed next, so only attached servers have to leave the process groups.
     if publisher is not None:
         publisher.close({server.url for server in servers.servers if server.is_ours} | service.lost_urls)
 
 
-def _close_environment(service: RolloutService, event_loop: asyncio.AbstractEventLoop) -> None:
-    closing = asyncio.run_coroutine_threadsafe(service.close_environment(), event_loop)
+def _finish(closing: Coroutine[Any, Any, None], event_loop: asyncio.AbstractEventLoop, timeout_s: float, problem: str) -> None:
+    """Wait for a coroutine of the event loop; warns of the ``problem`` if it takes longer."""
     try:
-        closing.result(timeout=_ENVIRONMENT_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(closing, event_loop).result(timeout=timeout_s)
     except TimeoutError:
-        logger.warning("the environment did not close within %.0f s", _ENVIRONMENT_TIMEOUT_S)
+        logger.warning("%s within %.0f s", problem, timeout_s)
 
 
 @contextmanager
@@ -444,5 +441,5 @@ def open_rollout(
             if following is not None:
                 following.cancel()
             if not is_shared:
-                _close_environment(service, event_loop)
+                _finish(service.close_environment(), event_loop, _ENVIRONMENT_TIMEOUT_S, "the environment did not close")
             _close(service, None if is_shared else publisher, servers, event_loop)

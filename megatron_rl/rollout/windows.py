@@ -21,13 +21,13 @@ import asyncio
 import contextlib
 import logging
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.trajectory import Segment, TokenParts, Trajectory, message_segment
-from megatron_rl.environments.base import Branch, Ended, Message, turn_views
-from megatron_rl.rollout.environment_calls import Reply
+from megatron_rl.environments.base import Ended, Message, turn_views
+from megatron_rl.rollout.environment_calls import WAIT_POLL_S, OpenRow, Reply
 from megatron_rl.rollout.generation import Decode, Dialogue, GenerationPlan
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 _ENOUGH_POLL_S = 0.02
 """Minimum interval between calls of ``is_enough``, which inspects all responses."""
-_WAIT_POLL_S = 0.02
-"""Interval of looks whether all responses wait for the environment."""
 TRAINING = "train"
 """Kind of the windows that train; other kinds start all their dialogues again in every step."""
 ABORT_REPEAT_S = 0.5
@@ -92,13 +90,12 @@ class WindowGenerator:
         self,
         trajectories: Sequence[Trajectory],
         is_enough: Callable[[], bool] | None = None,
-        open_row: Callable[[str, Sequence[int]], Trajectory] | None = None,
+        open_row: OpenRow | None = None,
     ) -> None:
         """Append this step's segments; returns when every trajectory is finished, its window is full, or it waits.
 
         ``is_enough()`` is called after trajectories end. Once it returns True, the remaining requests are aborted
-        and keep the tokens that they have. ``open_row(parent's episode, prompt tokens)`` makes the trajectory of another row
-        of an episode.
+        and keep the tokens that they have. ``open_row`` makes the trajectory of another row of an episode.
         """
         dialogue = self._plan.dialogue
         waits = dialogue is not None and dialogue.calls.waits
@@ -107,9 +104,11 @@ class WindowGenerator:
         tasks = [asyncio.create_task(self._grow(t, alone=alone)) for t in trajectories]
         watchers = []
         if dialogue is not None and waits:
-            watchers.append(asyncio.create_task(self._close_when_all_wait(dialogue, tasks)))
+            if dialogue.calls.in_windows and self._kind == TRAINING:
+                watchers.append(asyncio.create_task(self._close_when_all_wait(dialogue, tasks)))
             if dialogue.environment.branches is not None and open_row is not None:
-                watchers.append(asyncio.create_task(self._open_rows(dialogue.environment.branches, tasks, open_row)))
+                own = {self._episode(t): t for t in trajectories}
+                watchers.append(asyncio.create_task(self._open_rows(dialogue, own, tasks, open_row)))
         for watcher in watchers:
             watcher.add_done_callback(lambda _: self._closed.set())
         try:
@@ -131,13 +130,10 @@ class WindowGenerator:
 
     async def _close_when_all_wait(self, dialogue: Dialogue, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Close the window once every response that is not done has waited for the environment for ``step_wait_s``."""
-        limit_s = dialogue.calls.step_wait_s
-        if limit_s is None:
-            await asyncio.Event().wait()  # full responses
-            return
+        limit_s = dialogue.calls.limits.step_wait_s
         clock, since_s = asyncio.get_running_loop().time, 0.0
         while True:
-            await asyncio.sleep(_WAIT_POLL_S)
+            await asyncio.sleep(WAIT_POLL_S)
             only_waits = 0 < self._num_waiting >= sum(not task.done() for task in tasks)
             # A step without any token would train on nothing.
             if not only_waits or not self._num_generated:
@@ -146,12 +142,11 @@ class WindowGenerator:
                 return
 
     async def _open_rows(
-        self, branches: "asyncio.Queue[Branch]", tasks: list[asyncio.Task[None]], open_row: Callable[[str, Sequence[int]], Trajectory]
+        self, dialogue: Dialogue, own: Mapping[str, Trajectory], tasks: list[asyncio.Task[None]], open_row: OpenRow
     ) -> None:
-        """Grow every further row that the environment asks for."""
-        while True:
-            branch = await branches.get()
-            row = open_row(branch.parent, branch.token_ids)
+        """Grow every further row that the environment asks for. ``own``: this window's trajectories by episode."""
+        async for branch in dialogue.calls.branches(own):
+            row = open_row(own[branch.parent], branch.token_ids)
             branch.opened.set_result(self._episode(row))
             tasks.append(asyncio.create_task(self._grow(row, alone=True)))
 

@@ -144,8 +144,8 @@ class Collector:
             num_complete = sum(t.finished or t.remaining_window(step, self._window_tokens) <= 0 for t in trajectories)
             return num_complete >= num_responses_per_step(self._config)
 
-        def open_row(parent: str, token_ids: Sequence[int]) -> Trajectory:
-            trajectories.append(self._pool.open_row(int(parent.rpartition("-")[2]), token_ids))
+        def open_row(first: Trajectory, token_ids: Sequence[int]) -> Trajectory:
+            trajectories.append(self._pool.open_row(first, token_ids))
             return trajectories[-1]
 
         over_samples = self._config.rollout.over_sampling > 1.0

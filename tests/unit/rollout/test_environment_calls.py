@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from megatron_rl.config.schema import EnvironmentConfig
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Trajectory
@@ -36,7 +37,8 @@ class Tool(Talk):
 
 
 def plan_of(environment, **limits):
-    return GenerationPlan(SAMPLING, decode, dialogue=Dialogue(EnvironmentCalls(environment, **limits), encode))
+    calls = EnvironmentCalls(environment, EnvironmentConfig(**limits), in_windows="step_wait_s" in limits)
+    return GenerationPlan(SAMPLING, decode, dialogue=Dialogue(calls, encode))
 
 
 async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None):
@@ -199,8 +201,8 @@ def test_a_further_row_trains_its_own_tokens_alone_and_takes_no_slot():
         environment.branches = asyncio.Queue()
         slots = pool.fill(0)
 
-        def open_row(parent, token_ids):
-            slots.append(pool.open_row(int(parent.rpartition("-")[2]), token_ids))
+        def open_row(first, token_ids):
+            slots.append(pool.open_row(first, token_ids))
             return slots[-1]
 
         await window(plan_of(environment), slots, open_row=open_row)
@@ -216,6 +218,22 @@ def test_a_further_row_trains_its_own_tokens_alone_and_takes_no_slot():
     asyncio.run(main())
 
 
+def test_a_row_waits_for_the_window_of_its_episode_and_ends_with_it():
+    async def main():
+        loop = asyncio.get_running_loop()
+        tool = Tool()
+        tool.branches = asyncio.Queue()
+        foreign, stale, own = (Branch(name, (1,), loop.create_future()) for name in ("eval-0-1", "train-1", "train-1"))
+        stale.opened.cancel()
+        for branch in (foreign, stale, own):
+            tool.branches.put_nowait(branch)
+        found = EnvironmentCalls(tool).branches({"train-1"})
+        assert await asyncio.wait_for(anext(found), 5) is own
+        assert tool.branches.get_nowait() is foreign and tool.branches.empty()
+
+    asyncio.run(main())
+
+
 def test_a_failing_environment_that_waits_is_reported_with_its_prompt():
     class Broken(Tool):
         async def respond(self, prompt, turns, episode):
@@ -223,6 +241,20 @@ def test_a_failing_environment_that_waits_is_reported_with_its_prompt():
 
     with pytest.raises(EnvironmentFault, match="Broken failed at file:1: RuntimeError: no tool"):
         asyncio.run(window(plan_of(Broken()), [new_trajectory(max_turn_tokens=4)]))
+
+
+def test_an_evaluation_waits_for_every_dialogue():
+    async def main():
+        tool = Tool(num_turns=1, ready=False)
+        t = new_trajectory(id=1, budget=60, max_turn_tokens=4)
+        running = asyncio.create_task(window(plan_of(tool, step_wait_s=0.0), [t], kind="eval"))
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        tool.events["eval-0-1"].set()
+        await running
+        assert t.finished
+
+    asyncio.run(main())
 
 
 def test_a_cancelled_evaluation_leaves_no_call_behind():
