@@ -17,7 +17,7 @@ from megatron_rl.agents.turn_text import Parsers, parse_turn
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.environments.base import Ended, Environment
-from tests.chat_models import END_ID, write_tokenizer
+from tests.chat_models import END_ID
 from tests.unit.agents.fake_run import FakeRun
 
 LIMITS = EpisodeLimits(max_prompt_tokens=2000, max_response_tokens=2000, max_rows=4)
@@ -52,13 +52,6 @@ class Bare(Environment):
     def turn_reward(self, prompt, turns, index, grades): ...
 
     def outcome(self, prompt, turns, grades): ...
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer(folder)
 
 
 @asynccontextmanager

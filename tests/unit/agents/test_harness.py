@@ -16,7 +16,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.environments import base
 from megatron_rl.environments.base import Ended, EnvironmentFault, TurnView
-from tests.chat_models import END_ID, write_tokenizer
+from tests.chat_models import END_ID
 from tests.unit.agents.fake_run import FakeRun, services
 
 CLIENT = """
@@ -37,13 +37,6 @@ def result(text):
 """
 LIMITS = AgentLimits(time_limit_s=20)
 PROMPT = Prompt("p", (5,), text="the task", answer="42", fields={"level": 3, "tests": "secret tests"})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer(folder)
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from megatron_rl.data.trajectory import Prompt
 from megatron_rl.environments import base
 from megatron_rl.environments.base import Ended, EnvironmentFault, TurnView
 from megatron_rl.system.http.json_http import HttpSession
-from tests.chat_models import END_ID, called, write_tokenizer
+from tests.chat_models import END_ID, called
 from tests.unit.agents.fake_run import FakeRun, services, website
 
 MCP = """
@@ -158,13 +158,6 @@ def test_an_mcp_server_over_http():
             assert site.seen == [(None, "initialize"), ("s1", "notifications/initialized"), ("s1", "tools/list"), ("s1", "tools/call")]
 
     run(main())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer(folder)
 
 
 @asynccontextmanager

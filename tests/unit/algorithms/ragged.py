@@ -70,3 +70,13 @@ def gradient(loss: Loss, leaf: Tensor) -> list[float]:
 
 def vectors(*rows: list[float]) -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
+
+
+def random_batch(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """New log-probs with gradient, old log-probs, advantages, mask; ratios are from far below to far above the clip range."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    new = (old + torch.randn(num_tokens, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(num_tokens, generator=generator) < 0.7).double()
+    return new, old, advantages, mask

@@ -6,26 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_rl.algorithms import (
     lm_loss,
     policy_loss,
     value_loss,
 )
+from tests.unit.algorithms.ragged import random_batch
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 MASK_DTYPES = [torch.bool, torch.int64, torch.float32]
-
-
-def random_batch(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """New log-probs with gradient, old log-probs, advantages, mask; ratios are from far below to far above the clip range."""
-    generator = torch.Generator().manual_seed(seed)
-    old = -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
-    new = (old + torch.randn(num_tokens, generator=generator, dtype=torch.float64)).requires_grad_()
-    advantages = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-    mask = (torch.rand(num_tokens, generator=generator) < 0.7).double()
-    return new, old, advantages, mask
 
 
 def assert_finite(loss: object) -> None:

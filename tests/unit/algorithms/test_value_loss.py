@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_rl.algorithms import (
     explained_variance,
@@ -15,7 +14,7 @@ from megatron_rl.algorithms import (
     value_by_position,
     value_loss,
 )
-from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
+from tests.unit.algorithms.ragged import Ragged, assert_close, ragged, random_batch
 
 
 class TestValueByPosition:
@@ -71,16 +70,6 @@ class TestValueByPosition:
         for num_bins in (0, 1.5):
             with pytest.raises(ValueError, match="num_bins: expected a whole number of at least 1"):
                 value_by_position(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([0, 1]), num_bins)
-
-
-def random_batch(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """New log-probs with gradient, old log-probs, advantages, mask; ratios are from far below to far above the clip range."""
-    generator = torch.Generator().manual_seed(seed)
-    old = -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
-    new = (old + torch.randn(num_tokens, generator=generator, dtype=torch.float64)).requires_grad_()
-    advantages = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-    mask = (torch.rand(num_tokens, generator=generator) < 0.7).double()
-    return new, old, advantages, mask
 
 
 @settings(max_examples=40, deadline=None)
