@@ -131,6 +131,8 @@ def reserved_argument_problem(name: str) -> str:
 
 
 def eval_problems(config: Config) -> Iterator[str]:
+    if config.run.keep_best and not config.eval.every_steps:
+        yield "run.keep_best: the best checkpoints are chosen by eval/accuracy, and there are no evaluations; set eval.every_steps, or 0"
     if config.data.eval_files and config.eval.sets:
         yield (
             "eval.sets: data.eval_files is already a set, without a name; list its files under a name in eval.sets and "

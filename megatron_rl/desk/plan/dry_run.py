@@ -40,7 +40,7 @@ def print_plan(config: Config, *, command: str, world_size: int, inputs: Sequenc
         console.rule("inputs")
         for line in inputs:
             console.print(line, soft_wrap=True, markup=False, highlight=False)
-    for note in _notes(config, world_size):
+    for note in [*_notes(config, world_size), *(_late_training(config) if command == "train" else [])]:
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
@@ -60,6 +60,17 @@ def _notes(config: Config, world_size: int) -> list[str]:
     return [
         f"parallel.num_ranks={world_size} is more than this node has ({cores} cores); without a launcher such as srun or "
         "torchrun on several nodes, all ranks start here"
+    ]
+
+
+def _late_training(config: Config) -> list[str]:
+    """Notes on warm-ups that are longer than the run, as in a short trial of a recipe for a long one."""
+    warmups = {"critic.warmup_steps": (config.critic.warmup_steps if needs_critic(config) else 0, "the policy never trains")}
+    warmups["policy.optimizer.warmup_steps"] = (config.policy.optimizer.warmup_steps, "the learning rate never reaches policy.optimizer.lr")
+    return [
+        f"{key}={steps} covers all of run.num_steps={config.run.num_steps}: {effect}"
+        for key, (steps, effect) in warmups.items()
+        if steps >= config.run.num_steps
     ]
 
 
