@@ -55,6 +55,8 @@ def check_outputs(config: Config, command: str) -> None:
         outputs[key] = path.parent if command in _FILE_OUTPUTS else path
         if command not in _FILE_OUTPUTS:
             _check_replaced(key, path, folder)
+        elif path.is_dir():
+            raise UserError(f"{key}: {path} is a folder; give a file")
     for key, folder in outputs.items():
         probe_folder(key, folder)
 

@@ -27,6 +27,8 @@ def path_problems(config: Config, command: str) -> Iterator[str]:
     for key, names in read.items():
         missing = [name for name in names if not (name and Path(name).exists())]
         yield from (f"{key}: {name or repr(name)} does not exist{download_hint(name, 'dataset')}" for name in missing)
+    if config.data.image_dir and not Path(config.data.image_dir).is_dir():
+        yield f"data.image_dir: there is no folder {config.data.image_dir}"
     if command == "train" and config.eval.every_steps and not eval_sets(config):
         yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give files, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:

@@ -85,3 +85,11 @@ def test_an_export_replaces_only_an_empty_folder_or_a_model(tmp_path: Path, monk
     (folder / "more").mkdir()
     with pytest.raises(UserError, match="contains model.safetensors, more, thesis.txt"):
         check("folder")
+
+
+@pytest.mark.parametrize("command", ["label-lines", "select-prompts"])
+def test_a_folder_as_the_path_of_a_file_to_write_is_refused_with_its_key(tmp_path: Path, command: str) -> None:
+    config, section = Config(), command.replace("-", "_")
+    getattr(config, section).output_path = str(tmp_path)
+    with pytest.raises(UserError, match=f"{section}.output_path: .* is a folder; give a file"):
+        check_outputs(config, command)
