@@ -378,8 +378,8 @@ def _type(row: Row, path: str, place: str) -> str:
     value = lookup(row, path)
     if is_missing(value):
         return ""
-    if not isinstance(value, str):
-        raise DataError(f"{place}: field {path!r}: expected the name of a prompt type, got {describe(value)}")
+    if not isinstance(value, str) or not value.isprintable():
+        raise DataError(f"{place}: field {path!r}: expected the name of a prompt type, which is printable text, got {describe(value)}")
     return value
 
 

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.desk.plan.memory_table import print_memory
 from megatron_rl.schedule.table import make_graph
+from megatron_rl.system.command_line.terminal import LINES
 
 _MOST_DEVICES = 8
 """GPUs of a usual node. The number is fixed, because the dry run may run on a machine without GPUs."""
@@ -39,7 +40,7 @@ def print_plan(config: Config, *, command: str, world_size: int, inputs: Sequenc
     if inputs:
         console.rule("inputs")
         for line in inputs:
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+            console.print(line.translate(LINES), soft_wrap=True, markup=False, highlight=False)
     for note in [*_notes(config, world_size), *(_late_training(config) if command == "train" else [])]:
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
