@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     keep_numbers(arguments, "windows")
     recipes = [*arguments.config, *split_overrides(arguments.words)[0]]
     if arguments.write and (arguments.write.is_dir() or arguments.write.resolve() in [Path(path).resolve() for path in recipes]):
-        raise UserError(f"--write {arguments.write}: it is {'a folder' if arguments.write.is_dir() else 'the given recipe'}; name a new file")
+        problem = "a folder" if arguments.write.is_dir() else "the given recipe"
+        raise UserError(f"--write {arguments.write}: it is {problem}; name a new file")
     request = make_plan_request(arguments)
     search = PlanSearch(request.config, request.facts, request.gpu, request.pinned)
     ranking = PlanRanking(request.config, request.facts["policy"], request.gpu, request.workload, request.windows, arguments.seed)
