@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.desk.plan.gpu_splits import splits
+    from megatron_rl.config.derived import shares_devices
+    from megatron_rl.desk.plan.gpu_splits import splits, splits_near
     from megatron_rl.desk.plan.plan_ranking import PlanRanking
     from megatron_rl.desk.plan.plan_request import make_plan_request
     from megatron_rl.desk.plan.plan_search import PlanSearch
@@ -49,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     request = make_plan_request(arguments)
     search = PlanSearch(request.config, request.facts, request.gpu, request.pinned)
     ranking = PlanRanking(request.config, request.facts["policy"], request.gpu, request.workload, request.windows, arguments.seed)
-    layouts = ranking.by_bound(splits(search, arguments.gpus))
+    found = list(splits(search, arguments.gpus))
+    layouts = ranking.by_bound(found)
+    if best := next((one for one in layouts if not shares_devices(one.rollout)), None):
+        layouts = ranking.by_bound([*found, *splits_near(search, arguments.gpus, best)])
     plans = ranking.rank(layouts, max(arguments.top, arguments.choose))
     if not plans:
         raise UserError(no_plan_message(search, arguments.gpus, arguments.gpu))
