@@ -284,7 +284,9 @@ class CriticConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL divergence is measured from."""
+    """The frozen policy that the KL divergence is measured from: the start of training, or a teacher."""
 
     path: str = ""
-    """A Hugging Face model folder. Empty: policy.path."""
+    """A Hugging Face model folder, of any size, with the policy's tokenizer. Empty: policy.path."""
+    path_by_type: dict[str, str] = field(default_factory=dict)
+    """Folder for prompts of a type (data.type_field), such as a teacher of its own; other types use ``path``."""
