@@ -79,11 +79,17 @@ def needs_reference(config: Config) -> bool:
 
 
 def reference_folders(config: Config) -> dict[str, str]:
-    """Map the names of the run's references to their folders; ``reference.TYPE`` is that of a prompt type."""
+    """Map the names of the references that the trainer loads to their folders; ``reference.TYPE`` is that of a prompt type."""
     if not needs_reference(config):
         return {}
     own = {f"reference.{name}": path for name, path in config.reference.path_by_type.items()}
-    return {"reference": config.reference.path or config.policy.path, **own}
+    paths = {"reference": config.reference.path or config.policy.path, **own}
+    return {name: path for name, path in paths.items() if not is_served(path)}
+
+
+def is_served(path: str) -> bool:
+    """True if the reference at ``path`` is an SGLang server."""
+    return path.startswith(("http://", "https://"))
 
 
 def block_size(batch: BatchConfig) -> int:

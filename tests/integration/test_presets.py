@@ -46,7 +46,7 @@ OVERRIDES = {
         "batch.window_tokens=8",
         "reward.name=none",
         "reference.path={folder}/teacher",
-        "reference.path_by_type.general={folder}/large",
+        "reference.path_by_type={{general: {folder}/large, verifiable: '{url}'}}",
     ],
     "reinforce_pp": ["batch.num_samples_per_prompt=1", "batch.num_prompts_per_step=16"],
     "pag": ["batch.max_response_tokens=400", "environment.max_turn_tokens=12"],

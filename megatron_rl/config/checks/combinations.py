@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from megatron_rl.algorithms import register
+from megatron_rl.config.checks.data_settings import references
 from megatron_rl.config.derived import (
     block_size,
     effective_window_tokens,
+    is_served,
     needs_critic,
     num_responses_per_step,
 )
@@ -31,6 +33,7 @@ from megatron_rl.config.schema import (
     RoutingReplay,
     WeightUpdate,
 )
+from megatron_rl.system.http.addresses import server_problem
 from megatron_rl.system.plugins import PluginError, parameters
 
 _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
@@ -272,6 +275,14 @@ def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
 def _token_rewards(config: Config) -> Iterator[str]:
     """Refuse a policy that nothing trains, or that is trained towards its own start alone."""
     algorithm, reference = config.algorithm, config.reference
+    for key, path in references(config).items():
+        if is_served(path) and (problem := server_problem(path)):
+            yield f"{key}: {problem}"
+        elif is_served(path) and config.rollout.temperature != 1:
+            yield (
+                f"rollout.temperature: the server in {key} gives log-probs at temperature 1, and the policy samples at "
+                f"{config.rollout.temperature}; set 1, or give the reference's folder"
+            )
     if algorithm.kl.place is KlPlace.none and not config.reward.process.path:
         remedy = "set algorithm.kl.place=reward or loss with a teacher in reference.path, or reward.process.path"
         if not algorithm.outcome_coef:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.config.checks.data_settings import references
 from megatron_rl.config.checks.servers import quantization_problems
-from megatron_rl.config.derived import policy_model
+from megatron_rl.config.derived import is_served, policy_model
 from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
@@ -46,6 +46,9 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
             yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
     if command in RL_COMMANDS:
         yield from _other_tokens(config)
+        served = [key for key, reference in references(config).items() if is_served(reference)]
+        if family.vision is not None and served:
+            yield f"{served[0]}: a server gets tokens, and no images of {model_type}; give the reference's folder"
     yield from _frozen(config.critic.freeze, model, path)
     yield from _divisions(config.parallel, model, path)
     if config.critic.parallel:

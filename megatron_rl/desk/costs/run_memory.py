@@ -223,8 +223,9 @@ class _Run:
         for row in ROWS:
             if row.model == "critic" and row.work is DeviceWork.forward:
                 continue  # never more than its update, on the same ranks
-            if row.model in models or (row.servers_awake and self.is_colocated):
-                found.append((_ORDER.index(row.work), [*models, ""].index(row.model), row.name))
+            active = self._active(row.model)
+            if active or (row.servers_awake and self.is_colocated):
+                found.append((_ORDER.index(row.work), [*models, ""].index(active.name if active else ""), row.name))
         return [name for *_, name in sorted(found)]
 
     def stage_starts(self, model: RunModel) -> range:

@@ -59,6 +59,11 @@ from tests.unit.config.recipes import problems
         (["algorithm.outcome_coef=0"], "outcome_coef: with 0 nothing trains the policy; set algorithm.kl.place"),
         (["preset=grpo", "algorithm.advantage=immediate", "algorithm.kl.place=none"], "algorithm.advantage: immediate.*kl.place=reward"),
         (["preset=distillation"], "reference.path: with algorithm.outcome_coef=0 .*give the teacher's folder"),
+        (["preset=distillation", "reference.path=http://a b:1"], "reference.path: 'http://a b:1' is not an address"),
+        (
+            ["preset=distillation", "reference.path_by_type.x=http://teacher:1", "rollout.temperature=0.7"],
+            "rollout.temperature: the server in reference.path_by_type.x .*set 1",
+        ),
         (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),
         (["rollout.over_sampling=0.5"], "over_sampling"),
         (["rollout.top_p=0.7"], r"rollout.top_p.*set 1, got 0.7.*log-probs are over all tokens.*eval.top_p"),
