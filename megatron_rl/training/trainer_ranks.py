@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import critic_dtype, needs_critic, needs_reference
+from megatron_rl.config.derived import critic_dtype, needs_critic, reference_folders
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import Config, CriticConfig, Init, Mtp, OptimizerConfig, PolicyConfig, RoutingReplay
 from megatron_rl.families.parameters import Role
@@ -91,10 +91,11 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         add("policy", build_engine(config, topology, "policy", policy, trained))
         if needs_critic(config):
             add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
-        if needs_reference(config):
-            # The reference chooses its own experts, because its log-probs depend on them.
-            own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
-            add("reference", build_engine(config, topology, "policy", own_choice, None, path=config.reference.path))
+        # References choose their own experts, because their log-probs depend on them.
+        own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
+        for name, folder in reference_folders(config).items():
+            path = "" if name == "reference" and not config.reference.path else folder
+            add(name, build_engine(config, topology, "policy", own_choice, None, path=path))
         if config.reward.process.path:
             add("process", build_engine(config, critics, "critic", critic, None, path=config.reward.process.path))
         return engines

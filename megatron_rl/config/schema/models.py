@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import above, at_least, below_one, between, items_at_least, positive_share
+from megatron_rl.config.schema.bounds import (
+    above,
+    at_least,
+    below_one,
+    between,
+    folder_or_server,
+    items_at_least,
+    positive_share,
+)
 
 
 class Dtype(Enum):
@@ -284,7 +292,10 @@ class CriticConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL divergence is measured from."""
+    """The frozen policy that the KL divergence is measured from: the start of training, or a teacher."""
 
-    path: str = ""
-    """A Hugging Face model folder. Empty: policy.path."""
+    path: str = folder_or_server(default="")
+    """A Hugging Face model folder, of any size, with the policy's tokenizer; or http://host:port of an SGLang server that serves
+    such a model. Empty: policy.path."""
+    path_by_type: dict[str, str] = field(default_factory=dict)
+    """Folder or server for prompts of a type (data.type_field), such as a teacher of its own; other types use ``path``."""
