@@ -71,6 +71,11 @@ def needs_reference(config: Config) -> bool:
     return config.algorithm.kl.place is not KlPlace.none
 
 
+def shares_base(config: Config) -> bool:
+    """True if the reference is the policy without its adapters, on the same weights."""
+    return needs_reference(config) and config.policy.lora.rank > 0 and config.reference.path in ("", config.policy.path)
+
+
 def block_size(batch: BatchConfig) -> int:
     """Number of responses in the largest group; groups of all sizes fill blocks of this many slots exactly."""
     return max(batch.num_samples_per_prompt, *batch.num_samples_by_type.values(), 1)

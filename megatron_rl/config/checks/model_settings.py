@@ -84,6 +84,30 @@ def policy_problems(config: Config) -> Iterator[str]:
         )
 
 
+def lora_problems(config: Config, command: str) -> Iterator[str]:
+    policy, critic = config.policy, config.critic
+    for name, model in (("policy", policy), ("critic", critic)):
+        if model.lora.path and not model.lora.rank:
+            yield f"{name}.lora.path: adapters have a rank; set {name}.lora.rank to the folder's r"
+        if model.lora.rank and not model.lora.targets:
+            yield f"{name}.lora.targets: adapters need at least one target; set all-linear, or {name}.lora.rank=0 for none"
+        if model.lora.rank and model.megatron.get("moe_shared_expert_overlap"):
+            yield f"{name}.megatron.moe_shared_expert_overlap: not supported with {name}.lora; remove it"
+    if critic.lora.rank and critic.freeze:
+        yield "critic.freeze: with critic.lora.rank all weights but the adapters and the value head are frozen; remove freeze"
+    if policy.lora.rank and command == "reward-train":
+        yield "policy.lora.rank: reward models train all weights; set 0"
+    if not policy.lora.rank:
+        return
+    if policy.fp8 is not Fp8.none:
+        yield f"policy.fp8={policy.fp8.value}: not supported with policy.lora; set fp8=none or lora.rank=0"
+    if policy.moe.load_balancing is not LoadBalancing.none:
+        yield (
+            f"policy.moe.load_balancing={policy.moe.load_balancing.value}: routers are frozen with policy.lora; set load_balancing=none "
+            "or lora.rank=0"
+        )
+
+
 def _load_balancing(moe: MoeConfig) -> Iterator[str]:
     if (moe.aux_loss_coef > 0) != (moe.load_balancing is LoadBalancing.aux_loss):
         yield (

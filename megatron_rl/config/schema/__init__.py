@@ -40,6 +40,7 @@ from megatron_rl.config.schema.models import (
     GroupedGemm,
     Init,
     LoadBalancing,
+    LoraConfig,
     MoeConfig,
     Moments,
     Mtp,
