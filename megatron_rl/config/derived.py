@@ -13,6 +13,7 @@ from megatron_rl.config.schema import (
     Dtype,
     EvalSetConfig,
     KlPlace,
+    LoraSync,
     Placement,
     RolloutConfig,
     RunConfig,
@@ -74,6 +75,11 @@ def needs_reference(config: Config) -> bool:
 def shares_base(config: Config) -> bool:
     """True if the reference is the policy without its adapters, on the same weights."""
     return needs_reference(config) and config.policy.lora.rank > 0 and config.reference.path in ("", config.policy.path)
+
+
+def sends_adapters(config: Config) -> bool:
+    """True if the servers have the policy's base model and its adapters, and a publish sends adapters alone."""
+    return config.policy.lora.rank > 0 and config.policy.lora.sync is LoraSync.adapters
 
 
 def block_size(batch: BatchConfig) -> int:

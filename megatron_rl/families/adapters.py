@@ -19,6 +19,8 @@ ALL_LINEAR = "all-linear"
 """Target that stands for all linear layers of attention, dense MLPs and shared experts, but not of routed experts."""
 PEFT_PREFIX = "base_model.model."
 """Prefix of the names in an adapter's files."""
+SERVED_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families (``model_type``) whose adapters SGLang serves on every device: dense models."""
 _ADAPTABLE = (QKV, ColumnParallel, GatedMLP, RowParallel, Replicated)
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _ROUTER = ".mlp.router."
@@ -38,6 +40,10 @@ class AdaptedLinear:
     def is_expert(self) -> bool:
         return is_expert(self.base)
 
+    def adapted(self, entry: Entry) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of ``a`` or ``b`` that a file has."""
+        return {name: shape for (name, shape), has in zip(entry.hf.items(), self.is_adapted, strict=True) if has}
+
     @property
     def modules(self) -> list[str]:
         """Names of the modules with an adapter."""
@@ -47,6 +53,11 @@ class AdaptedLinear:
 def linear_modules(config: ModelConfig) -> list[str]:
     """Names of all modules of the model that can have an adapter."""
     return [_module(name) for entry in entries(config, "policy") if _is_linear(entry) for name in entry.hf]
+
+
+def served_name(version: int) -> str:
+    """Name of the adapter of weight version ``version`` on the servers."""
+    return f"policy-{version}"
 
 
 def is_expert(entry: Entry) -> bool:

@@ -166,7 +166,7 @@ class Engine:
         self._seed = seed
         if self.lora:
             add_adapters(self.chunks, self.hf_config, role, self.lora, seed=seed)
-        self._export = ModelExport(self.chunks, self.hf_config, role, self.path, self.lora)
+        self.export = ModelExport(self.chunks, self.hf_config, role, self.path, self.lora)
         self._routing = Routing(moe, self.chunks)
         self._kept_logprobs: list[Tensor] = []
         self._optimizer = None
@@ -279,11 +279,16 @@ class Engine:
         kept, self._kept_logprobs = self._kept_logprobs, []
         return kept
 
-    def export_weights(self, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor | None]]:
-        """Hugging Face names and, on the ranks of ``to``, whole tensors; every rank must exhaust the stream, because it gathers."""
+    def export_weights(
+        self, to: GatherTarget = GatherTarget.driver, *, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Hugging Face names and, on the ranks of ``to``, whole tensors; ``merged=False``: without the adapters.
+
+        Every rank must exhaust the stream, because it gathers.
+        """
         ddp.wait_for_weights(self._replicas)
         with self.topology.active():
-            weights = self._export.weights(to)
+            weights = self.export.weights(to, merged=merged)
         with self._memory.weights():
             while True:
                 # Between two tensors the caller's layout is active, so that the caller may use another engine.
@@ -298,7 +303,7 @@ class Engine:
         """The adapters' tensors under the names of peft's files, on rank 0; empty on other ranks."""
         ddp.wait_for_weights(self._replicas)
         with self._memory.weights():
-            return {name: tensor for name, tensor in self._export.adapters() if tensor is not None}
+            return {name: tensor for name, tensor in self.export.adapters() if tensor is not None}
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""
@@ -306,13 +311,10 @@ class Engine:
 
     @_in_own_layout
     def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 calls ``progress``.
-
-        Adapters are merged. The subfolder ``adapter`` has a policy's adapters as peft writes them.
-        """
+        """Write ``folder`` (``ModelExport.save``), which appears once it is complete. Rank 0 calls ``progress``."""
         ddp.wait_for_weights(self._replicas)
         with self._memory.weights():
-            self._export.save(folder, keep_mtp=self._keeps_mtp, progress=progress)
+            self.export.save(folder, keep_mtp=self._keeps_mtp, progress=progress)
 
     def as_base(self, moe: MoeConfig) -> "Engine":
         """This engine without its adapters and its optimizer, on the same weights; ``moe``: its choice of experts."""
@@ -332,7 +334,8 @@ class Engine:
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
         with self._memory.state(changes=False):
-            self._save = start_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
+            options = {"in_background": in_background, "adapters": self.export.adapter_config}
+            self._save = start_checkpoint(folder, self.chunks, optimizer, self._scheduler, **options)
 
     @property
     def save_is_complete(self) -> bool:
@@ -348,7 +351,7 @@ class Engine:
 
     @_in_own_layout
     def load_state(self, folder: str | Path) -> None:
-        """Continue from a checkpoint of ``save_state``, in this or another parallel layout."""
+        """Continue from a checkpoint of ``save_state``, in any layout."""
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
         with self._memory.state(changes=True):

@@ -14,7 +14,7 @@ import logging
 import os
 import queue
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +35,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.hf.adapter_folder import CONFIG_FILE
 from megatron_rl.models.layers.torch_layers import PackedGPTModel
 from megatron_rl.models.lora import sharded_adapters
 from megatron_rl.models.torch_dist import check_metadata
@@ -173,9 +174,11 @@ def start_checkpoint(
     scheduler: OptimizerParamScheduler,
     *,
     in_background: bool,
+    adapters: Mapping[str, Any] | None = None,
 ) -> CheckpointWrite:
     """Start to write ``folder``, which appears with ``finish``. Raises CheckpointSaveError.
 
+    ``adapters``: adapter_config.json of a model with adapters, for ``convert``.
     ``in_background``: once this returns the model may train; a rank without host memory for a copy of its share
     writes the share before this returns.
     """
@@ -188,6 +191,8 @@ def start_checkpoint(
                 # The folder is new: what a killed run left under this name is gone.
                 partial.mkdir(parents=True)
                 _check_room(partial)
+                if adapters:
+                    (partial / CONFIG_FILE).write_text(json.dumps(adapters, indent=2) + "\n")
         with _raised_together(CheckpointSaveError, text):
             request = _plan(partial, chunks, optimizer, scheduler)
             return CheckpointWrite(folder, partial, request, in_background=in_background)

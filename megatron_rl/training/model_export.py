@@ -41,10 +41,11 @@ class ModelExport:
     ) -> None:
         self._chunks, self._hf_config, self._role, self._path, self._lora = chunks, hf_config, role, path, lora
 
-    def weights(self, to: GatherTarget) -> Iterator[tuple[str, Tensor | None]]:
-        """Names and, on the ranks of ``to``, whole tensors (``export_weights``)."""
+    def weights(self, to: GatherTarget, *, merged: bool) -> Iterator[tuple[str, Tensor | None]]:
+        """Names and, on the ranks of ``to``, whole tensors (``export_weights``); ``merged``: with the adapters."""
+        parameters = self._merged() if merged else None
         return export_weights(
-            self._chunks, self._hf_config, role=self._role, to=to, held=self.held, parameters=self._merged()
+            self._chunks, self._hf_config, role=self._role, to=to, held=self.held, parameters=parameters
         )
 
     def adapters(self) -> list[tuple[str, Tensor | None]]:
@@ -63,7 +64,7 @@ class ModelExport:
         return adapter_config(self._hf_config, self._lora, str(self._path)) if self._lora else {}
 
     def save(self, folder: str | Path, *, keep_mtp: bool, progress: Callable[[str], None]) -> None:
-        """Write a Hugging Face folder (``save_hf``), with a policy's adapters in a subfolder."""
+        """Write config.json, safetensors with the adapters merged, and tokenizer; a policy's adapters also in a subfolder of their own."""
         options: dict[str, Any] = {}
         if self._lora and self._role == "policy":
             tensors = {name: tensor for name, tensor in self.adapters() if tensor is not None}

@@ -185,8 +185,12 @@ def pop_logprobs(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) ->
     return _joined(engine, engine.pop_logprobs())
 
 
-def export(rank: TrainerRank, engine: Engine, batch: list[PackedBatch], *, to: GatherTarget) -> None:
-    rank.export.run(engine, to)
+def export(rank: TrainerRank, engine: Engine, batch: list[PackedBatch], *, to: GatherTarget, merged: bool) -> None:
+    rank.export.run(engine, to, merged=merged)
+
+
+def export_adapters(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) -> dict[str, Tensor]:
+    return engine.export_adapters()
 
 
 def save_hf(rank: TrainerRank, engine: Engine, batch: list[PackedBatch], *, folder: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.models.conversion import convert
 from megatron_rl.models.hf.adapter_folder import adapter_config, write_adapter
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.lora import scale_of
@@ -136,9 +137,12 @@ def test_logprobs_and_merged_weights_equal_pefts(results, folder, case):
     found, mask = results(1)[case.name], (make_batch().fields["mask"] != 0).float()
     model = peft_model(folder, case, found["after 3"])
     with torch.no_grad():
-        torch.testing.assert_close(logprobs_of(model, mask), torch.cat(found["logprobs"]), rtol=0, atol=1e-5)
+        # The engine also computes what the language-model loss wants, outside the mask.
+        torch.testing.assert_close(logprobs_of(model, mask), torch.cat(found["logprobs"]) * mask, rtol=0, atol=1e-5)
         with model.disable_adapter():
-            torch.testing.assert_close(logprobs_of(model, mask), torch.cat(found["reference"]), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                logprobs_of(model, mask), torch.cat(found["reference"]) * mask, rtol=0, atol=1e-5
+            )
         merged = model.merge_and_unload().state_dict()
     for name, value in found["merged 3"].items():
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
@@ -174,3 +178,19 @@ def test_the_saved_folder_holds_merged_weights_and_the_adapter(results, folder):
     )
     assert all(torch.equal(adapters[name], value) for name, value in found["kept"].items())
     assert all(torch.equal(merged[name], value) for name, value in found["final"].items())
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES[1] if case.role == "policy" and case.model != "latent"], **NAMES
+)
+def test_convert_makes_the_saved_folder_of_a_checkpoint_and_of_pefts_folder(results, folder, tmp_path, case):
+    found, base = results(1)[case.name], folder / "models" / case.model
+    kept = found["after 3"]
+    convert(folder / "ranks1" / case.name, tmp_path / "merged", to="hf", config_folder=base, max_shard_bytes=10**9)
+    adapters = load_file(tmp_path / "merged" / "adapter" / "adapter_model.safetensors")
+    assert adapters.keys() == kept.keys() and all(torch.equal(adapters[name], value) for name, value in kept.items())
+    convert(tmp_path / "merged" / "adapter", tmp_path / "again", to="hf", config_folder=base, max_shard_bytes=10**9)
+    merged, again = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "again"))
+    assert all(torch.equal(again[name], value) for name, value in merged.items())
+    for name, value in found["merged 3"].items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6, msg=name)

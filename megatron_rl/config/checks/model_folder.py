@@ -7,10 +7,18 @@ from typing import Any
 from megatron_rl.config.checks.servers import quantization_problems
 from megatron_rl.config.derived import policy_model
 from megatron_rl.config.layout import critic_layout, expert_tensor_size, experts_problem, layers_problem, of_critic
-from megatron_rl.config.schema import Config, LoadBalancing, LoraConfig, MoeConfig, ParallelConfig, VisionConfig
+from megatron_rl.config.schema import (
+    Config,
+    LoadBalancing,
+    LoraConfig,
+    LoraSync,
+    MoeConfig,
+    ParallelConfig,
+    VisionConfig,
+)
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
-from megatron_rl.families.adapters import adapted_linears
+from megatron_rl.families.adapters import SERVED_FAMILIES, adapted_linears
 from megatron_rl.families.family import ModelConfig, families, family_of
 from megatron_rl.families.model_facts import (
     as_config,
@@ -123,6 +131,11 @@ def _adapters(name: str, lora: LoraConfig, layout: ParallelConfig, model: dict[s
     except ModelError as error:
         yield f"{name}.lora.targets: {error} ({path})"
         return
+    if name == "policy" and lora.sync is LoraSync.adapters and model["model_type"] not in SERVED_FAMILIES:
+        yield (
+            f"policy.lora.sync=adapters: only adapters of {', '.join(SERVED_FAMILIES)} are served, and {path} is {model['model_type']}; "
+            "set policy.lora.sync=merged"
+        )
     if any(linear.is_expert for linear in linears) and expert_tensor_size(layout) > 1:
         section = "parallel" if name == "policy" else "critic.parallel"
         yield (

@@ -41,6 +41,7 @@ from megatron_rl.config.schema.models import (
     Init,
     LoadBalancing,
     LoraConfig,
+    LoraSync,
     MoeConfig,
     Moments,
     Mtp,

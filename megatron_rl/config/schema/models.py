@@ -226,6 +226,15 @@ class VisionConfig:
     """Train the mergers, which map the encoder's features to the language model's width."""
 
 
+class LoraSync(Enum):
+    """What a publish of a policy with adapters sends to the servers."""
+
+    merged = "merged"
+    """All weights with the adapters merged, for every family. In bfloat16 a merged weight is rounded, so small changes are lost."""
+    adapters = "adapters"
+    """The model once, then adapters alone; for dense models whose adapters SGLang can serve."""
+
+
 @dataclass
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685): adapters train, and the model's own weights are frozen; docs/lora.md."""
@@ -241,6 +250,8 @@ class LoraConfig:
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules with an adapter: patterns such as q_proj or "*.layers.1?.mlp.*" for names in the Hugging Face files or their ends.
     all-linear: attention, dense MLPs and shared experts."""
+    sync: LoraSync = LoraSync.merged
+    """What a publish sends to the servers; of a critic nothing is sent."""
     path: str = ""
     """A folder of peft with the adapters to start from; rank, factor and targets must be its own. Empty: B is 0, so training
     starts from the model."""

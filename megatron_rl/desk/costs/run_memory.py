@@ -18,6 +18,7 @@ from megatron_rl.config.derived import (
     needs_reference,
     num_responses_per_step,
     num_rollout_workers,
+    shares_base,
     shares_devices,
 )
 from megatron_rl.config.layout import critic_layout, expert_tensor_size, ranks_of_replica
@@ -144,7 +145,7 @@ def model_folders(config: Config) -> dict[str, str]:
     """Checkpoint folder of each model that ``train`` builds (``training/trainer_ranks.py``), keyed by the model's name there."""
     folders = {"policy": config.policy.path}
     folders |= {"critic": config.critic.path or config.policy.path} if needs_critic(config) else {}
-    folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) else {}
+    folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) and not shares_base(config) else {}
     return folders | ({"process": config.reward.process.path} if config.reward.process.path else {})
 
 
@@ -313,7 +314,8 @@ class _Run:
             number_bytes=model.number_bytes,
             forward_only=not updates,
         )
-        states = parameter_bytes(model.dtype, model.settings.optimizer if model.trains else None, model.settings.vision)
+        settings = model.settings
+        states = parameter_bytes(model.dtype, settings.optimizer if model.trains else None, settings.vision, settings.lora)
         return memory_by_rank(
             model.facts, model.parallel, passes, num_ranks=self.num_ranks, is_critic=model.is_critic, states=states
         )

@@ -104,10 +104,10 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 def adapter_shapes(hf_config: PretrainedConfig, targets: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
     """Maps the names of all tensors of an adapter's file to their shapes."""
+    linears = adapted_linears(hf_config, targets, rank)
     return {
         name: shape
-        for linear in adapted_linears(hf_config, targets, rank)
+        for linear in linears
         for entry in (linear.a, linear.b)
-        for (name, shape), is_adapted in zip(entry.hf.items(), linear.is_adapted, strict=True)
-        if is_adapted
+        for name, shape in linear.adapted(entry).items()
     }
