@@ -52,7 +52,7 @@ class AdaptedLinear:
 
 def linear_modules(config: ModelConfig) -> list[str]:
     """Names of all modules of the model that can have an adapter."""
-    return [_module(name) for entry in entries(config, "policy") if _is_linear(entry) for name in entry.hf]
+    return [_module(name) for entry in entries(config, "critic") if _is_linear(entry) for name in entry.hf]
 
 
 def served_name(version: int) -> str:
@@ -71,7 +71,7 @@ def adapted_linears(config: ModelConfig, targets: Sequence[str], rank: int) -> l
     ``targets``: patterns of a shell for names of modules (``model.layers.0.self_attn.q_proj``) or for their ends
     (``q_proj``, ``mlp.*``), or ``ALL_LINEAR``. Raises ModelError for a target without a match.
     """
-    linears = [entry for entry in entries(config, "policy") if _is_linear(entry)]
+    linears = [entry for entry in entries(config, "critic") if _is_linear(entry)]
     patterns = {target: re.compile(fnmatch.translate(target)) for target in targets}
     unused, found = set(targets), []
     for entry in linears:

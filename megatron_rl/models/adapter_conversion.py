@@ -73,7 +73,8 @@ def _merged(weight: Tensor, name: str, adapters: dict[str, Tensor], scale: float
 
 
 def _from_checkpoint(config: PretrainedConfig, folder: Path, lora: LoraConfig) -> dict[str, Tensor]:
-    checkpoint, tensors = MegatronCheckpoint(folder), {}
+    checkpoint = MegatronCheckpoint(folder)
+    tensors: dict[str, Tensor] = {}
     if checkpoint.holds_value_head():
         raise WeightsError(f"{folder} is a critic's; its adapters are merged in the model folders that the run saves")
     for linear in adapted_linears(config, lora.targets, lora.rank):

@@ -176,7 +176,7 @@ class Engine:
         else:
             self._make_trainable(optimizer, vision, frozen, torch_dtype)
         moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
-        self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
+        self.memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
 
     def _make_trainable(self, optimizer: OptimizerConfig, vision: VisionConfig, frozen: Sequence[str], dtype: torch.dtype) -> None:
         if not self.lora:
@@ -257,7 +257,7 @@ class Engine:
         if self.lora and self.lora.dropout:
             # By the step, so that a resumed run drops the same inputs.
             seed_dropout(self._seed, self._scheduler.num_steps, self.topology.dp_rank)
-        with self._memory.training():
+        with self.memory.training():
             for replica in self._replicas:
                 replica.train()
                 replica.zero_grad_buffer()
@@ -289,7 +289,7 @@ class Engine:
         ddp.wait_for_weights(self._replicas)
         with self.topology.active():
             weights = self.export.weights(to, merged=merged)
-        with self._memory.weights():
+        with self.memory.weights():
             while True:
                 # Between two tensors the caller's layout is active, so that the caller may use another engine.
                 with self.topology.active():
@@ -302,7 +302,7 @@ class Engine:
     def export_adapters(self) -> dict[str, Tensor]:
         """The adapters' tensors under the names of peft's files, on rank 0; empty on other ranks."""
         ddp.wait_for_weights(self._replicas)
-        with self._memory.weights():
+        with self.memory.weights():
             return {name: tensor for name, tensor in self.export.adapters() if tensor is not None}
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
@@ -313,7 +313,7 @@ class Engine:
     def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
         """Write ``folder`` (``ModelExport.save``), which appears once it is complete. Rank 0 calls ``progress``."""
         ddp.wait_for_weights(self._replicas)
-        with self._memory.weights():
+        with self.memory.weights():
             self.export.save(folder, keep_mtp=self._keeps_mtp, progress=progress)
 
     def as_base(self, moe: MoeConfig) -> "Engine":
@@ -333,8 +333,8 @@ class Engine:
         self.finish_save()
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
-        with self._memory.state(changes=False):
-            options = {"in_background": in_background, "adapters": self.export.adapter_config}
+        with self.memory.state(changes=False):
+            options: dict[str, Any] = {"in_background": in_background, "adapters": self.export.adapter_config}
             self._save = start_checkpoint(folder, self.chunks, optimizer, self._scheduler, **options)
 
     @property
@@ -354,7 +354,7 @@ class Engine:
         """Continue from a checkpoint of ``save_state``, in any layout."""
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
-        with self._memory.state(changes=True):
+        with self.memory.state(changes=True):
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
     def offload(self) -> None:
@@ -363,7 +363,7 @@ class Engine:
         Not collective; weights that an unfinished ``export_weights`` reads stay.
         """
         ddp.wait_for_weights(self._replicas)
-        self._memory.offload()
+        self.memory.offload()
 
     def _expect_role(self, role: str) -> None:
         if self.role != role:
@@ -401,7 +401,7 @@ class Engine:
             chunk.eval()
         outputs = functools.partial(self._outputs, temperature=temperature, with_entropy=False)
         off = without_adapters(self.chunks) if self._adapters_off else contextlib.nullcontext()
-        with self._memory.weights(), off:
+        with self.memory.weights(), off:
             return self._schedule(self.chunks, microbatches, outputs, forward_only=True, record_routes=record_routes)
 
     def _schedule(

@@ -97,9 +97,10 @@ class TrainerRank:
         self.use.start_stage(stage)
 
     def offload_others(self, name: str) -> None:
-        """Offload every engine but this one; an empty name: every engine."""
-        for other, engine in self.engines.items():
-            if other != name:
+        """Offload every engine but this one and those on the same weights; an empty name: every engine."""
+        used = self.engines[name].memory if name else None
+        for engine in self.engines.values():
+            if engine.memory is not used:
                 engine.offload()
 
     def cache_of(self, engine: Engine, step: int | None) -> SequenceCache:

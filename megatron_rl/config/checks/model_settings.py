@@ -20,6 +20,7 @@ from megatron_rl.config.schema import (
     RoutingReplay,
     WeightUpdate,
 )
+from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 
 
 def parallel_problems(config: Config, world_size: int | None) -> Iterator[str]:
@@ -91,6 +92,11 @@ def lora_problems(config: Config, command: str) -> Iterator[str]:
     policy = config.policy
     if policy.lora.rank and command == "reward-train":
         yield "policy.lora.rank: reward models train all weights; set 0"
+    if policy.lora.path and command in SERVED_COMMANDS and command not in RL_COMMANDS:
+        yield (
+            f"policy.lora.path: {command} reads policy.path alone; merge the adapters (megatron-rl convert --to hf), name the "
+            "merged folder in policy.path, and set lora.path empty"
+        )
     if not policy.lora.rank:
         return
     if policy.lora.sync is LoraSync.adapters:

@@ -13,7 +13,6 @@ from megatron_rl.config.derived import (
     max_new_tokens,
     needs_critic,
     num_responses_per_step,
-    policy_model,
     sends_adapters,
     shares_base,
 )
@@ -25,7 +24,7 @@ from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.plan.memory_table import print_memory
 from megatron_rl.families.adapters import adapted_linears
-from megatron_rl.families.model_facts import as_config
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import make_graph
 
 _MOST_DEVICES = 8
@@ -76,7 +75,7 @@ def _notes(config: Config, world_size: int) -> list[str]:
 def _lora_notes(config: Config, command: str) -> Iterator[str]:
     if not config.policy.lora.rank or not _has_model(config):
         return
-    lora, model = config.policy.lora, as_config(policy_model(config))
+    lora, model = config.policy.lora, load_hf_config(config.policy.path)
     number_bytes = 4 if config.policy.dtype is Dtype.float32 else 2
     whole = number_bytes * num_parameters(model)
     linears = adapted_linears(model, lora.targets, lora.rank)
