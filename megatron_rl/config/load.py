@@ -297,8 +297,6 @@ def _section(key: str, value: Mapping[str, Any], section: Any, *, is_layer: bool
 def _suggestion(key: str) -> str:
     if key in REMOVED:
         return f", which was removed: {REMOVED[key][1]}"
-    if "lora" in key.lower():
-        return "; adapters (LoRA) are not supported: all weights of a model train"
     close = near_misses(key)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -44,6 +44,9 @@ class GenerationPlan:
     published_meanwhile: bool = False
     """True if weights may be published during a window: replies must then report which weights sampled which tokens."""
 
+    has_adapters: bool = False
+    """True if the servers have the weights of a version as an adapter, which requests name."""
+
     @property
     def needs_text(self) -> bool:
         """True if servers must match text, for which they need a tokenizer."""

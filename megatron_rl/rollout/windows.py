@@ -27,6 +27,7 @@ from dataclasses import replace
 from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.trajectory import Segment, TokenParts, Trajectory, message_segment
 from megatron_rl.environments.base import Ended, Message, turn_views
+from megatron_rl.families.adapters import served_name
 from megatron_rl.rollout.environment_calls import WAIT_POLL_S, OpenRow, Reply
 from megatron_rl.rollout.generation import Decode, Dialogue, GenerationPlan
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
@@ -258,6 +259,7 @@ class WindowGenerator:
             stop_strings=() if hot else self._server_stops(trajectory),
             weight_version=str(self._weight_version),
             newest_version=self._newest_version,
+            adapter=served_name(self._weight_version) if self._plan.has_adapters else "",
             response_name=f"{self._kind}-{trajectory.id}",
             # Only first requests: later ones share few tokens with their group compared to their own response.
             group_name="" if trajectory.segments else trajectory.prompt.id,

@@ -7,10 +7,19 @@ from typing import Any
 from megatron_rl.config.checks.data_settings import references
 from megatron_rl.config.checks.servers import quantization_problems
 from megatron_rl.config.derived import is_served, policy_model
-from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
-from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
+from megatron_rl.config.layout import critic_layout, expert_tensor_size, experts_problem, layers_problem, of_critic
+from megatron_rl.config.schema import (
+    Config,
+    LoadBalancing,
+    LoraConfig,
+    LoraSync,
+    MoeConfig,
+    ParallelConfig,
+    VisionConfig,
+)
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
+from megatron_rl.families.adapters import SERVED_FAMILIES, adapted_linears
 from megatron_rl.families.family import ModelConfig, families, family_of
 from megatron_rl.families.model_facts import (
     as_config,
@@ -50,6 +59,11 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
         if family.vision is not None and served:
             yield f"{served[0]}: a server gets tokens, and no images of {model_type}; give the reference's folder"
     yield from _frozen(config.critic.freeze, model, path)
+    for name, lora, layout in (
+        ("policy", config.policy.lora, config.parallel),
+        ("critic", config.critic.lora, critic_layout(config)),
+    ):
+        yield from _adapters(name, lora, layout, model, path)
     yield from _divisions(config.parallel, model, path)
     if config.critic.parallel:
         yield from (of_critic(problem) for problem in _divisions(config.critic.parallel, model, path))
@@ -113,6 +127,27 @@ def _frozen(patterns: list[str], model: dict[str, Any], path: Path) -> Iterator[
         frozen_parameters(as_config(model), "critic", patterns) if patterns else ()
     except ModelError as error:
         yield f"critic.freeze: {error} ({path})"
+
+
+def _adapters(name: str, lora: LoraConfig, layout: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
+    if not lora.rank:
+        return
+    try:
+        linears = adapted_linears(as_config(model), lora.targets, lora.rank)
+    except ModelError as error:
+        yield f"{name}.lora.targets: {error} ({path})"
+        return
+    if name == "policy" and lora.sync is LoraSync.adapters and model["model_type"] not in SERVED_FAMILIES:
+        yield (
+            f"policy.lora.sync=adapters: only adapters of {', '.join(SERVED_FAMILIES)} are served, and {path} is {model['model_type']}; "
+            "set policy.lora.sync=merged"
+        )
+    if any(linear.is_expert for linear in linears) and expert_tensor_size(layout) > 1:
+        section = "parallel" if name == "policy" else "critic.parallel"
+        yield (
+            f"{name}.lora.targets: adapters of routed experts need {section}.expert_tensor_parallel_size=1, got "
+            f"{expert_tensor_size(layout)}; set it to 1, with {section}.expert_parallel_size above 1"
+        )
 
 
 def _other_tokens(config: Config) -> Iterator[str]:

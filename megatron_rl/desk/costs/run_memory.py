@@ -318,7 +318,8 @@ class _Run:
             number_bytes=model.number_bytes,
             forward_only=not updates,
         )
-        states = parameter_bytes(model.dtype, model.settings.optimizer if model.trains else None, model.settings.vision)
+        settings = model.settings
+        states = parameter_bytes(model.dtype, settings.optimizer if model.trains else None, settings.vision, settings.lora)
         return memory_by_rank(
             model.facts, model.parallel, passes, num_ranks=self.num_ranks, is_critic=model.is_critic, states=states
         )

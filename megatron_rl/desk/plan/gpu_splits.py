@@ -85,7 +85,8 @@ def fewest_gpus(search: PlanSearch, most: int = 4096) -> int:
     """Return the fewest GPUs that some layout fits, in whole nodes beyond one node; 0 if ``most`` are not enough."""
     counting, per_machine = replace(search, wide=True, refused={}, settled={}), search.gpu.per_machine
     policy = models_of(search.config, search.facts)[0]
-    states = sum(parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
+    settings = policy.settings
+    states = sum(parameter_bytes(policy.dtype, settings.optimizer, settings.vision, settings.lora).least[:3])
     least = states * num_parameters(policy.facts) / search.gpu.hbm_bytes
     if policy.number_bytes * num_parameters(policy.facts) > search.gpu.hbm_bytes * per_machine * MOST_MACHINES:
         return 0
