@@ -204,6 +204,10 @@ class Trajectory:
     """True if an environment answers the turns and ends the dialogue."""
     max_turn_tokens: int = 0
     """Maximum number of generated tokens of one turn; 0: the rest of the budget."""
+    turn_limit: int = 0
+    """A smaller maximum of the current turn alone; 0: none."""
+    turn_stops: tuple[str, ...] = ()
+    """Strings that end the current turn, besides those of the environment."""
     next_role: str = POLICY
     """Speaker after the last message, or of the first turn."""
     env_done: bool = False
@@ -342,12 +346,17 @@ class Trajectory:
         return sum(len(s.token_ids) for s in self._of_current_turn())
 
     @property
+    def turn_budget(self) -> int:
+        """Maximum number of generated tokens of the current turn; 0: the rest of the budget."""
+        return min(filter(None, (self.turn_limit, self.max_turn_tokens)), default=0)
+
+    @property
     def turn_finished(self) -> bool:
         """True if the current turn has tokens and gets no more tokens."""
         last = next(reversed(list(self._of_current_turn())), None)
         if last is None:
             return False
-        full = 0 < self.max_turn_tokens <= self.num_turn_tokens
+        full = 0 < self.turn_budget <= self.num_turn_tokens
         return last.finish_reason == "stop" or full or self.finished
 
     def _of_current_turn(self) -> Iterator[Segment]:
@@ -426,6 +435,7 @@ class Trajectory:
         # An older state tells by its values which steps have trained: all with tokens, or none.
         deferred = () if state.get("old_values") else (segment.step for segment in fields["segments"])
         fields["deferred_steps"] = tuple(state.get("deferred_steps", deferred))
+        fields["turn_stops"] = tuple(state.get("turn_stops", ()))
         fields["score"] = Score(**state["score"]) if state["score"] else None
         for name in ("turn_grades", "turn_scores"):
             scores = state.get(name, {})

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -71,6 +72,14 @@ def user(text):
 
 def main():
     history = user(MODE["name"])
+    if MODE.get("leave"):
+        try:
+            post(history, timeout_s=0.4)
+            print("answered at once")
+        except (TimeoutError, urllib.error.URLError):
+            time.sleep(3.0)
+            history = user("something else")
+    previous = {}
     for turn in range(MODE.get("turns", 6)):
         if MODE.get("retry") and turn % 2:
             try:
@@ -78,13 +87,13 @@ def main():
                 print("answered at once")
             except (TimeoutError, urllib.error.URLError):
                 print("retried")
-        answer = post(history, count=int(bool(MODE.get("retry"))))
-        if MODE.get("show"):
-            print(json.dumps(answer))
+        answer = post(history, count=int(bool(MODE.get("retry"))), **previous)
         if MODE.get("fork") and turn == 2:
             post(user("a part of the task"))
             post([*history[:-1], *user("another way")])
         history = [*history, *said(answer), *user(f"more {turn}")]
+        if MODE.get("chain"):
+            previous, history = {"previous_response_id": answer["id"]}, user(f"more {turn}")
     Path("result.txt").write_text(f"{turn + 1} turns")
     print("done")
 

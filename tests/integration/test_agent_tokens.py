@@ -27,6 +27,7 @@ from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import TRAINING, WindowGenerator
 from megatron_rl.step.packing import window_batch
 from tests.chat_models import END_ID, VOCAB_SIZE, make_chat_model
+from tests.integration.test_rollout_server import slow_down
 from tests.unit.agents.fake_run import services
 
 START_TIMEOUT_S = 400.0
@@ -93,7 +94,12 @@ async def recording_proxy(url: str):
 
 
 async def trained(
-    harness: Harness, tokenizer: Tokenizer, url: str, modes: list[dict[str, Any]], max_turn_tokens: int = MAX_TURN_TOKENS
+    harness: Harness,
+    tokenizer: Tokenizer,
+    url: str,
+    modes: list[dict[str, Any]],
+    max_turn_tokens: int = MAX_TURN_TOKENS,
+    window_tokens: int = WINDOW_TOKENS,
 ) -> tuple[dict[int, Trajectory], dict[int, list[tuple[int, float]]]]:
     """Let a program per mode run in windows to its end. Returns the rows, and the tokens that train, by trajectory."""
     prompts = [Prompt(f"p{i}", (5,), text=json.dumps(mode), answer="1") for i, mode in enumerate(modes)]
@@ -113,7 +119,7 @@ async def trained(
             if not live:
                 return rows, tokens
             plan = GenerationPlan(sampling, tokenizer.decode, dialogue=dialogue)
-            window = WindowGenerator(client, None, plan, step=step, num_tokens=WINDOW_TOKENS, weight_version=LOADED, kind=TRAINING)
+            window = WindowGenerator(client, None, plan, step=step, num_tokens=window_tokens, weight_version=LOADED, kind=TRAINING)
             await window.generate(live, open_row=open_row)
             batch = window_batch(live, step)
             parts = [batch.fields[name].split(batch.lengths.tolist()) for name in ("mask", "rollout_logprobs")]
@@ -123,7 +129,7 @@ async def trained(
     raise AssertionError("the programs did not end")
 
 
-def run(folder: Path, model: Path, server: SglangServer, modes: list[dict[str, Any]], **options: Any):
+def run(folder: Path, model: Path, server: SglangServer, modes: list[dict[str, Any]], return_s: float = 10.0, **options: Any):
     """The rows, their trained tokens, what the proxy saw, and the harness after the end of all programs."""
 
     async def main():
@@ -132,6 +138,7 @@ def run(folder: Path, model: Path, server: SglangServer, modes: list[dict[str, A
             endpoint = EndpointOptions(tool_parser="qwen25", thought_parser="deepseek-r1")
             harness = Harness(command=[sys.executable, str(CLIENT)], endpoint=endpoint, num_programs=16)
             await harness.start(services(folder, tokenizer, server_urls=lambda: [proxy.url], max_response_tokens=6000))
+            harness._endpoint.return_s = return_s
             try:
                 rows, tokens = await trained(harness, tokenizer, proxy.url, modes, **options)
             finally:
@@ -158,25 +165,55 @@ LINEAR = [
     for protocol in ("chat", "messages", "responses")
     for i, (stream, thoughts) in enumerate([(False, True), (True, True), (False, False), (True, False)])
 ]
+LIMITED = [
+    {"protocol": "chat", "stream": False, "thoughts": True, "fields": {"max_tokens": 7}, "name": "max_tokens"},
+    {"protocol": "chat", "stream": True, "thoughts": True, "fields": {"stop": ["e", "a b"]}, "name": "stop"},
+    {"protocol": "messages", "stream": True, "thoughts": True, "fields": {"stop_sequences": ["e"]}, "name": "stop_sequences"},
+    {"protocol": "responses", "stream": False, "thoughts": True, "chain": True, "name": "previous_response_id"},
+]
 RETRIES = [{"protocol": p, "stream": s, "thoughts": True, "retry": True, "name": f"retry {p}"} for p, s in [("chat", 0), ("messages", 1)]]
 FORKS = [{"protocol": p, "stream": False, "thoughts": True, "fork": True, "name": f"fork {p}"} for p in ("chat", "responses")]
 
 
 @pytest.mark.timeout(900)
 def test_trained_ids_and_logprobs_are_those_that_sglang_returned_each_once(tmp_path, model, server):
-    modes = [*LINEAR, *RETRIES, *FORKS]
+    modes = [*LINEAR, *LIMITED, *RETRIES, *FORKS]
     rows, tokens, proxy = run(tmp_path, model, server, modes)
     outputs = {path.parent.name: path.read_text() for path in (tmp_path / "agents").glob("*/output.txt")}
     assert {text.splitlines()[-1] for text in outputs.values()} == {"done"}, outputs
     check_tokens(rows, tokens, proxy)
     first_rows = [row for row in rows.values() if row.parent < 0]
     assert {row.graded_text for row in first_rows} == {"6 turns"} and all(len(row.turns()) >= 6 for row in first_rows)
-    linear = len(LINEAR) + len(RETRIES)
+    linear = len(LINEAR) + len(LIMITED) + len(RETRIES)
     num_rows = {i: 1 + sum(row.parent == i for row in rows.values()) for i in range(len(modes))}
     assert sum(num_rows[i] for i in range(linear)) <= 1.02 * linear
     assert all(num_rows[i] == 3 for i in range(linear, len(modes)))
+    tokenizer = Tokenizer(model)
+    texts = {i: [tokenizer.decode(turn.token_ids.tolist()) for turn in rows[i].turns()] for i in range(len(LINEAR), linear)}
+    assert max(map(len, texts[len(LINEAR)])) == 7
+    for i in (len(LINEAR) + 1, len(LINEAR) + 2):
+        assert all("e" not in text[:-1] for text in texts[i]) and sum(text.endswith("e") for text in texts[i]) > 0
     # Otherwise the run has not tried what it is for.
     turns = [turn for row in rows.values() for turn in row.turns()]
     assert {turn.finish_reason for turn in turns} == {"stop", "length"}
     assert any(len({segment.step for segment in turn.segments}) > 2 for turn in turns)
     assert sum("retried" in text for text in outputs.values()) == len(RETRIES)
+
+
+@pytest.mark.timeout(600)
+def test_sglang_is_told_of_a_client_that_left_and_its_row_is_unscored_while_the_program_goes_on(tmp_path, model, server):
+    modes = [{"protocol": "chat", "stream": False, "thoughts": True, "leave": True, "turns": 2, "name": f"leaves {i}"} for i in range(4)]
+    slow_down(server.url, 0.05)
+    try:
+        rows, tokens, proxy = run(tmp_path, model, server, modes, max_turn_tokens=400, window_tokens=400, return_s=0.3)
+    finally:
+        slow_down(server.url, 0.0)
+    check_tokens(rows, tokens, proxy)
+    left = [row for row in rows.values() if row.score is not None]
+    assert left and proxy.aborted and all(row.parent < 0 and row.score.value is None and "left" in row.score.error for row in left)
+    for row in left:
+        (turn,) = row.turns()
+        # 0.4 s until the client leaves, 0.3 s until it is given up, at most 0.2 s until the abort, and twice the time for a slow machine.
+        assert turn.finish_reason == "abort" and turn.num_tokens < 40
+        (other,) = [one for one in rows.values() if one.parent == row.id]
+        assert other.graded_text == "2 turns" and len(other.turns()) == 2
