@@ -224,6 +224,9 @@ class Trajectory:
     """Score of each turn's graded text by the run's reward, keyed by turn."""
     turn_scores: dict[int, Score] = field(default_factory=dict)
     """Score that the last token of a turn receives, keyed by turn."""
+    waits: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """(step in which it joined, seconds of its call) of the environment's reply to each turn, if the environment may wait; turn -1:
+    the reply that opened the dialogue. Measured in this run, so not part of checkpoints."""
     routes: tuple[int, np.ndarray] | None = None
     """(step, routes) of the newest request, only with routing replay R3: the experts to which the server sent the
     tokens, [tokens of request and answer - 1, layers, k] int16, expert id + 1; 0: no record. The step's weights
@@ -406,7 +409,7 @@ class Trajectory:
 
         ``prompt_index``: stored instead of the prompt, for a caller that stores the prompts separately.
         """
-        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routes"}
+        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("routes", "waits")}
         state["prompt"] = self.prompt.to_dict() if prompt_index is None else prompt_index
         state["segments"] = [dict(vars(segment)) for segment in self.segments]
         for name in _BY_WINDOW:

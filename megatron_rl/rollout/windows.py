@@ -399,7 +399,7 @@ class WindowGenerator:
         finally:
             self._num_waiting -= 1
             closed.cancel()
-        return dialogue.calls.result(trajectory, episode) if asked.done() else asked
+        return dialogue.calls.result(trajectory, episode, self._step) if asked.done() else asked
 
     def _add_message(self, dialogue: Dialogue, trajectory: Trajectory, message: Message) -> None:
         trajectory.turn_limit, trajectory.turn_stops = message.max_turn_tokens, message.stop_strings

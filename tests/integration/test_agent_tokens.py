@@ -148,11 +148,25 @@ def run(folder: Path, model: Path, server: SglangServer, modes: list[dict[str, A
     return asyncio.run(asyncio.wait_for(main(), 400))
 
 
-def check_tokens(rows, tokens, proxy) -> None:
-    """Every id and log-prob that SGLang returned trains once, in its place, after the tokens that SGLang had before it."""
+def without_dropped(samples, tokens, ends) -> list:
+    """The samples of a row whose turns end with one of the ids ``ends``, without the tokens after one."""
+    kept, rest = [], list(tokens)
+    for before, ids, logprobs in samples:
+        num = next((i for i in range(len(ids)) if rest[i : i + 1] != [(ids[i], float(np.float32(logprobs[i])))]), len(ids))
+        assert num == len(ids) or ids[num - 1] in ends
+        kept.append((before, ids[:num], logprobs[:num]))
+        rest = rest[num:]
+    return kept
+
+
+def check_tokens(rows, tokens, proxy, stopped=(), ends=()) -> None:
+    """Every id and log-prob that SGLang returned trains once, in its place, after the tokens that SGLang had before it.
+
+    Rows in ``stopped`` have stop strings, which this server cannot see: tokens after one are not used.
+    """
     assert set(proxy.sampled) == set(rows) == set(tokens)
     for number, row in rows.items():
-        samples = proxy.sampled[number]
+        samples = without_dropped(proxy.sampled[number], tokens[number], ends) if number in stopped else proxy.sampled[number]
         returned = [(id, float(np.float32(p))) for _, ids, logprobs in samples for id, p in zip(ids, logprobs, strict=True)]
         assert tokens[number] == returned, f"row {number}"
         assert [id for id, on in zip(row.response_ids.tolist(), row.generated_mask(), strict=True) if on] == [id for id, _ in returned]
@@ -181,14 +195,14 @@ def test_trained_ids_and_logprobs_are_those_that_sglang_returned_each_once(tmp_p
     rows, tokens, proxy = run(tmp_path, model, server, modes)
     outputs = {path.parent.name: path.read_text() for path in (tmp_path / "agents").glob("*/output.txt")}
     assert {text.splitlines()[-1] for text in outputs.values()} == {"done"}, outputs
-    check_tokens(rows, tokens, proxy)
+    tokenizer = Tokenizer(model)
+    check_tokens(rows, tokens, proxy, {len(LINEAR) + 1, len(LINEAR) + 2}, tokenizer.encode("eb"))
     first_rows = [row for row in rows.values() if row.parent < 0]
     assert {row.graded_text for row in first_rows} == {"6 turns"} and all(len(row.turns()) >= 6 for row in first_rows)
     linear = len(LINEAR) + len(LIMITED) + len(RETRIES)
     num_rows = {i: 1 + sum(row.parent == i for row in rows.values()) for i in range(len(modes))}
     assert sum(num_rows[i] for i in range(linear)) <= 1.02 * linear
     assert all(num_rows[i] == 3 for i in range(linear, len(modes)))
-    tokenizer = Tokenizer(model)
     texts = {i: [tokenizer.decode(turn.token_ids.tolist()) for turn in rows[i].turns()] for i in range(len(LINEAR), linear)}
     assert max(map(len, texts[len(LINEAR)])) == 7
     for i in (len(LINEAR) + 1, len(LINEAR) + 2):
