@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", metavar="NAME", help="preset for the keys that are not given (default without a recipe: tppo)")
     add("--lengths", metavar="LENGTHS", help="response lengths: name:key=value,... or a file or a run's folder (docs/simulate.md)")
     add("--prompts", metavar="LENGTHS", default="fixed:length=200", help="prompt lengths (default: %(default)s)")
+    add("--tool-times", metavar="TOKENS:TIMES", help="tokens per turn, and milliseconds of the environment after it (docs/simulate.md)")
     add("--slots", type=positive_int, metavar="N", help="responses per step: prompts x samples")
     add("--sequence-tokens", type=positive_int, metavar="N", help="largest number of tokens of a prompt and its response")
     add("--windows", type=number_or_word, nargs="+", metavar="TOKENS", help="windows to compare (default: the recipe's, half, double)")

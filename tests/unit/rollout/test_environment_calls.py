@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -41,8 +42,8 @@ def plan_of(environment, **limits):
     return GenerationPlan(SAMPLING, decode, dialogue=Dialogue(calls, encode))
 
 
-async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None):
-    made = WindowGenerator(Engine(), None, plan, step=step, num_tokens=num_tokens, weight_version=1, kind=kind)
+async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None, **engine):
+    made = WindowGenerator(Engine(**engine), None, plan, step=step, num_tokens=num_tokens, weight_version=1, kind=kind)
     await asyncio.wait_for(made.generate(trajectories, open_row=open_row), 20)
 
 
@@ -189,7 +190,7 @@ def test_a_further_row_trains_its_own_tokens_alone_and_takes_no_slot():
             if episode == "train-0":
                 opened = asyncio.get_running_loop().create_future()
                 shared = (*prompt.token_ids, *turns[0].token_ids)
-                self.branches.put_nowait(Branch(episode, shared, opened))
+                self.branches.put_nowait(Branch(episode, Message(token_ids=shared), opened))
                 self.row = await opened
                 await self.events.setdefault("row", asyncio.Event()).wait()
             else:
@@ -223,7 +224,7 @@ def test_a_row_waits_for_the_window_of_its_episode_and_ends_with_it():
         loop = asyncio.get_running_loop()
         tool = Tool()
         tool.branches = asyncio.Queue()
-        foreign, stale, own = (Branch(name, (1,), loop.create_future()) for name in ("eval-0-1", "train-1", "train-1"))
+        foreign, stale, own = (Branch(name, Message(token_ids=(1,)), loop.create_future()) for name in ("eval-0-1", "train-1", "train-1"))
         stale.opened.cancel()
         for branch in (foreign, stale, own):
             tool.branches.put_nowait(branch)
@@ -289,4 +290,68 @@ def test_two_thousand_waiting_dialogues_leave_the_loop_free():
         await running
         assert sorted(lags)[90] < 0.02
 
+    asyncio.run(main())
+
+
+class Limits(Talk):
+    """Answers with limits of the next turn, one after the other."""
+
+    def __init__(self, *limits):
+        super().__init__(num_turns=len(limits) + 1, stop_strings=())
+        self.limits = limits
+
+    def respond(self, prompt, turns):
+        message = super().respond(prompt, turns)
+        return message and replace(message, **self.limits[len(turns) - 1])
+
+
+@pytest.mark.parametrize("num_tokens", [100, 3])
+def test_a_message_limits_the_next_turn_alone_in_one_window_or_in_many(num_tokens):
+    async def main():
+        t = new_trajectory(budget=90, max_turn_tokens=8)
+        plan = plan_of(Limits({"max_turn_tokens": 5}, {"max_turn_tokens": 500}, {}))
+        for step in range(12):
+            t = Trajectory.from_dict(t.to_dict())
+            await window(plan, [t], step=step, num_tokens=num_tokens, end_weight=0.0)
+        assert [turn.num_tokens for turn in t.turns()] == [8, 5, 8, 8] and t.env_done
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_tokens", [100, 3])
+def test_a_stop_string_of_a_message_ends_the_next_turn_alone_and_stays_in_it(num_tokens):
+    async def main():
+        free = new_trajectory(budget=200, max_turn_tokens=40)
+        await window(plan_of(Limits({}, {})), [free], end_weight=0.0)
+        turn = free.turns()[1]
+        stop = decode(turn.token_ids[5:7].tolist())
+        assert turn.num_tokens > 8 and stop
+        t = new_trajectory(budget=200, max_turn_tokens=40)
+        for step in range(60):
+            t = Trajectory.from_dict(t.to_dict())
+            await window(plan_of(Limits({"stop_strings": (stop,)}, {})), [t], step=step, num_tokens=num_tokens, end_weight=0.0)
+        first, second, third = t.turns()
+        assert first.token_ids.tolist() == free.turns()[0].token_ids.tolist() and third.num_tokens > 8
+        assert decode(second.token_ids.tolist()).endswith(stop) and second.finish_reason == "stop"
+        assert second.token_ids.tolist() == turn.token_ids[: second.num_tokens].tolist() and second.num_tokens <= 7
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_nobody_waits_for_is_aborted_and_ends_with_its_tokens():
+    class Leaves(Tool):
+        async def respond(self, prompt, turns, episode):
+            self.unwanted.discard(episode)
+            engine.hold.clear()
+            return await super().respond(prompt, turns, episode)
+
+    async def main():
+        tool, t = Leaves(num_turns=2), new_trajectory(id=1, budget=60)
+        tool.unwanted = {"train-1"}
+        made = WindowGenerator(engine, None, plan_of(tool), step=0, num_tokens=100, weight_version=1, kind="train")
+        await asyncio.wait_for(made.generate([t]), 20)
+        first, second = t.turns()
+        assert first.finish_reason == "abort" and first.num_tokens == 30 and second.num_tokens == 28 and t.finished
+
+    engine = Engine(hold={1}, end_weight=0.0)
     asyncio.run(main())
