@@ -2,7 +2,7 @@
 
 A repository has two files with two functions each, one of which has a wrong constant. A transcript that repairs it::
 
-    user "fix left top"       run()            -> "red(2)=5 not 9"
+    user "fix left top"       run()            -> "left red(2)=5 not 9"
                               read(left)       -> "1 red=x+3 / 2 blue=x+1"
                               edit(left, 1, "red=x+7")  -> "ok"
                               run()            -> "pass"
@@ -30,7 +30,7 @@ from tiny_model import END, SPECIAL_TOKENS, model_config, write_json, write_toke
 
 NAMES = ("red", "blue", "green", "gray", "pink", "gold", "teal", "lime")
 FILES = ("left", "right", "top", "base")
-SHARES = {"repair": 0.26, "give_up": 0.18, "constant": 0.24, "edit_check": 0.16, "careless": 0.16}
+SHARES = {"repair": 0.36, "give_up": 0.14, "constant": 0.22, "edit_check": 0.14, "careless": 0.14}
 """Kinds of transcripts. constant: writes the expected number, which passes the visible check alone. edit_check: makes the check
 expect what the program gives. careless: edits without having run the check."""
 EVAL_SHARE = 10
@@ -84,20 +84,17 @@ def transcript(task: Task, kind: str, generator: random.Random) -> list[Row]:
         messages.append({"role": "assistant", "content": "", "tool_calls": [{"id": number, "type": "function", "function": said}]})
         messages.append({"role": "tool", "tool_call_id": number, "content": repository.call(tool, json.dumps(arguments))})
 
-    first, second = (name for name in task.files if name != CHECK)
     if kind == "careless":
-        call("read", file=first)
-        line = generator.randrange(2)
-        call("edit", file=first, line=line + 1, text=f"{task.files[first][line].partition('=')[0]}=x+{generator.randrange(10)}")
+        file, line = next(iter(task.files)), generator.randrange(2)
+        call("read", file=file)
+        call("edit", file=file, line=line + 1, text=f"{task.files[file][line].partition('=')[0]}=x+{generator.randrange(10)}")
     else:
         call("run")
     if kind == "edit_check":
         call("edit", file=CHECK, line=1, text=f"{task.name}({task.x})={task.got}")
         call("run")
     elif kind != "careless":
-        call("read", file=first)
-        if task.file == second and kind != "give_up":
-            call("read", file=second)
+        call("read", file=task.file)
     if kind in ("repair", "constant"):
         call("edit", file=task.file, line=task.line, text=task.right if kind == "repair" else f"{task.name}={task.y}")
         call("run")
@@ -115,7 +112,7 @@ def rows(name: str, count: int, seed: int) -> Iterator[Row]:
         count -= 1
         if name == "sft":
             kind = generator.choices(list(SHARES), list(SHARES.values()))[0]
-            yield {"id": f"sft-{count}", "messages": transcript(task, kind, generator)}
+            yield {"id": f"sft-{count}", "files": files, "messages": transcript(task, kind, generator)}
         else:
             yield {"id": f"{name}-{count}", "prompt": task.prompt, "answer": json.dumps(values(task.repaired)), "files": files}
 
@@ -140,8 +137,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--num-train", type=int, default=8000)
+    parser.add_argument("--num-sft", type=int, default=40000)
+    parser.add_argument("--num-held-out", type=int, default=200)
     options = parser.parse_args(arguments)
-    for name, count in (("train", 8000), ("sft", 40000), ("eval", 200)):
+    for name, count in (("train", options.num_train), ("sft", options.num_sft), ("eval", options.num_held_out)):
         write_rows(options.output / f"{name}.jsonl", rows(name, count, options.seed))
     write_model_folder(options.output / "model")
     print(f"make_task: the repair task lies in {options.output}")

@@ -97,9 +97,10 @@ class Repository:
         return "ok"
 
     def run(self) -> str:
-        """What the visible check says: ``pass``, or the first line that fails."""
+        """What the visible check says: ``pass``, or the first line that fails and the file of its name."""
         try:
             known = functions(self.files)
+            places = {line.partition("=")[0]: file for file, lines in self.files.items() if file != CHECK for line in lines}
             for line in self.files[CHECK]:
                 found = _CHECK_LINE.fullmatch(line)
                 if not found or found[1] not in known:
@@ -107,7 +108,7 @@ class Repository:
                 slope, constant = known[found[1]]
                 got = slope * int(found[2]) + constant
                 if got != int(found[3]):
-                    return f"{found[1]}({found[2]})={got} not {found[3]}"
+                    return f"{places[found[1]]} {found[1]}({found[2]})={got} not {found[3]}"
         except Broken as problem:
             return str(problem)
         return PASS

@@ -14,15 +14,18 @@ if [ ! -f $O/sft/config.json ]; then
     .venv/bin/megatron-rl sft --config $RECIPE policy.path=$O/task/model policy.init=random
 fi
 .venv/bin/python examples/agents/repair/agent_service.py 8775 &
-trap "kill $!" EXIT
+trap "kill $! 2>/dev/null || true" EXIT
 
-WHOLE=(schedule.mode=sync batch.window_tokens=0 run.num_steps=30 eval.every_steps=5)
+# Whole episodes: as many tokens per update as in windows, and a critic that has seen as many episodes before it counts.
+WHOLE=(schedule.mode=sync batch.window_tokens=0 batch.policy_minibatch_size=16 batch.critic_minibatch_size=16 critic.warmup_steps=2
+    run.num_steps=12 eval.every_steps=6)
 for arm in ${ARMS:-windows}; do
     case $arm in
         windows) train_arm windows "$@" ;;
         whole) train_arm whole preset=ppo "${WHOLE[@]}" "$@" ;;
-        groups) train_arm groups preset=rloo "${WHOLE[@]}" batch.num_prompts_per_step=16 batch.num_samples_per_prompt=4 "$@" ;;
-        sao) train_arm sao preset=sao "${WHOLE[@]}" schedule.mode=async critic.num_epochs=2 "$@" ;;
+        sao) train_arm sao preset=sao "${WHOLE[@]}" schedule.mode=async "$@" ;;
+        groups) train_arm groups preset=rloo "${WHOLE[@]}" batch.num_prompts_per_step=16 batch.num_samples_per_prompt=4 \
+            critic.warmup_steps=0 algorithm.kl.place=none "$@" ;;
         *) echo "run.sh: error: ARMS has windows, whole, sao and groups, got $arm" >&2; exit 2 ;;
     esac
 done
