@@ -1,4 +1,4 @@
-"""The recipe of examples/agents/repair, a few steps long: transcripts, then an agent's service that OpenAI's client connects with the run."""
+"""The recipe of examples/agents/repair, a few steps long: transcripts, then an agent's service, and OpenAI's client between it and the run."""
 
 import contextlib
 import json

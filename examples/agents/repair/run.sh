@@ -18,7 +18,7 @@ trap "kill $! 2>/dev/null || true" EXIT
 
 # Whole episodes: as many tokens per update as in windows, and a critic that has seen as many episodes before it counts.
 WHOLE=(schedule.mode=sync batch.window_tokens=0 batch.policy_minibatch_size=16 batch.critic_minibatch_size=16 critic.warmup_steps=2
-    run.num_steps=12 eval.every_steps=6)
+    run.num_steps=8 eval.every_steps=4)
 for arm in ${ARMS:-windows}; do
     case $arm in
         windows) train_arm windows "$@" ;;
