@@ -1,4 +1,4 @@
-"""The recipe of examples/agents/repair, a few steps long: transcripts, then an agent's service, and OpenAI's client between it and the run."""
+"""The recipe of examples/agents/repair, some steps long: transcripts, then reinforcement learning through the endpoint by OpenAI's client."""
 
 import contextlib
 import json
