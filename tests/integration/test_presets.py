@@ -58,7 +58,7 @@ OVERRIDES = {
     ],
 }
 EXPECTED = {
-    "distillation": ("kl/reference_per_token", "rollout/num_unfinished"),
+    "distillation": ("kl/reference_per_token", "rollout/num_carried"),
     "dapo": ("dynamic_sampling/num_rounds", "dynamic_sampling/useful_share"),
     "grpo": ("kl/reference_per_token", "policy/kl_loss"),
     "reinforce_pp": ("kl/reference_per_token",),

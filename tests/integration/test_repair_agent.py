@@ -1,4 +1,4 @@
-"""The recipe of examples/agents/repair, some steps long: transcripts, then reinforcement learning through the endpoint by OpenAI's client."""
+"""The recipe of examples/agents/repair, some steps long: transcripts, then learning through the endpoint by OpenAI's client."""
 
 import contextlib
 import json
