@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.tracking.metrics_file import read_metrics
 from tests.chat_models import make_chat_model
+from tests.integration.preloaded import preloading
 
 TIMEOUT_S = 580
 AGENT = """
@@ -74,10 +75,11 @@ def train(folder, *, preset, argument="", extra="", overrides=()):
     recipe.write_text(RECIPE.format(folder=folder, preset=preset, python=sys.executable, argument=argument) + extra)
     command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(recipe), *overrides]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command, env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
-    )
+    with preloading():
+        done = subprocess.run(
+            command, env={**environment, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
+        )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout, [row.metrics for row in read_metrics(folder / "run" / "metrics.jsonl")]
 
