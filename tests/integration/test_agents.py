@@ -15,6 +15,7 @@ from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from tests.chat_models import make_chat_model
+from tests.integration.preloaded import preloading
 from tests.integration.test_async import kill_and_resume
 from tests.integration.test_train import descendants, run, start, stop_tree, wait_until
 from tests.same_runs import differences
@@ -82,15 +83,16 @@ def train(folder, *, preset, argument="", extra="", overrides=()):
     recipe.write_text(RECIPE.format(folder=folder, preset=preset, python=sys.executable, argument=argument) + extra)
     command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(recipe), *overrides]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    with preloading():
+        done = subprocess.run(
+            command,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout, [row.metrics for row in read_metrics(folder / "run" / "metrics.jsonl")]
 

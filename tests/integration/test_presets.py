@@ -12,6 +12,7 @@ from megatron_rl.config.load import preset_names
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.tracking.metrics_file import read_metrics
+from tests.integration.preloaded import preloading, serving
 from tests.word_models import make_word_model
 
 RECIPE = """
@@ -88,9 +89,7 @@ def runs(tmp_path_factory):
         rows.append({"id": i, "prompt": f"{a}+{b}=", "answer": str(a + b), "type": kind})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ServerOptions(model_path=str(folder / "model"), deterministic=True, tokenizer=True)
-    server = SglangServer(options, folder / "server.log")
-    try:
-        server.start()
+    with serving(SglangServer(options, folder / "server.log")) as server, preloading():
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, url=server.url))
         wanted = {
             name: [text.format(folder=folder, url=server.url) for text in OVERRIDES.get(name, [])]
@@ -106,8 +105,6 @@ def runs(tmp_path_factory):
             timeout=900,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    finally:
-        server.stop()
     return folder / "out", done.stdout
 
 
