@@ -6,6 +6,7 @@ whose environment does not answer in time ends unscored, which is masked and cou
 """
 
 import asyncio
+import concurrent.futures
 import inspect
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -118,3 +119,18 @@ class EnvironmentCalls:
             f"environment {name} answered {reply!r} at {source}: expected None, or a Message whose next_role is one of "
             f"{', '.join(roles)}, or an Ended"
         )
+
+
+def wait_until_started(started: concurrent.futures.Future[None], name: str, timeout_s: float) -> None:
+    """Wait for an environment's ``start``, from another thread than its event loop. Raises EnvironmentFault with the key and the remedy."""
+    try:
+        started.result(timeout=timeout_s)
+    except Exception as error:  # foreign code may raise anything, a TimeoutError too
+        problem = f"failed at its start: {type(error).__name__}: {error}"
+        if not started.done():
+            started.cancel()
+            problem = (
+                f"did not start within {timeout_s:g} s: start() did not return. Check the servers that it connects to, and leave "
+                "waiting for them to the first call of respond(), whose limit is environment.call_timeout_s"
+            )
+        raise EnvironmentFault(f"environment.name: {name} {problem}") from error

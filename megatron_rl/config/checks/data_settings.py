@@ -27,6 +27,8 @@ def path_problems(config: Config, command: str) -> Iterator[str]:
     for key, names in read.items():
         missing = [name for name in names if not (name and Path(name).exists())]
         yield from (f"{key}: {name or repr(name)} does not exist{download_hint(name, 'dataset')}" for name in missing)
+    if config.data.image_dir and not Path(config.data.image_dir).is_dir():
+        yield f"data.image_dir: there is no folder {config.data.image_dir}"
     if command == "train" and config.eval.every_steps and not eval_sets(config):
         yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give files, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
@@ -137,6 +139,8 @@ def reserved_argument_problem(name: str) -> str:
 
 
 def eval_problems(config: Config) -> Iterator[str]:
+    if config.run.keep_best and not config.eval.every_steps:
+        yield "run.keep_best: the best checkpoints are chosen by eval/accuracy, and there are no evaluations; set eval.every_steps, or 0"
     if config.data.eval_files and config.eval.sets:
         yield (
             "eval.sets: data.eval_files is already a set, without a name; list its files under a name in eval.sets and "

@@ -1,7 +1,9 @@
 """Laws of environments that wait: no window waits for them for ever, nothing is asked twice, and late replies join later."""
 
 import asyncio
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Trajectory
 from megatron_rl.environments.base import Branch, Ended, EnvironmentFault, Message
-from megatron_rl.rollout.environment_calls import EnvironmentCalls
+from megatron_rl.rollout.environment_calls import EnvironmentCalls, wait_until_started
 from megatron_rl.rollout.generation import Dialogue, GenerationPlan
 from megatron_rl.rollout.windows import WindowGenerator
 from tests.unit.rollout.test_windows import SAMPLING, Engine, Talk, decode, encode, new_trajectory
@@ -40,6 +42,19 @@ class Tool(Talk):
 def plan_of(environment, **limits):
     calls = EnvironmentCalls(environment, EnvironmentConfig(**limits), in_windows="step_wait_s" in limits)
     return GenerationPlan(SAMPLING, decode, dialogue=Dialogue(calls, encode))
+
+
+@contextmanager
+def background_loop():
+    event_loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=event_loop.run_forever)
+    thread.start()
+    try:
+        yield event_loop
+    finally:
+        event_loop.call_soon_threadsafe(event_loop.stop)
+        thread.join()
+        event_loop.close()
 
 
 async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None, **engine):
@@ -355,3 +370,15 @@ def test_a_turn_that_nobody_waits_for_is_aborted_and_ends_with_its_tokens():
 
     engine = Engine(hold={1}, end_weight=0.0)
     asyncio.run(main())
+
+
+def test_an_environment_that_does_not_start_ends_the_run_with_its_key_and_a_remedy():
+    async def hang():
+        await asyncio.Event().wait()
+
+    async def fail():
+        raise TimeoutError  # has no text
+
+    for start, words in ((hang, "did not start within 0.05 s.*call_timeout_s"), (fail, "failed at its start: TimeoutError")):
+        with background_loop() as event_loop, pytest.raises(EnvironmentFault, match=f"environment.name: shop:Shop {words}"):
+            wait_until_started(asyncio.run_coroutine_threadsafe(start(), event_loop), "shop:Shop", 0.05 if start is hang else 5)
