@@ -61,9 +61,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # --enable-return-routed-experts would allocate memory pinned by CUDA.
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
         if _serves_adapters():
-            from megatron_rl.cpu import sglang_lora
+            from megatron_rl.cpu import sglang_layers, sglang_lora
 
-            sglang_lora.install()
+            sglang_lora.install(sglang_layers.linear)
         if os.environ.get(STOCK_KERNELS) != "1":
             from megatron_rl.cpu import attention_loop, sglang_layers, token_loops
             from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend

@@ -47,6 +47,9 @@ CASES: dict[int, list[Case]] = {
         Case("experts", model="experts", lora=EXPERTS),
         Case("latent", model="latent", lora=EXPERTS),
         Case("dropout", lora=replace(LORA, dropout=0.5)),
+        Case("tied", model="tied"),
+        Case("scaled", model="scaled"),
+        Case("shared", model="latent"),
     ],
     2: [
         Case("all-dp2-overlap", overlaps=True),

@@ -20,6 +20,7 @@ from tests.tiny_models import make_tiny_model
 ALL = [(world_size, case) for world_size, cases in CASES.items() for case in cases]
 REFERENCES = {case.name: case for case in CASES[1]}
 SAME_IN_EVERY_LAYOUT = [case for case in CASES[2] if "bfloat16" not in case.name and "dropout" not in case.name]
+PEFTS = [case for case in CASES[1] if case.name in ("all", "partial", "tied", "scaled", "shared")]
 NAMES = {"ids": lambda value: getattr(value, "name", value)}
 
 
@@ -28,7 +29,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     make_tiny_model(folder / "models" / "qwen3", "qwen3", num_hidden_layers=4)
     make_tiny_model(folder / "models" / "experts", "qwen3_moe")
-    make_family_model(folder / "models" / "latent", "deepseek_v3_yarn", vocab_size=128)
+    for name, shape in (("latent", "deepseek_v3_yarn"), ("tied", "qwen2_gqa7_tied"), ("scaled", "llama3_scaled")):
+        make_family_model(folder / "models" / name, shape, vocab_size=128)
     return folder
 
 
@@ -132,7 +134,7 @@ def peft_model(folder, case: Case, adapters: dict, *, trains: bool = False):
     return peft.PeftModel.from_pretrained(base, target, is_trainable=trains)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES[1] if case.name in ("all", "partial")], **NAMES)
+@pytest.mark.parametrize("case", PEFTS, **NAMES)
 def test_logprobs_and_merged_weights_equal_pefts(results, folder, case):
     found, mask = results(1)[case.name], (make_batch().fields["mask"] != 0).float()
     model = peft_model(folder, case, found["after 3"])
@@ -148,7 +150,7 @@ def test_logprobs_and_merged_weights_equal_pefts(results, folder, case):
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES[1] if case.name in ("all", "partial")], **NAMES)
+@pytest.mark.parametrize("case", PEFTS, **NAMES)
 def test_five_updates_equal_pefts_with_adamw(results, folder, case):
     found, mask = results(1)[case.name], (make_batch().fields["mask"] != 0).float()
     model = peft_model(folder, case, found["start"], trains=True)
