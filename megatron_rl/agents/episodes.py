@@ -96,6 +96,8 @@ class Episode:
         self.conversation = conversation
         self.ended: Ended | None = None
         self.num_requests = 0
+        self.num_calls = 0
+        """Tool calls in the answers."""
         self.num_joined = 0
         """Requests that were sent again and got the answer of the first."""
         self.chains: dict[str, list[dict[str, Any]]] = {}
@@ -253,6 +255,7 @@ class Episode:
         answer = await self._read_turn(turns[-1], opened.request, answer_id, self._num_tokens(opened.place))
         async with self._lock:  # a thread may be placing a long request
             self.conversation.record(opened.place, turns[-1].token_ids, answer)
+        self.num_calls += len(answer.calls)
         row.open = opened.request = None
         if not opened.answer.done():
             opened.answer.set_result(answer)

@@ -306,6 +306,7 @@ class Harness(Environment):
         self._counted[_key(prompt, turns)] = {
             "num_requests": float(episode.num_requests),
             "num_repeated_requests": float(episode.num_joined),
+            "num_calls": float(episode.num_calls),
             "num_rows": float(episode.num_rows),
             "num_lost_rows": float(episode.num_lost),
             "policy_s": episode.policy_s,

@@ -143,7 +143,8 @@ class WindowGenerator:
     async def _close_when_all_wait(self, dialogue: Dialogue, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Close the window once every response that is not done has waited for the environment for ``step_wait_s``."""
         limit_s = dialogue.calls.limits.step_wait_s
-        clock, since_s = asyncio.get_running_loop().time, 0.0
+        clock = asyncio.get_running_loop().time
+        since_s = clock()
         while True:
             await asyncio.sleep(WAIT_POLL_S)
             only_waits = 0 < self._num_waiting >= sum(not task.done() for task in tasks)

@@ -1,6 +1,7 @@
 """The endpoint before a program: keys, retries, waits, clients that leave or send nonsense; windows are played by fake_run.py."""
 
 import asyncio
+import contextlib
 import json
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -197,6 +198,26 @@ def test_nonsense_is_refused_with_a_reason_and_the_episode_goes_on(tokenizer, pa
             assert (await post(s, [{"role": "user", "content": "x", "tool_calls": []}] * 5000))[0] == 400
             status, reply = await post_raw(s, b" " * (MAX_BODY_BYTES + 1), path=path)
             assert status == 413 and str(MAX_BODY_BYTES) in reply["error"]["message"]
+            assert said(await post(s)) == "answer 0"
+
+    run(main())
+
+
+def test_a_body_of_100_mb_is_refused_without_being_read_and_the_episode_goes_on(tokenizer):
+    async def main():
+        async with served(tokenizer) as s:
+            sent = 0
+
+            async def endless():
+                nonlocal sent
+                while sent < 100 << 20:
+                    sent += 1 << 20
+                    yield b" " * (1 << 20)
+
+            with contextlib.suppress(aiohttp.ClientError):  # the connection may break before the reply is read
+                async with s.session.post(CHAT, data=endless(), headers={"x-api-key": s.key}) as reply:
+                    assert reply.status == 413
+            assert sent < 64 << 20
             assert said(await post(s)) == "answer 0"
 
     run(main())
