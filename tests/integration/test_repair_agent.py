@@ -1,4 +1,4 @@
-"""The recipe of examples/agents/repair, some steps long: transcripts, then learning through the endpoint by OpenAI's client."""
+"""The recipe of examples/agents/repair, some steps long: transcripts, then reinforcement learning by OpenAI's client at the endpoint."""
 
 import contextlib
 import json
