@@ -29,13 +29,13 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           73006   467     634
-core            54242   363     505
+whole           73007   467     634
+core            54243   363     505
 .                 181     4       5
 agents           3214    19      38
 algorithms       3332    24      17
 config           4104    22      76
-data             3871    18      27
+data             3872    18      27
 environments      553     4      10
 families         1799    22      21
 models           5251    28      49

@@ -369,7 +369,8 @@ def _answer(row: Row, place: str, data: DataConfig) -> str:
         return ""
     if missing or isinstance(value, (dict, list, bytes, bool)) or value in (math.inf, -math.inf):
         got = "empty text" if is_blank else describe(value)
-        hint = f"; fields here are {sorted(row)}; set data.answer_field, or data.answer_required=false if the reward needs none" if missing else ""
+        remedy = f"fields here are {sorted(row)}; set data.answer_field, or data.answer_required=false if the reward needs none"
+        hint = f"; {remedy}" if missing else ""
         raise DataError(f"{place}: field {data.answer_field!r}: expected text or a number, got {got}{hint}")
     return str(value)
 
