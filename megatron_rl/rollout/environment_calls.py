@@ -32,6 +32,7 @@ class EnvironmentCalls:
     """True if a step may end while dialogues wait (``step_wait_s``); False: every dialogue is waited for."""
     _open: dict[str, "asyncio.Task[Reply]"] = field(default_factory=dict)
     _began_s: dict[str, float] = field(default_factory=dict)
+    _took_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         respond = self.environment.respond
@@ -49,8 +50,9 @@ class EnvironmentCalls:
             self._open[episode] = asyncio.create_task(self._call(trajectory, turns(), episode))
         return self._open[episode]
 
-    def result(self, trajectory: Trajectory, episode: str) -> Reply:
-        """Return the reply of a call whose task is done; the next ``ask`` begins another call."""
+    def result(self, trajectory: Trajectory, episode: str, step: int) -> Reply:
+        """Return the reply of a call whose task is done, and note its time; the next ``ask`` begins another call."""
+        trajectory.waits[trajectory.current_turn if trajectory.segments else -1] = step, self._took_s.pop(episode, 0.0)
         reply = self._checked(trajectory, self._open.pop(episode).result)
         if not isinstance(reply, Message):
             self._began_s.pop(episode, None)
@@ -61,6 +63,7 @@ class EnvironmentCalls:
         if call := self._open.pop(episode, None):
             call.cancel()
         self._began_s.pop(episode, None)
+        self._took_s.pop(episode, None)
         self.environment.stop(episode)
 
     def stop_all(self, episodes: Sequence[str] | None = None) -> None:
@@ -96,6 +99,8 @@ class EnvironmentCalls:
             self.environment.stop(episode)
             name = type(self.environment).__name__
             return Ended(Score(None, error=f"environment {name} did not answer turn {len(turns)} of {episode} in time ({key})"))
+        finally:
+            self._took_s[episode] = asyncio.get_running_loop().time() - now_s
 
     def _checked(self, trajectory: Trajectory, respond: Callable[[], Reply]) -> Reply:
         source = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"

@@ -18,7 +18,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ class RolloutService:
         self._config = config.rollout
         self._servers = servers
         self.publisher = publisher
-        self._plan = plan
+        self._plan = replace(plan, has_adapters=trainer.weights.sends_adapters)
         self._trainer = trainer
         num_workers = num_rollout_workers(config, len(servers.urls), len(os.sched_getaffinity(0)))
         self._live = RecoveringClient(
@@ -113,6 +113,7 @@ class RolloutService:
             num_workers=num_workers,
             far_workers=trainer.far_workers(num_workers),
         )
+        self._live.client.needs_adapter = trainer.weights.sends_adapters
         sleeps = shares_devices(config.rollout)
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False

@@ -38,6 +38,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
         *model_settings.parallel_problems(config, world_size),
         *servers.address_problems(config.rollout),
         *model_settings.policy_problems(config),
+        *model_settings.lora_problems(config, command),
     ]
     unknown = list(combinations.unknown_plugins(config.algorithm))
     problems += unknown

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.derived import eval_sets, needs_reference
+from megatron_rl.config.derived import eval_sets, is_served, needs_reference
 from megatron_rl.config.schema import Config, DataConfig, Init
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.system.files.hub_cache import download_hint
@@ -97,11 +97,17 @@ def folders_read(config: Config, command: str) -> dict[str, str]:
     if command in RL_COMMANDS:
         optional = {
             "critic.path": config.critic.path,
-            "reference.path": config.reference.path if needs_reference(config) else "",
+            **{key: path for key, path in references(config).items() if not is_served(path)},
             "reward.process.path": config.reward.process.path,
         }
         folders |= {key: path for key, path in optional.items() if path}
     return folders
+
+
+def references(config: Config) -> dict[str, str]:
+    """Map keys to the folders or servers of the run's references; "" for the policy's own."""
+    by_type = {f"reference.path_by_type.{name}": path for name, path in config.reference.path_by_type.items()}
+    return {"reference.path": config.reference.path, **by_type} if needs_reference(config) else {}
 
 
 def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:

@@ -48,7 +48,9 @@ def test_atomic_folder_replaces_the_folder_of_its_name(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
-@pytest.mark.parametrize(("name", "why"), [("/proc/x", "No such"), ("folder", "Is a directory"), ("file/below", "Not a directory|File exists")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("/proc/x", "No such file"), ("folder", "Is a directory"), ("file/below", "Not a directory|File exists")]
+)
 def test_a_file_that_cannot_be_written_is_named_by_its_own_name(tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
