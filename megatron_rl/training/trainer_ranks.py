@@ -102,9 +102,11 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
             add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
         if needs_reference(config):
             # The reference chooses its own experts, because its log-probs depend on them.
-            own_choice = replace(policy, mtp=Mtp.drop, lora=LoraConfig(), moe=replace(policy.moe, routing_replay=RoutingReplay.none))
+            own_moe = replace(policy.moe, routing_replay=RoutingReplay.none)
+            lora = LoraConfig() if config.reference.path else policy.lora
+            own_choice = replace(policy, mtp=Mtp.drop, lora=lora, moe=own_moe)
             if shares_base(config):
-                engines["reference"] = engines["policy"].as_base(own_choice.moe)
+                engines["reference"] = engines["policy"].as_base(own_moe)
             else:
                 add("reference", build_engine(config, topology, "policy", own_choice, None, path=config.reference.path))
         if config.reward.process.path:
