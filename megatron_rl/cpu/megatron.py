@@ -9,7 +9,8 @@ factory functions for the whole process breaks ``with torch.device("meta")``, an
 weights silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``,
 ``Tensor.type`` and ``Module.cuda``.
 
-Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails when a name used here has moved.
+``tests/integration/test_cpu_compat.py`` fails when a name used here has moved; ``system/megatron_core.py`` has all differences between
+Megatron's releases.
 """
 
 import collections
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.system import megatron_core
 from megatron_rl.system.gpu import gpu_environment
 
 CPU = torch.device("cpu")
@@ -40,6 +42,8 @@ def find_spec(
 
     ``is_first``: the module is the package itself, whose import precedes that of all its modules.
     """
+    if is_first:
+        megatron_core.prepare_import()
     if torch.cuda.is_available():
         if is_first:
             gpu_environment.hide_broken_transformer_engine()
@@ -133,7 +137,7 @@ class _TypeName(str):
     __hash__ = str.__hash__
 
 
-class _ModuleCopy(types.ModuleType):
+class ModuleCopy(types.ModuleType):
     """A copy of a module with some names replaced. It is a plain dictionary, so the hot path costs nothing."""
 
     def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
@@ -169,13 +173,13 @@ def _make_torch_for_megatron() -> types.ModuleType:
         manual_seed=torch.default_generator.manual_seed,
         nvtx=types.SimpleNamespace(range_push=nothing, range_pop=nothing),
     )
-    replaced: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    replaced["cuda"] = _ModuleCopy(torch.cuda, cuda)
+    replaced: dict[str, Any] = {name: on_cpu(getattr(torch, name)) for name in FACTORIES}
+    replaced["cuda"] = ModuleCopy(torch.cuda, cuda)
     replaced["compile"] = lambda function=None, *args, **kwargs: function if function is not None else (lambda f: f)
-    return _ModuleCopy(torch, replaced)
+    return ModuleCopy(torch, replaced)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``factory`` with a CUDA device replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)

@@ -60,6 +60,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         sampler.murmur_hash32 = murmur_hash32
         # --enable-return-routed-experts would allocate memory pinned by CUDA.
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+        if _serves_adapters():
+            from megatron_rl.cpu import sglang_layers, sglang_lora
+
+            sglang_lora.install(sglang_layers.linear)
         if os.environ.get(STOCK_KERNELS) != "1":
             from megatron_rl.cpu import attention_loop, sglang_layers, token_loops
             from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
@@ -80,8 +84,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-        if os.environ.get(STOCK_KERNELS) != "1":
+        # The fused decoder does not run SGLang's layers, and so no adapter.
+        if os.environ.get(STOCK_KERNELS) != "1" and not _serves_adapters():
             from megatron_rl.cpu import sglang_fused_decoder
 
             sglang_fused_decoder.fuse(model)
         AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def _serves_adapters() -> bool:
+    from sglang.srt.runtime_context import get_lora
+
+    return bool(get_lora().enable_lora)
