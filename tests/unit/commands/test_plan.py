@@ -135,7 +135,7 @@ def test_plan_reports_the_fewest_gpus_for_a_model_that_does_not_fit(capsys, tmp_
 
 
 def test_plan_serves_a_large_model_over_several_nodes(capsys):
-    plan = said(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 256, "--gpu", "h200", "--top", 1)
+    plan = said(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 256, "--gpu", "h200", "--windows", 1024, *SMALL)
     assert "8 x tp16" in plan and "ROLLOUT_NODES=16 SERVER_NODES=2 sbatch --nodes 32" in plan
 
 
