@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import above, at_least, bounded, items_at_least, share
+from megatron_rl.config.schema.bounds import above, at_least, below_one, bounded, items_at_least, share
 
 
 class LambdaKind(Enum):
@@ -116,7 +116,7 @@ class CorrectionConfig:
     """Lower limit of rejection=token, sequence and geometric; at most 1."""
     rejection_high: float = at_least(0, default=2.0)
     """Upper limit of the rejection; at least 1 for token, sequence and geometric."""
-    veto_below: float = at_least(0, default=0.0)
+    veto_below: float = below_one(default=0.0)
     """Exclude responses with any rho_t below this value (1e-4 is in use). 0: none."""
     opsm_delta: float = at_least(0, default=0.0)
     """Exclude responses with a negative advantage and a mean log(pi_old / pi) above this value. 0: none."""

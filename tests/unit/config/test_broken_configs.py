@@ -162,6 +162,7 @@ def test_every_list_and_mapping_rejects_other_containers_and_single_values(recip
         ("rollout.request_timeout_s=1e12", "rollout.request_timeout_s: expected at most 10000000 seconds"),
         ("parallel.context_parallel_size=81", "parallel.context_parallel_size: 81 ranks would split"),
         ("critic.parallel={context_parallel_size: 1000}", "critic.parallel.context_parallel_size: 1000 ranks would split"),
+        ("algorithm.correction.veto_below=2", "algorithm.correction.veto_below: expected a number from 0 up to but not including 1"),
         ("run.keep_best=3", "run.keep_best: the best checkpoints are chosen by eval/accuracy"),
         ("tracking.mlflow_uri='http://x y/'", "tracking.mlflow_uri: 'http://x y/' is not an address"),
         ("data.id_field=nr", "data.id_field: no row of"),
