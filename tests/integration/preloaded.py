@@ -46,10 +46,10 @@ _PRELOADED = {
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.managers.scheduler",
         "sglang.srt.managers.detokenizer_manager",
-        "sglang.srt.model_executor.model_runner",
     ),
 }
-"""Template -> modules. What they import is loaded as well."""
+"""Template -> modules. What they import is loaded as well. Not the server's ``model_runner``: its import adapts SGLang to the
+options of the server."""
 _LAUNCHERS = ("megatron_rl.cli", "torch.distributed.run")
 _MODULES = (
     *_LAUNCHERS,
