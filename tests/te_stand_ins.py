@@ -343,9 +343,13 @@ def moe_permute_with_probs(
 
 
 def moe_unpermute(
-    rows: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, restore_shape: torch.Size | None = None
+    rows: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: torch.Size | None = None,
+    pad_offsets: None = None,
 ) -> Tensor:
-    assert restore_shape is not None
+    assert restore_shape is not None and pad_offsets is None
     if merging_probs is not None:
         rows = rows * merging_probs[row_id_map[1], row_id_map[0]].unsqueeze(-1)
     return rows.new_zeros(restore_shape).index_add(0, row_id_map[1], rows)

@@ -6,24 +6,29 @@
 GPU's would. ``--programs`` conversations run beside each other: a process of clients sends ``--turns`` requests of OpenAI's chat
 each, with the whole history; every answer has at most ``--turn-tokens`` tokens. Then as many slots have the same contexts completed
 one after the other, without programs and endpoint. Both are repeated in turn. CPU seconds are those of this process, which has the
-endpoint, the windows and the calls to the server; the difference of the two is the endpoint's. At the end ``--tools`` HTTP tools wait
-at a time: the loop's lag is the delay of a 5 ms sleep, by the clock, and in CPU seconds of this process (other processes share the
-cores of a test machine).
+endpoint, the windows and the calls to the server; the difference of the two is the endpoint's. With ``--no-server`` every answer has
+``--turn-tokens`` random tokens, after ``--forward-ms`` each: neither a server nor its calls take CPU time.
+
+At the end ``--tools`` HTTP tools wait at a time: the loop's lag is the delay of a 5 ms sleep, by the clock, and in CPU seconds of
+this process (other processes share the cores of a test machine).
 """
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from aiohttp import web
 
 from megatron_rl.agents.chat_template import ChatTemplate
@@ -36,6 +41,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score, Trajectory
 from megatron_rl.environments.base import Branch, Ended, Environment, Message
 from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
+from megatron_rl.rollout.requests import Generation
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
@@ -91,6 +97,21 @@ class Programs(Environment):
         return Score(0.0)
 
 
+class Replies:
+    """Stands in for the client and its servers: random tokens, one per ``forward_s``."""
+
+    def __init__(self, tokenizer: Tokenizer, forward_s: float) -> None:
+        self._random, self._forward_s = random.Random(1), forward_s
+        self._ids = sorted({*range(tokenizer.vocab_size)} - {*tokenizer.special_ids})
+
+    async def generate(self, request: Any, *, alone: bool = False) -> Generation:
+        number = request.max_new_tokens
+        await asyncio.sleep(number * self._forward_s)
+        return Generation(np.array(self._random.choices(self._ids, k=number)), np.full(number, -1.0), "length", LOADED, 0)
+
+    async def abort(self, rids: Any) -> None: ...
+
+
 async def clients(url: str, keys: list[str], num_turns: int) -> None:
     """The process of clients: a conversation per key."""
 
@@ -108,7 +129,7 @@ async def clients(url: str, keys: list[str], num_turns: int) -> None:
         await asyncio.gather(*(talk(number, key) for number, key in enumerate(keys)))
 
 
-async def through_endpoint(client: SglangClient, tokenizer: Tokenizer, options: argparse.Namespace, round: int) -> dict[str, Any]:
+async def through_endpoint(client: Any, tokenizer: Tokenizer, options: argparse.Namespace, round: int) -> dict[str, Any]:
     """One round with programs; ``contexts`` are the tokens before each answer, by slot."""
     programs = Programs(tokenizer, options.turns)
     await programs.endpoint.start()
@@ -125,7 +146,7 @@ async def through_endpoint(client: SglangClient, tokenizer: Tokenizer, options: 
     while not any(one.num_requests for one in programs.episodes.values()):
         await asyncio.sleep(0.01)
     start = time.perf_counter(), time.process_time()
-    window = WindowGenerator(client, None, plan, step=round, num_tokens=BUDGET, weight_version=LOADED, kind="train")  # type: ignore[arg-type]
+    window = WindowGenerator(client, None, plan, step=round, num_tokens=BUDGET, weight_version=LOADED, kind="train")
     await window.generate(list(rows), open_row=open_row)
     took = measured(start, sum(row.num_generated_tokens for row in rows))
     assert await asyncio.to_thread(process.wait, 60) == 0
@@ -134,9 +155,7 @@ async def through_endpoint(client: SglangClient, tokenizer: Tokenizer, options: 
     return {**took, "rows": len(rows), "requests": sum(one.num_requests for one in programs.episodes.values()), "contexts": contexts}
 
 
-async def single_turns(
-    client: SglangClient, tokenizer: Tokenizer, options: argparse.Namespace, round: int, contexts: Any
-) -> dict[str, Any]:
+async def single_turns(client: Any, tokenizer: Tokenizer, options: argparse.Namespace, round: int, contexts: Any) -> dict[str, Any]:
     """One round without programs: each slot completes its contexts one after the other."""
     plan, num_tokens = GenerationPlan(sampling(tokenizer), tokenizer.decode), 0
 
@@ -144,7 +163,7 @@ async def single_turns(
         nonlocal num_tokens
         for turn, prompt in enumerate(prompts):
             row = Trajectory(1000 * number + turn, Prompt("p", tuple(prompt.tolist())), number, 0, options.turn_tokens)
-            one = WindowGenerator(client, None, plan, step=round, num_tokens=BUDGET, weight_version=LOADED, kind="single")  # type: ignore[arg-type]
+            one = WindowGenerator(client, None, plan, step=round, num_tokens=BUDGET, weight_version=LOADED, kind="single")
             await one.generate([row])
             num_tokens += row.num_generated_tokens
 
@@ -167,22 +186,29 @@ async def waiting_tools(number: int) -> dict[str, float]:
     process = start_self("--tool-server", stdout=subprocess.PIPE)
     assert process.stdout is not None
     url = (await asyncio.to_thread(process.stdout.readline)).strip()
-    before = threading.active_count()
+    before, idle = threading.active_count(), await loop_lags()
     async with HttpSession() as session:
         tool = make_tool({"name": "t", "url": url}, session)
         waiting = [asyncio.create_task(call_tool({"t": tool}, "t", "{}", f"e/{i}", 120.0)) for i in range(number)]
         await asyncio.sleep(4.0)  # all calls are sent
-        still, lags, cpu_lags = sum(not one.done() for one in waiting), [], []
-        for _ in range(400):
-            clock_s, cpu_s = time.perf_counter(), time.process_time()
-            await asyncio.sleep(0.005)
-            lags.append(time.perf_counter() - clock_s - 0.005)
-            cpu_lags.append(time.process_time() - cpu_s)
+        still, lags = sum(not one.done() for one in waiting), await loop_lags()
         threads = threading.active_count() - before
-        process.kill()
+        for one in waiting:
+            one.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-    of = {f"{name}_p{p}_ms": 1e3 * sorted(ls)[4 * p - 1] for name, ls in (("lag", lags), ("cpu_lag", cpu_lags)) for p in (50, 99)}
-    return {"waiting": float(still), "threads": float(threads), **of}
+    process.kill()
+    return {"waiting": float(still), "threads": float(threads), **lags, **{f"without_tools_{name}": lag for name, lag in idle.items()}}
+
+
+async def loop_lags() -> dict[str, float]:
+    """Delays of a 5 ms sleep in milliseconds, by the clock and in CPU time of this process."""
+    lags: dict[str, list[float]] = {"lag": [], "cpu_lag": []}
+    for _ in range(400):
+        clock_s, cpu_s = time.perf_counter(), time.process_time()
+        await asyncio.sleep(0.005)
+        lags["lag"].append(time.perf_counter() - clock_s - 0.005)
+        lags["cpu_lag"].append(time.process_time() - cpu_s)
+    return {f"{name}_p{p}_ms": 1e3 * sorted(found)[4 * p - 1] for name, found in lags.items() for p in (50, 99)}
 
 
 async def tool_server() -> None:
@@ -207,8 +233,12 @@ async def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer(options.model)
     vocab_size = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
     rounds = []
-    async with SglangClient([url], vocab_size=vocab_size, request_timeout_s=300) as client, HttpSession() as http:
-        await http.post(f"{url}/slow_down", {"forward_sleep_time": options.forward_ms / 1e3}, timeout_s=30)
+    async with AsyncExitStack() as stack:
+        client: Any = Replies(tokenizer, options.forward_ms / 1e3)
+        if url:
+            client = await stack.enter_async_context(SglangClient([url], vocab_size=vocab_size, request_timeout_s=300))
+            http = await stack.enter_async_context(HttpSession())
+            await http.post(f"{url}/slow_down", {"forward_sleep_time": options.forward_ms / 1e3}, timeout_s=30)
         for round in range(options.repeats + 1):  # the first one warms up
             ours = await through_endpoint(client, tokenizer, options, round)
             plain = await single_turns(client, tokenizer, options, round, ours.pop("contexts"))
@@ -229,6 +259,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--turn-tokens", type=int, default=64)
     parser.add_argument("--forward-ms", type=float, default=20.0)
+    parser.add_argument("--no-server", action="store_true", help="random tokens instead of a server")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tools", type=int, default=2000)
     parser.add_argument("--json", default="", help="file for the raw numbers")
@@ -240,10 +271,10 @@ def main() -> int:
     elif options.tool_server:
         asyncio.run(tool_server())
     else:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             server = SglangServer(ServerOptions(options.model, deterministic=True), Path(folder) / "log", start_timeout_s=400.0)
-            with server:
-                found = asyncio.run(measure(server.url, options))
+            url = "" if options.no_server else stack.enter_context(server).url
+            found = asyncio.run(measure(url, options))
         text = json.dumps(found, indent=1)
         if options.json:
             Path(options.json).write_text(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.system.command_line.cli_types import keep_numbers, number_or_word, positive_int
+from megatron_rl.system.command_line.cli_types import keep_numbers, number_or_word, positive_int, split_overrides
 from megatron_rl.system.command_line.terminal import say
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.system.files.atomic_files import write_atomic
 
     keep_numbers(arguments, "windows")
+    recipes = [*arguments.config, *split_overrides(arguments.words)[0]]
+    if arguments.write and (arguments.write.is_dir() or arguments.write.resolve() in [Path(path).resolve() for path in recipes]):
+        problem = "a folder" if arguments.write.is_dir() else "the given recipe"
+        raise UserError(f"--write {arguments.write}: it is {problem}; name a new file")
     request = make_plan_request(arguments)
     search = PlanSearch(request.config, request.facts, request.gpu, request.pinned)
     ranking = PlanRanking(request.config, request.facts["policy"], request.gpu, request.workload, request.windows, arguments.seed)

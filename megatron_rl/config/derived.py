@@ -89,8 +89,9 @@ def reference_folders(config: Config) -> dict[str, str]:
 
 
 def shares_base(config: Config) -> bool:
-    """True if the reference is the policy without its adapters, on the same weights."""
-    return needs_reference(config) and config.policy.lora.rank > 0 and config.reference.path in ("", config.policy.path)
+    """True if the reference, which is the policy at its start, is the policy without its adapters, on the same weights."""
+    lora = config.policy.lora
+    return needs_reference(config) and lora.rank > 0 and not lora.path and config.reference.path in ("", config.policy.path)
 
 
 def is_served(path: str) -> bool:

@@ -53,7 +53,7 @@ def check_output_dir(config: Config) -> None:
 def _foreign_files(folder: Path) -> list[str]:
     """Return names in ``folder``, where no run has been, that exclude a run: names of a run's own files; in the working folder, any."""
     is_here = folder.resolve() in (Path.cwd(), *Path.cwd().parents)
-    found = folder.glob("*") if is_here else (path for pattern in _RUN_FILES for path in folder.glob(pattern))
+    found = folder.glob("*") if is_here else (path for pattern in (*_RUN_FILES, "agents", "weights") for path in folder.glob(pattern))
     return sorted(path.name for path in found if not path.name.startswith("."))[:_MAX_NAMED]
 
 

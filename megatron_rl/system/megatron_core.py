@@ -61,9 +61,11 @@ def mend_layers(*, has_transformer_engine: bool) -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
+    # 0.16 has no such product with Transformer Engine 2.20, and without Transformer Engine not even the name. In 0.19 routers would use
+    # it; it rounds float32 to TF32, and the choice of experts would be further from the servers'.
+    moe_utils.te_general_gemm = None
     if release() == "0.16" and not has_transformer_engine:
-        # 0.16.1 leaves the first name undefined and sets the second wrongly: no expert runs, no latent attention can be built.
-        vars(moe_utils).setdefault("te_general_gemm", None)
+        # 0.16.1 sets it wrongly: no latent attention can be built.
         multi_latent_attention.HAVE_TE = False
     if release() == "0.19":
         # 0.19 chooses projections and norms itself: queries without a latent get a norm, or cannot be built.

@@ -101,12 +101,13 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         if needs_critic(config):
             add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
         # References choose their own experts, because their log-probs depend on them.
-        own_choice = replace(policy, mtp=Mtp.drop, lora=LoraConfig(), moe=replace(policy.moe, routing_replay=RoutingReplay.none))
+        own_moe = replace(policy.moe, routing_replay=RoutingReplay.none)
         if shares_base(config):
-            engines["reference"] = engines["policy"].as_base(own_choice.moe)
+            engines["reference"] = engines["policy"].as_base(own_moe)
         for name, folder in reference_folders(config).items():
-            path = "" if name == "reference" and not config.reference.path else folder
-            add(name, build_engine(config, topology, "policy", own_choice, None, path=path))
+            is_start = name == "reference" and not config.reference.path
+            frozen = replace(policy, mtp=Mtp.drop, lora=policy.lora if is_start else LoraConfig(), moe=own_moe)
+            add(name, build_engine(config, topology, "policy", frozen, None, path="" if is_start else folder))
         if config.reward.process.path:
             whole = replace(critic, lora=LoraConfig())
             add("process", build_engine(config, critics, "critic", whole, None, path=config.reward.process.path))

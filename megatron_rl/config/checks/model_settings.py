@@ -1,6 +1,7 @@
 """Checks of the models' settings: layouts over the ranks, learning rates, precision, expert routing."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_rl.config.derived import critic_dtype, shares_devices
 from megatron_rl.config.layout import layout_problems, of_critic
@@ -127,6 +128,8 @@ def _lora_sections(config: Config) -> Iterator[str]:
     for name, model in (("policy", config.policy), ("critic", critic)):
         if model.lora.path and not model.lora.rank:
             yield f"{name}.lora.path: adapters have a rank; set {name}.lora.rank to the folder's r"
+        if model.lora.path and not Path(model.lora.path, "adapter_config.json").is_file():
+            yield f"{name}.lora.path: {model.lora.path} has no adapter_config.json; give a folder that peft or this trainer has written"
         if model.lora.rank and not model.lora.targets:
             yield f"{name}.lora.targets: adapters need at least one target; set all-linear, or {name}.lora.rank=0 for none"
         if model.lora.rank and model.megatron.get("moe_shared_expert_overlap"):

@@ -235,7 +235,7 @@ class VisionConfig:
 
 
 class LoraSync(Enum):
-    """The tensors that a publish of a policy with adapters sends to the servers."""
+    """Content of a publish of a policy with adapters."""
 
     merged = "merged"
     """All weights with the adapters merged, for every family. In bfloat16 a merged weight is rounded, so small changes are lost."""
@@ -259,7 +259,7 @@ class LoraConfig:
     """Modules with an adapter: patterns such as q_proj or "*.layers.1?.mlp.*" for names in the Hugging Face files or their ends.
     all-linear: attention, dense MLPs and shared experts."""
     sync: LoraSync = LoraSync.merged
-    """The tensors that a publish sends to the servers; of a critic nothing is sent."""
+    """Content of a publish; a critic is never published."""
     path: str = ""
     """A folder of peft with the adapters to start from; rank, factor and targets must be its own. Empty: B is 0, so training
     starts from the model."""

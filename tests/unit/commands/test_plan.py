@@ -170,3 +170,12 @@ def test_planning_a_thousand_gpus_takes_seconds(capsys):
     begin = time.process_time()
     said(capsys, "--model", MODELS / "qwen3-235b-a22b", "--gpus", 1024)
     assert time.process_time() - begin < 20  # seconds on shared cores; below 10 on idle ones
+
+
+def test_plan_never_replaces_the_given_recipe(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("run: {num_steps: 3}  # a comment\n")
+    for words in ((recipe, "--write", recipe), ("--config", recipe, "--write", f"{tmp_path}/./recipe.yaml")):
+        assert "it is the given recipe; name a new file" in refused(capsys, "--gpus", 8, *words)
+    assert "it is a folder" in refused(capsys, "--gpus", 8, recipe, "--write", tmp_path)
+    assert recipe.read_text().endswith("# a comment\n")

@@ -32,6 +32,7 @@ def test_mtp_layers_can_be_kept_only_from_a_checkpoint(tmp_path: Path) -> None:
     ("overrides", "expected"),
     [
         (["policy.lora.rank=0", "policy.lora.path=x"], "policy.lora.path: adapters have a rank; set policy.lora.rank"),
+        (["policy.lora.path=x"], "policy.lora.path: x has no adapter_config.json; give a folder that peft"),
         (["policy.lora.targets=[]"], "policy.lora.targets: adapters need at least one target"),
         (["policy.dtype=bfloat16", "policy.fp8=hybrid"], "policy.fp8=hybrid: not supported with policy.lora"),
         (["critic.lora.rank=4", "critic.freeze=['*.mlp.*']"], "critic.freeze: with critic.lora.rank"),

@@ -14,14 +14,18 @@ FILES = {"left": ["red=x+3", "blue=red+1"], "top": ["gray=x+5", "pink=2"], "chec
 REPAIRED = {**FILES, "left": ["red=x+7", "blue=red+1"]}
 
 
-@pytest.fixture(scope="module")
-def make_task():
+def load(path):
     before = list(sys.path)
-    spec = importlib.util.spec_from_file_location("repair_task", FOLDER / "make_task.py")
+    spec = importlib.util.spec_from_file_location(f"repair_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.path[:] = before
     return module
+
+
+@pytest.fixture(scope="module")
+def make_task():
+    return load(FOLDER / "make_task.py")
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,10 @@ def test_every_token_of_a_transcript_is_known_to_the_tokenizer(make_task, tmp_pa
         ids = tokenizer.apply_chat_template(row["messages"], return_dict=False)
         assert tokenizer.unk_token_id not in ids and len(ids) < make_task.MAX_TOKENS / 4
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row["messages"], tokenize=False)
+
+
+def test_readme_shows_the_table_of_the_committed_results():
+    arms_table = load(ROOT / "examples" / "arms_table.py")
+    table = arms_table.ends_table(arms_table.stored_curves(FOLDER / "results.json", "agents"), percent=True)
+    readme = (FOLDER / "README.md").read_text()
+    assert readme.partition("--ends -->\n")[2].partition("\n<!-- end -->")[0] == table, "python examples/arms_table.py ... --ends"
