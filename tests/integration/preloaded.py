@@ -40,7 +40,7 @@ _PRELOADED = {
         "megatron_rl.step.driver",
         "megatron_rl.step.input_checks",
         "megatron_rl.training.trainer_group",
-        "transformers",
+        "transformers.generation.utils",
     ),
     "server": (
         "sglang.srt.entrypoints.http_server",
