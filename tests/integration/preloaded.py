@@ -40,16 +40,16 @@ _PRELOADED = {
         "megatron_rl.step.driver",
         "megatron_rl.step.input_checks",
         "megatron_rl.training.trainer_group",
-        "transformers",
+        "transformers.generation.utils",
     ),
     "server": (
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.managers.scheduler",
         "sglang.srt.managers.detokenizer_manager",
-        "sglang.srt.model_executor.model_runner",
     ),
 }
-"""Template -> modules. What they import is loaded as well."""
+"""Template -> modules. What they import is loaded as well. Not the server's ``model_runner``: its import adapts SGLang to the
+options of the server."""
 _LAUNCHERS = ("megatron_rl.cli", "torch.distributed.run")
 _MODULES = (
     *_LAUNCHERS,

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.rollout.sglang.process.server import free_port
+from tests.integration.preloaded import preloading
 from tests.integration.torchrun import REPOSITORY
 
 START_S = 120.0
@@ -21,12 +22,13 @@ START_S = 120.0
 
 @contextmanager
 def hanging(folder: Path) -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.forked_ranks", "3", "tests.integration.hang_worker", str(folder)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        start_new_session=True,
-    )
+    with preloading():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.forked_ranks", "3", "tests.integration.hang_worker", str(folder)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            start_new_session=True,
+        )
     try:
         yield process
     finally:

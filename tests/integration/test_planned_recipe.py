@@ -5,6 +5,7 @@ import sys
 
 from megatron_rl.cli import main
 from megatron_rl.tracking.metrics_file import read_metrics
+from tests.integration.preloaded import preloading
 from tests.integration.test_train import RECIPE, TIMEOUT_S, make_task
 
 
@@ -16,10 +17,11 @@ def test_a_planned_recipe_trains(tmp_path, capsys):
     assert main(["plan", str(recipe), *keys, "--gpus", "2", "--lengths", "fixed:length=9", "--write", str(written)]) == 0
     told = capsys.readouterr()
     assert "before it trains" not in told.err and "s a" in told.out
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(written)],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    with preloading():
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(written)],
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row.step for row in rows] == [0, 1], "the evaluation before training, and a step"

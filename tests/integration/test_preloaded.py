@@ -23,7 +23,8 @@ sys.exit(7)
 
 def start(folder, text, variables=None, **options):
     (folder / "module.py").write_text(text)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "SAID": "1"} | (variables or {})
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "SAID": "1"} | (variables or {})
     command = [sys.executable, "-m", "tests.integration.forked_ranks", "1", "module", "-u", "last words"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with preloading():
