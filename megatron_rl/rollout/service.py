@@ -100,7 +100,7 @@ class RolloutService:
         self._config = config.rollout
         self._servers = servers
         self.publisher = publisher
-        self._plan = replace(plan, has_adapters=trainer.weights.sends_adapters)
+        self._plan = plan
         self._trainer = trainer
         num_workers = num_rollout_workers(config, len(servers.urls), len(os.sched_getaffinity(0)))
         self._live = RecoveringClient(
@@ -406,7 +406,7 @@ def open_rollout(
     ``publisher``: publisher of the run's other servers, which stays open. Source ranks are in the groups of one
     publisher only.
     """
-    plan = make_plan(config, tokenizer, environment)
+    plan = replace(make_plan(config, tokenizer, environment), has_adapters=trainer.weights.sends_adapters)
     folder = Path(config.run.output_dir)
     # load_weights=False: the trainer sends its own weights before the first request.
     with open_servers(
