@@ -21,6 +21,14 @@ RUN apt-get update \
     && install -d -o trainer -g trainer /workspace
 WORKDIR /workspace
 
+# GPUs get Megatron Core 0.19, which needs Python 3.12; Debian 12 has 3.11. uv checks what it fetches against digests of its own.
+FROM base AS python
+ENV UV_PYTHON_INSTALL_DIR=/opt/python
+COPY requirements/uv.txt requirements/uv.txt
+RUN python3.11 -m venv /opt/uv \
+    && /opt/uv/bin/pip install --no-cache-dir -r requirements/uv.txt \
+    && /opt/uv/bin/uv python install 3.12.12
+
 # The files that decide what is installed, and no others: a change elsewhere leaves the packages' layers as they are.
 FROM base AS pins
 COPY pyproject.toml setup.py README.md LICENSE ./
@@ -47,16 +55,17 @@ CMD ["bash"]
 FROM pins AS gpu-packages
 # Cores that compile Transformer Engine; each takes up to 3 GiB. Unset: as many as memory allows.
 ARG MAX_JOBS
-RUN FLAVOR=gpu bash launch/setup.sh
+COPY --from=python /opt/python /opt/python
+RUN UV_PYTHON_INSTALL_DIR=/opt/python PYTHON=3.12 FLAVOR=gpu bash launch/setup.sh
 # Apex for Hopper: the one extension that Megatron Core takes from it.
 ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 ADD https://github.com/NVIDIA/apex.git#${APEX_COMMIT} /src/apex
 COPY launch/build_apex.py launch/build_apex.py
-RUN CUDA_HOME=/opt/venv/lib/python3.11/site-packages/nvidia/cu13 TORCH_CUDA_ARCH_LIST=9.0 \
+RUN CUDA_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cu13 TORCH_CUDA_ARCH_LIST=9.0 \
         /opt/venv/bin/python launch/build_apex.py /src/apex /src/wheels \
     && /opt/venv/bin/pip install --no-deps /src/wheels/*.whl
 # In parts of a few GB, so that a new version of one package does not send all of them again.
-RUN parts=/opt/venv/lib/python3.11/site-packages \
+RUN parts=/opt/venv/lib/python3.12/site-packages \
     && for part in nvidia torch triton sgl_kernel; do \
         mkdir -p "/layers/$part" && mv "$parts/$part" "/layers/$part/$part"; \
     done
@@ -66,16 +75,17 @@ FROM base AS gpu
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ibverbs-providers libibverbs1 librdmacm1 \
     && rm -rf /var/lib/apt/lists/*
-COPY --from=gpu-packages /layers/nvidia /opt/venv/lib/python3.11/site-packages
-COPY --from=gpu-packages /layers/torch /opt/venv/lib/python3.11/site-packages
-COPY --from=gpu-packages /layers/triton /opt/venv/lib/python3.11/site-packages
-COPY --from=gpu-packages /layers/sgl_kernel /opt/venv/lib/python3.11/site-packages
+COPY --from=python /opt/python /opt/python
+COPY --from=gpu-packages /layers/nvidia /opt/venv/lib/python3.12/site-packages
+COPY --from=gpu-packages /layers/torch /opt/venv/lib/python3.12/site-packages
+COPY --from=gpu-packages /layers/triton /opt/venv/lib/python3.12/site-packages
+COPY --from=gpu-packages /layers/sgl_kernel /opt/venv/lib/python3.12/site-packages
 COPY --from=gpu-packages /opt/venv /opt/venv
 COPY --chown=trainer:trainer . .
 RUN ln -s /opt/venv .venv
 # Defaults, which "docker run --env" changes. The trainer sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE for itself and its servers.
 ENV PATH=/opt/venv/bin:$PATH FLAVOR=gpu \
-    CUDA_HOME=/opt/venv/lib/python3.11/site-packages/nvidia/cu13 \
+    CUDA_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cu13 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     MEGATRON_RL_REQUIRE_GPU=1
 USER 1000

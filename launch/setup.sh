@@ -3,6 +3,7 @@
 # uv installs (requirements/uv.txt; pip, if uv cannot be had) from the registries and folders of pip's settings (pip config, PIP_*).
 #   bash launch/setup.sh            # for this machine: GPU pins if nvidia-smi works, otherwise CPU pins
 #   FLAVOR=cpu bash launch/setup.sh # choose explicitly (cpu or gpu)
+#   PYTHON=3.12 bash launch/setup.sh # 3.11, 3.12 or a program; otherwise 3.12 for GPUs and 3.11 for CPUs, if there is a choice
 # In a folder of `megatron-rl examples`, it completes the environment of the installed wheel with what is missing.
 # For GPUs: installs requirements/gpu.lock, then compiles Transformer Engine against its torch. This needs neither a GPU nor a
 # CUDA toolkit. If Transformer Engine does not compile: TRANSFORMER_ENGINE=no bash launch/setup.sh
@@ -38,24 +39,40 @@ CUDA_TORCH_MIB=10000  # on a CPU with a CUDA build of torch: 6,600 installed, 3,
 is_right() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
 version() { "$1" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>&1; }
 PYTHON=${PYTHON:-}
+find_python() { # VERSION...
+    local versions="$*" pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions wanted candidate
+    versions=${versions// / or }
+    local uv_pythons=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
+    for wanted in "$@"; do
+        # A shim of pyenv on PATH may not run, although pyenv has the version: so its versions are tried themselves.
+        for candidate in "python$wanted" python3 "$pyenv/$wanted".*/bin/python "$uv_pythons/cpython-$wanted".*/bin/python; do
+            if [ "$(version "$candidate")" = "$wanted" ]; then
+                PYTHON=$candidate
+                return
+            fi
+        done
+    done
+    if [ -z "${fetched:-}" ] && command -v uv >/dev/null 2>&1; then
+        say "no Python $versions here: uv fetches $1"
+        fetched=yes
+        if uv python install "$1" >/dev/null 2>&1; then find_python "$1"; return; fi
+    fi
+    fail "no Python $versions found on PATH, in pyenv or in uv" \
+        "install python3.12 with its venv module (or: uv python install 3.12), or set PYTHON=/path/to/python3.12"
+}
 if is_right "$VENV/bin/python"; then
-    if [ -n "$PYTHON" ] && [ "$(version "$PYTHON")" != "$(version "$VENV/bin/python")" ]; then
-        fail "$VENV has Python $(version "$VENV/bin/python"), PYTHON=$PYTHON is $(version "$PYTHON")" "rm -rf $VENV, or unset PYTHON"
+    has=$(version "$VENV/bin/python")
+    asked=${PYTHON:-$has}
+    if ! [[ $asked =~ ^3\.[0-9]+$ ]]; then asked=$(version "$PYTHON"); fi
+    if [ "$asked" != "$has" ]; then
+        fail "$VENV has Python $has, PYTHON=$PYTHON is $asked" "rm -rf $VENV, or unset PYTHON"
     fi
     PYTHON=$VENV/bin/python
+elif [[ $PYTHON =~ ^3\.[0-9]+$ ]]; then
+    find_python "$PYTHON"
 elif [ -z "$PYTHON" ]; then
-    pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
-    uv_pythons=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
-    # A shim of pyenv on PATH may not run, although pyenv has the version: so its versions are tried themselves.
-    for candidate in python3.11 python3.12 python3 "$pyenv"/3.1[12].*/bin/python "$uv_pythons"/cpython-3.1[12].*/bin/python; do
-        if is_right "$candidate"; then
-            PYTHON=$candidate
-            break
-        fi
-    done
+    if [ "$FLAVOR" = gpu ]; then find_python 3.12 3.11; else find_python 3.11 3.12; fi
 fi
-[ -n "$PYTHON" ] || fail "no Python 3.11 or 3.12 found on PATH, in pyenv or in uv" \
-    "install python3.11 with its venv module (or: uv python install 3.11), or set PYTHON=/path/to/python3.11"
 is_right "$PYTHON" || fail "$PYTHON is $("$PYTHON" --version 2>&1)" "set PYTHON to a Python 3.11 or 3.12"
 
 # The installation depends only on these inputs: if none has changed, there is nothing to do.
@@ -83,6 +100,9 @@ else
 fi
 
 say "installing ($FLAVOR) into $VENV with $("$PYTHON" --version)"
+if [ "$(version "$PYTHON")" = 3.11 ]; then
+    say "note: Megatron Core 0.16 is the newest for Python 3.11. With Python 3.12 (PYTHON=3.12) it is 0.19"
+fi
 if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create a virtual environment" "install its venv module (Debian: apt-get install python3-venv)"
 fi

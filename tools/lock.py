@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,25 @@ SOURCES = {
 _FROM_WHEELS = ("cpu.lock", "gpu.lock")
 TORCH = re.compile(r"(torch|torchvision)$|nvidia-|cuda-")
 """Packages that ``cpu.lock`` leaves out."""
+_MARKER = " ; python_version == "
 _HEADER = "# Made by tools/lock.py as of {time} for Python {pythons} on {platform}. Never change it by hand.\n# pins: {digest}\n"
 
 Versions = Mapping[str, tuple[str, frozenset[str]]]
 """(version, sha256 of its files) by package, for one Python."""
 
 
-def read_pins(names: Sequence[str], folder: Path = ROOT / "requirements") -> dict[str, str]:
-    """Version by package, as the registries write its name; of files and the files that they include."""
+def read_pins(names: Sequence[str], folder: Path = ROOT / "requirements", python: str = PYTHONS[-1]) -> dict[str, str]:
+    """Version by package, as the registries write its name; of files and the files that they include, for one Python."""
     pins: dict[str, str] = {}
     for name in names:
         for line in (folder / name).read_text().splitlines():
             requirement = line.split("#")[0].strip()
             if requirement.startswith("-r "):
-                pins |= read_pins([requirement.removeprefix("-r ").strip()], folder)
-            elif requirement:
-                package, version = requirement.split("==")
+                pins |= read_pins([requirement.removeprefix("-r ").strip()], folder, python)
+                continue
+            pin, _, marker = requirement.partition(_MARKER)
+            if pin and marker.strip('"') in ("", python):
+                package, version = pin.split("==")
                 pins[canonical(package)] = version
     return pins
 
@@ -64,12 +67,17 @@ def canonical(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def digest(pins: Mapping[str, str]) -> str:
-    """Digest of the pins without their comments and order: a lock names those that it was made from."""
-    return hashlib.sha256("\n".join(f"{name}=={pins[name]}" for name in sorted(pins)).encode()).hexdigest()
+def digest(pins: Iterable[tuple[str, str]]) -> str:
+    """Digest of (package, version), without comments and order: a lock names the pins that it was made from."""
+    return hashlib.sha256("\n".join(f"{name}=={version}" for name, version in sorted(set(pins))).encode()).hexdigest()
 
 
-def lock_text(resolved: Mapping[str, Versions], time: str, pins: Mapping[str, str]) -> str:
+def all_pins(name: str) -> set[tuple[str, str]]:
+    """(package, version) of the pins of a lock, for both Pythons."""
+    return {pin for python in PYTHONS for pin in read_pins(SOURCES[name], python=python).items()}
+
+
+def lock_text(resolved: Mapping[str, Versions], time: str, pins: Iterable[tuple[str, str]]) -> str:
     """The lock of what each Python resolved to."""
     lines: dict[tuple[str, str], str] = {}
     for package in sorted(set().union(*resolved.values())):
@@ -79,7 +87,7 @@ def lock_text(resolved: Mapping[str, Versions], time: str, pins: Mapping[str, st
                 found.setdefault(versions[package][0], []).append(python)
         for version, pythons in found.items():
             hashes = sorted(set().union(*(resolved[python][package][1] for python in pythons)))
-            marker = "" if len(pythons) == len(resolved) else f' ; python_version == "{pythons[0]}"'
+            marker = "" if len(pythons) == len(resolved) else f'{_MARKER}"{pythons[0]}"'
             lines[package, version] = " ".join([f"{package}=={version}{marker}", *(f"--hash=sha256:{one}" for one in hashes)])
     header = _HEADER.format(time=time, pythons=" and ".join(resolved), platform=PLATFORM, digest=digest(pins))
     return header + "".join(f"{line}\n" for line in lines.values())
@@ -90,7 +98,7 @@ def locked(text: str) -> Iterator[tuple[str, str, str, list[str]]]:
     for line in text.splitlines():
         if not line.startswith("#"):
             requirement, *hashes = line.split(" --hash=sha256:")
-            pin, _, marker = requirement.partition(" ; python_version == ")
+            pin, _, marker = requirement.partition(_MARKER)
             package, version = pin.split("==")
             yield package, version, marker.strip('"'), hashes
 
@@ -126,7 +134,7 @@ def make_lock(name: str, time: str) -> str:
     """The text of a lock as of a time (ISO 8601). Raises UserError where the pins contradict each other."""
     with tempfile.TemporaryDirectory(prefix="megatron-rl-lock-") as scratch:
         resolved = {python: _resolve(name, python, time, Path(scratch)) for python in PYTHONS}
-    return lock_text(resolved, time, read_pins(SOURCES[name]))
+    return lock_text(resolved, time, all_pins(name))
 
 
 def _time(text: str) -> str:

@@ -83,7 +83,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
             f"parallel.expert_parallel_size {ep} x parallel.expert_tensor_parallel_size {etp} = {ep * etp}"
         )
     if ep == 1 and etp != tp:
-        # Megatron Core 0.16 does not reduce the gradients of such experts over all ranks with a copy of them.
+        # Megatron Core does not reduce the gradients of such experts over all ranks with a copy of them.
         yield (
             f"parallel.expert_tensor_parallel_size: without expert parallelism it must equal "
             f"parallel.tensor_parallel_size {tp}, got {etp}; set it to 0 or parallel.expert_parallel_size above 1"

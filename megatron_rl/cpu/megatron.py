@@ -9,7 +9,8 @@ factory functions for the whole process breaks ``with torch.device("meta")``, an
 weights silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``,
 ``Tensor.type`` and ``Module.cuda``.
 
-Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails when a name used here has moved.
+``tests/integration/test_cpu_compat.py`` fails when a name used here has moved; ``system/megatron_core.py`` has all differences between
+Megatron's releases.
 """
 
 import collections
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.system import megatron_core
 from megatron_rl.system.gpu import gpu_environment
 
 CPU = torch.device("cpu")
@@ -40,6 +42,8 @@ def find_spec(
 
     ``is_first``: the module is the package itself, whose import precedes that of all its modules.
     """
+    if is_first:
+        megatron_core.prepare_import()
     if torch.cuda.is_available():
         if is_first:
             gpu_environment.hide_broken_transformer_engine()

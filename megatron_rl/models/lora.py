@@ -45,8 +45,8 @@ from megatron_rl.models.hf.gather import adapter_parameters, named_parameters, n
 from megatron_rl.models.hf.weights import fill_parameters
 from megatron_rl.models.layers.torch_layers import SPLIT_GRADIENT_MARK, unwrap
 
-FIXED_FIELDS = {"moe_shared_expert_overlap": False}
-"""Fields of TransformerConfig: overlapped shared experts exchange tokens outside their layers, which adapters would not see."""
+FIELDS = {"moe_shared_expert_overlap": False}
+"""Megatron's settings with adapters: overlapped shared experts exchange tokens outside their layers, where adapters do not see it."""
 _EXCHANGES: dict[tuple[bool, bool], Callable[[Tensor], Tensor]] = {
     (True, True): reduce_scatter_to_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,

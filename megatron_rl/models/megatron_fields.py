@@ -47,11 +47,17 @@ _SET_BY: dict[str, str] = {
     "linear_attention_freq is_hybrid_model num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
     "moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_shared_expert_gate "
     "moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
-    "moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input moe_latent_size": _MODEL,
-    "mtp_num_layers mtp_loss_scaling_factor mtp_standalone": "multi-token-prediction layers are never built",
+    "moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input moe_latent_size use_mup "
+    "mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power "
+    "dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend dsa_indexer_rope_interleaved "
+    "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 "
+    "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size": _MODEL,
+    "mtp_num_layers mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer mtp_detach_heads "
+    "mtp_hybrid_override_pattern mtp_grad_scale_func": "multi-token-prediction layers are never built",
     "attention_dropout hidden_dropout moe_expert_capacity_factor moe_input_jitter_eps moe_token_dropping "
-    "moe_pad_expert_input_to_capacity moe_router_force_load_balancing": _SAMPLING,
-    "tensor_model_parallel_size": "parallel.tensor_parallel_size sets it",
+    "moe_pad_expert_input_to_capacity moe_router_force_load_balancing moe_router_force_biased "
+    "moe_expert_rank_capacity_factor": _SAMPLING,
+    "tensor_model_parallel_size tensor_parallel_num_weight_shards gtp_weight_remat_size": "parallel.tensor_parallel_size sets it",
     "pipeline_model_parallel_size": "parallel.pipeline_parallel_size sets it",
     "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_size sets it",
     "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
@@ -60,13 +66,14 @@ _SET_BY: dict[str, str] = {
     "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel "
     "max_seqlen_per_dp_cp_rank": "parallel.context_parallel_size sets it",
     "expert_model_parallel_size moe_extended_tp": "parallel.expert_parallel_size sets it",
-    "expert_tensor_parallel_size": "parallel.expert_tensor_parallel_size sets it",
+    "expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards "
+    "expert_gtp_weight_remat_size": "parallel.expert_tensor_parallel_size sets it",
     "fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast": "policy.dtype and critic.dtype set it",
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
     "moe_layer_recompute": "policy.recompute and critic.recompute set it",
     "fp8 fp8_recipe fp8_param fp4 fp4_recipe fp4_param": "policy.fp8 sets it",
     "moe_router_dtype": "policy.moe.router_dtype sets it",
-    "moe_router_load_balancing_type": "policy.moe.load_balancing sets it",
+    "moe_router_load_balancing_type moe_router_quantile_balancing_ema": "policy.moe.load_balancing sets it",
     "moe_aux_loss_coeff moe_z_loss_coeff": "policy.moe.aux_loss_coef sets it",
     "moe_router_bias_update_rate": "policy.moe.bias_update_rate sets it",
     "moe_enable_routing_replay": "policy.moe.routing_replay sets it",
@@ -76,7 +83,10 @@ _SET_BY: dict[str, str] = {
     "init_model_with_meta_device deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p "
     "cuda_graph_scope cuda_graph_impl enable_cuda_graph external_cuda_graph flash_decode test_mode "
     "heterogeneous_block_specs use_inference_optimized_layers transformer_impl "
-    "overlap_moe_expert_parallel_comm fine_grained_activation_offloading": _WIRED,
+    "overlap_moe_expert_parallel_comm fine_grained_activation_offloading cuda_graph_modules inference_cuda_graph_scope "
+    "moe_grad_scale_func moe_paged_stash mlp_chunks_for_training": _WIRED,
+    "use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert "
+    "moe_single_grouped_weight moe_single_grouped_bias fused_residual_rmsnorm": "weights would have other names or places",
     "tp_comm_overlap": "Transformer Engine's buffers have one size, and packs differ in length",
 }
 REFUSED = {name: reason for names, reason in _SET_BY.items() for name in names.split()}

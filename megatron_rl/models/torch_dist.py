@@ -15,7 +15,6 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
@@ -45,6 +44,7 @@ from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.tensor_sources import WeightsError
 from megatron_rl.system.files.pickle_check import UnsafePickle, check_pickle
+from megatron_rl.system.megatron_core import write_common
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_NAMES = {
@@ -137,7 +137,7 @@ def write_checkpoint(
     planner = _StreamingPlanner(contents, dtypes, load)
     try:
         save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
-        TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": {"singleton_local_shards": False}}, folder)
+        write_common({"content_metadata": {"singleton_local_shards": False}}, folder)
         save_config(CheckpointingConfig("torch_dist"), str(folder))
     except (CheckpointException, OSError, RuntimeError) as error:
         cause: BaseException = error

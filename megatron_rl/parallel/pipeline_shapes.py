@@ -60,4 +60,5 @@ def stage_options(config: TransformerConfig, num_rows: Sequence[int]) -> dict[st
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return dict(p2p_communicator=_KnownShapes(config, num_rows), pg_collection=groups)

@@ -35,7 +35,7 @@ from megatron_rl.config.schema import BatchConfig, Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, Services
-from megatron_rl.rollout.environment_calls import OpenRow
+from megatron_rl.rollout.environment_calls import OpenRow, wait_until_started
 from megatron_rl.rollout.generation import GenerationPlan, make_plan
 from megatron_rl.rollout.recovering_client import RecoveringClient, follow_discovery
 from megatron_rl.rollout.requests import ServerError, ServerLost
@@ -431,8 +431,8 @@ def open_rollout(
         following = asyncio.run_coroutine_threadsafe(followed, event_loop) if followed else None
         try:
             if not is_shared:
-                started = service.start_environment(tokenizer, folder, config.batch)
-                asyncio.run_coroutine_threadsafe(started, event_loop).result(timeout=_ENVIRONMENT_TIMEOUT_S)
+                started = asyncio.run_coroutine_threadsafe(service.start_environment(tokenizer, folder, config.batch), event_loop)
+                wait_until_started(started, config.environment.name, _ENVIRONMENT_TIMEOUT_S)
             yield service
         except _SERVER_ERRORS as error:
             # Warn before the clean-up, which may wait for broken servers.

@@ -57,7 +57,7 @@ from megatron_rl.models.layers.context import num_rows
 from megatron_rl.models.layers.moe import Routing
 from megatron_rl.models.layers.torch_layers import layers_note, unwrap
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
-from megatron_rl.models.lora import FIXED_FIELDS, add_adapters, seed_dropout, without_adapters
+from megatron_rl.models.lora import FIELDS, add_adapters, seed_dropout, without_adapters
 from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.parallel.pipeline_shapes import stage_options
 from megatron_rl.parallel.topology import Topology
@@ -136,7 +136,7 @@ class Engine:
         ``offload``: when ``offload`` moves the model. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``:
         whether ``save_hf`` keeps the multi-token-prediction layers of ``path``. ``vision``: trained parts of a
         vision-language model's encoder. ``frozen``: patterns of tensors that do not train (``models.freezing``).
-        ``lora``: adapters that train instead. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
+        ``lora``: adapters, which train alone. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -144,21 +144,21 @@ class Engine:
         self.role: Role = role
         self.parallel, self.topology, self.path = parallel, topology, Path(path)
         self.hf_config = load_hf_config(path)
-        self.lora, self._seed = (lora if lora is not None and lora.rank else None), seed
-        settings = MegatronSettings(moe=moe, fp8=fp8, fields={**(megatron or {}), **(FIXED_FIELDS if self.lora else {})})
-        builder: Any = critic.build_critic if role == "critic" else functools.partial(policy.build_policy, fp32_head=fp32_head)
+        self.lora = lora if lora is not None and lora.rank else None
+        settings = MegatronSettings(moe=moe, fp8=fp8, fields={**(megatron or {}), **(FIELDS if self.lora else {})})
+        build = functools.partial(policy.build_policy, fp32_head=fp32_head) if role == "policy" else critic.build_critic
         torch_dtype = getattr(torch, dtype.value)
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, _LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
         loads = init is Init.checkpoint
-        self._note_origin(loads, mtp)
-        own_seed = None if loads else seed
-        self.chunks = builder(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, settings=settings, seed=own_seed)
+        self._look_for_extra_weights(mtp, loads=loads)
+        options: dict[str, Any] = {"dtype": torch_dtype, "recompute": recompute, "seed": None if loads else seed}
+        self.chunks = build(self.hf_config, parallel, settings=settings, **options)
         if loads:
             load_weights(self.chunks, self.hf_config, path, role=role)
         if self.lora:
             add_adapters(self.chunks, self.hf_config, role, self.lora, seed=seed)
         self.export = ModelExport(self.chunks, self.hf_config, role, self.path, self.lora)
-        self._routing = Routing(moe, self.chunks)
+        self._seed, self._routing = seed, Routing(moe, self.chunks)
         self._kept_logprobs: list[Tensor] = []
         self._optimizer = None
         self._replicas: list[DistributedDataParallel] = []
@@ -169,8 +169,8 @@ class Engine:
         moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
         self.memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
 
-    def _note_origin(self, loads: bool, mtp: Mtp) -> None:
-        """Note what of ``path`` the model does not read; ``loads``: whether its weights come from there."""
+    def _look_for_extra_weights(self, mtp: Mtp, *, loads: bool) -> None:
+        """Note the tensors of the folder that the model does not read. Raises WeightsError if layers to keep are missing."""
         self._keeps_mtp = mtp is Mtp.keep
         self.mtp_note = mtp_note(self.hf_config, self.path, keeps=self._keeps_mtp) if loads and self.role == "policy" else ""
         self.unread_tensors_note = unread_tensors_note(self.hf_config, self.path, self.role) if loads else ""

@@ -44,6 +44,7 @@ from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
 from megatron_rl.system.files.atomic_files import replace_folder, write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
 from megatron_rl.system.files.pickle_check import UnsafePickle
+from megatron_rl.system.megatron_core import save_options, write_common
 from megatron_rl.system.processes.host_memory import available_bytes_per_rank
 from megatron_rl.training.optimizer import set_num_steps, sharded_state
 
@@ -220,9 +221,12 @@ def _plan(
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), _data_parallel_group(), do_cache_distribution=False
     )
-    state = _sharded_state(chunks, optimizer)
-    state["num_optimizer_steps"] = scheduler.num_steps
-    return dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT, async_sharded_save=True)
+    common = {"num_optimizer_steps": scheduler.num_steps}
+    state = {**_sharded_state(chunks, optimizer), **common}
+    request = dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT, **save_options())
+    if dist.get_rank() == 0:
+        write_common({**common, "content_metadata": _FORMAT}, folder)
+    return request
 
 
 def load_checkpoint(

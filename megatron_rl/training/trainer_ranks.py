@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import critic_dtype, needs_critic, needs_reference, shares_base
+from megatron_rl.config.derived import critic_dtype, needs_critic, reference_folders, shares_base
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import (
     Config,
@@ -100,15 +100,15 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         add("policy", build_engine(config, topology, "policy", policy, trained))
         if needs_critic(config):
             add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
-        if needs_reference(config):
-            # The reference chooses its own experts, because its log-probs depend on them.
-            own_moe = replace(policy.moe, routing_replay=RoutingReplay.none)
-            lora = LoraConfig() if config.reference.path else policy.lora
-            own_choice = replace(policy, mtp=Mtp.drop, lora=lora, moe=own_moe)
-            if shares_base(config):
-                engines["reference"] = engines["policy"].as_base(own_moe)
-            else:
-                add("reference", build_engine(config, topology, "policy", own_choice, None, path=config.reference.path))
+        # References choose their own experts, because their log-probs depend on them.
+        own_choice = replace(policy, mtp=Mtp.drop, lora=LoraConfig(), moe=replace(policy.moe, routing_replay=RoutingReplay.none))
+        if shares_base(config):
+            engines["reference"] = engines["policy"].as_base(own_choice.moe)
+        for name, folder in reference_folders(config).items():
+            is_start = name == "reference" and not config.reference.path
+            # A policy that starts from adapters differs from its folder.
+            model = replace(own_choice, lora=policy.lora) if is_start else own_choice
+            add(name, build_engine(config, topology, "policy", model, None, path="" if is_start else folder))
         if config.reward.process.path:
             whole = replace(critic, lora=LoraConfig())
             add("process", build_engine(config, critics, "critic", whole, None, path=config.reward.process.path))

@@ -44,6 +44,18 @@ def parallel_problems(config: Config, world_size: int | None) -> Iterator[str]:
     yield from (of_critic(problem) for problem in layout_problems(own, ranks))
 
 
+def context_problems(config: Config) -> Iterator[str]:
+    """Refuse more context-parallel ranks than the longest sequence has tokens for: each rank trains two parts of it."""
+    longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
+    for key, parallel in (("parallel", config.parallel), ("critic.parallel", config.critic.parallel)):
+        if parallel and 2 * parallel.context_parallel_size > longest:
+            yield (
+                f"{key}.context_parallel_size: {parallel.context_parallel_size} ranks would split a sequence into "
+                f"{2 * parallel.context_parallel_size} parts, and the longest has {longest} tokens (batch.max_prompt_tokens + "
+                f"batch.max_response_tokens); set at most {longest // 2}"
+            )
+
+
 def learning_rate_problems(config: Config, command: str) -> Iterator[str]:
     in_use: dict[str, OptimizerConfig] = {
         "train": {"policy.optimizer": config.policy.optimizer, "critic.optimizer": config.critic.optimizer},

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import above, at_least, below_one, between, items_at_least, positive_share
+from megatron_rl.config.schema.bounds import (
+    above,
+    at_least,
+    below_one,
+    between,
+    folder_or_server,
+    items_at_least,
+    positive_share,
+)
 
 
 class Dtype(Enum):
@@ -227,7 +235,7 @@ class VisionConfig:
 
 
 class LoraSync(Enum):
-    """Content of a publish of a policy with adapters."""
+    """The tensors that a publish of a policy with adapters sends to the servers."""
 
     merged = "merged"
     """All weights with the adapters merged, for every family. In bfloat16 a merged weight is rounded, so small changes are lost."""
@@ -251,7 +259,7 @@ class LoraConfig:
     """Modules with an adapter: patterns such as q_proj or "*.layers.1?.mlp.*" for names in the Hugging Face files or their ends.
     all-linear: attention, dense MLPs and shared experts."""
     sync: LoraSync = LoraSync.merged
-    """Content of a publish; a critic is never published."""
+    """The tensors that a publish sends to the servers; of a critic nothing is sent."""
     path: str = ""
     """A folder of peft with the adapters to start from; rank, factor and targets must be its own. Empty: B is 0, so training
     starts from the model."""
@@ -317,7 +325,10 @@ class CriticConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL divergence is measured from."""
+    """The frozen policy that the KL divergence is measured from: the start of training, or a teacher."""
 
-    path: str = ""
-    """A Hugging Face model folder. Empty: policy.path."""
+    path: str = folder_or_server(default="")
+    """A Hugging Face model folder, of any size, with the policy's tokenizer; or http://host:port of an SGLang server that serves
+    such a model. Empty: policy.path."""
+    path_by_type: dict[str, str] = field(default_factory=dict)
+    """Folder or server for prompts of a type (data.type_field), such as a teacher of its own; other types use ``path``."""

@@ -80,10 +80,12 @@ def environment_lines(folder: str = ".") -> Iterator[CheckResult]:
 
 
 def pinned_versions(flavor: str) -> dict[str, str]:
-    """Versions pinned in requirements/, by package; empty without a checkout."""
+    """Versions pinned in requirements/ for this Python, by package; empty without a checkout."""
     folder = Path(__file__).resolve().parents[3] / "requirements"
     texts = [file.read_text() for name in ("common", "sglang", flavor) if (file := folder / f"{name}.txt").is_file()]
-    return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)", "\n".join(texts), re.MULTILINE))
+    pins = re.findall(r'^([A-Za-z0-9_.-]+)==([^\s#;]+)(?: ; python_version == "(.+)")?', "\n".join(texts), re.MULTILINE)
+    this_python = "{}.{}".format(*sys.version_info)
+    return {name: pin for name, pin, python in pins if python in ("", this_python)}
 
 
 def library_lines(installed: Mapping[str, str], pins: Mapping[str, str]) -> Iterator[CheckResult]:

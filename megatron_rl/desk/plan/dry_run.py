@@ -26,6 +26,7 @@ from megatron_rl.desk.plan.memory_table import print_memory
 from megatron_rl.families.adapters import adapted_linears
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import make_graph
+from megatron_rl.system.command_line.terminal import LINES
 
 _MOST_DEVICES = 8
 """GPUs of a usual node. The number is fixed, because the dry run may run on a machine without GPUs."""
@@ -48,8 +49,9 @@ def print_plan(config: Config, *, command: str, world_size: int, inputs: Sequenc
     if inputs:
         console.rule("inputs")
         for line in inputs:
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
-    for note in (*_notes(config, world_size), *_lora_notes(config, command)):
+            console.print(line.translate(LINES), soft_wrap=True, markup=False, highlight=False)
+    late = _late_training(config) if command == "train" else []
+    for note in (*_notes(config, world_size), *_lora_notes(config, command), *late):
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
@@ -91,6 +93,17 @@ def _lora_notes(config: Config, command: str) -> Iterator[str]:
         yield f"each publish sends all weights, with the adapters merged ({whole / 1e6:,.1f} MB; policy.lora.sync=merged)"
     if shares_base(config):
         yield f"the reference is the policy without its adapters, on the same weights: saves {whole / 1e6:,.1f} MB per replica"
+
+
+def _late_training(config: Config) -> list[str]:
+    """Notes on warm-ups that are longer than the run, as in a short trial of a recipe for a long one."""
+    warmups = {"critic.warmup_steps": (config.critic.warmup_steps if needs_critic(config) else 0, "the policy never trains")}
+    warmups["policy.optimizer.warmup_steps"] = (config.policy.optimizer.warmup_steps, "the learning rate never reaches policy.optimizer.lr")
+    return [
+        f"{key}={steps} covers all of run.num_steps={config.run.num_steps}: {effect}"
+        for key, (steps, effect) in warmups.items()
+        if steps >= config.run.num_steps
+    ]
 
 
 def _arithmetic_table(config: Config, world_size: int) -> Table:

@@ -34,6 +34,7 @@ from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import check_mtp_present
 from megatron_rl.models.hf.weights import checked_source
 from megatron_rl.models.layers.torch_layers import has_transformer_engine
+from megatron_rl.system.megatron_core import config_fields
 
 
 def megatron_config(
@@ -126,8 +127,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
 
 def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
     on_gpu, with_te = torch.cuda.is_available(), has_transformer_engine()
-    return dict(
-        cuda_graph_scope=[],
+    return config_fields() | dict(
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

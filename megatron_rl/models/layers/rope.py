@@ -9,7 +9,6 @@ are equal, and nothing waits for the GPU.
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.families.family import family_of
 from megatron_rl.families.rotary import inverse_frequencies
+from megatron_rl.system.megatron_core import set_rotary_factor
 
 
 class _LatentRotaryEmbedding(RotaryEmbedding):
@@ -48,10 +48,7 @@ def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
         return
     model.rotary_pos_emb.inv_freq = frequencies
     if factor != 1.0:
-        # Megatron's attention computes the factor from these fields only, as 1 + mscale * log(scale) / 10 (YaRN).
-        model.config.yarn_rotary_scaling_factor = math.e
-        model.config.yarn_mscale = 10 * (factor - 1)
-        model.config.yarn_mscale_all_dim = 0.0
+        set_rotary_factor(model, factor)
 
 
 def rotate_pack(

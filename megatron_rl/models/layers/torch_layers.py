@@ -1,6 +1,7 @@
 """The GPTModel subclass of this project, layers for machines without Transformer Engine, and the spec that selects them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -8,9 +9,7 @@ import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te_layers
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_decoder_block_spec
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_rl.models.layers.attention import PackedAttention
 from megatron_rl.system.gpu import gpu_environment
+from megatron_rl.system.megatron_core import mend_layers
 
 SPLIT_GRADIENT_MARK = "sequence_parallel"
 """Attribute of parameters that Megatron checks."""
@@ -28,11 +28,7 @@ _FLOAT32_TOKENS = 2048
 """Longest sequence for which float32 attention is cheap; flash attention supports 16-bit types only."""
 
 
-if not te_layers.HAVE_TE:
-    # Megatron 0.16.1 leaves the first name undefined and sets the second wrongly: without this fix no expert runs and no
-    # latent attention can be built, even on a GPU.
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    multi_latent_attention.HAVE_TE = False
+mend_layers(has_transformer_engine=te_layers.HAVE_TE)
 
 
 def has_transformer_engine() -> bool:
@@ -163,13 +159,16 @@ def restore_float32(model: nn.Module) -> None:
 
 def swap_layers(spec: Any, table: dict[type, type]) -> Any:
     """``spec`` with the classes in ``table`` replaced, anywhere in the tree of module specs."""
-    # A spec is a tree of classes, ModuleSpecs, dataclasses and lists; any other value is an option and stays unchanged.
+    # A spec is a tree of classes, ModuleSpecs, partial calls, dataclasses and lists; any other value is an option and stays unchanged.
     if isinstance(spec, type):
         return table.get(spec, spec)
     if isinstance(spec, ModuleSpec):
         return dataclasses.replace(
             spec, module=swap_layers(spec.module, table), submodules=swap_layers(spec.submodules, table)
         )
+    if isinstance(spec, functools.partial):  # since Megatron Core 0.19, for what follows attention
+        arguments = {name: swap_layers(value, table) for name, value in spec.keywords.items()}
+        return functools.partial(swap_layers(spec.func, table), *spec.args, **arguments)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = {f.name: swap_layers(getattr(spec, f.name), table) for f in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **fields)

@@ -14,6 +14,7 @@ from tests.tiny_models import make_tiny_model
 
 MODELS = Path(__file__).parents[3] / "tools" / "published" / "models"
 SMALL = ("--slots", "512", "--top", "3")
+FEW_PLANS = ("--windows", "1024", "parallel.tensor_parallel_size=8")
 
 
 def said(capsys, *words) -> str:
@@ -103,7 +104,7 @@ def test_plan_reads_gpus_from_a_user_file(capsys, tmp_path):
         (["--gpus", "8", "--windows", "99999999"], "longer than the longest response"),
         (["--gpus", "8", "--preset", "ppo", "--windows", "64"], "schedule.mode=sync generates whole responses"),
         (["--gpus", "8", "--lengths", "gauss:mean=3"], "neither a distribution nor a file"),
-        (["--gpus", "8", "--choose", "999", "--slots", "512"], "expected a number up to"),
+        (["--gpus", "8", "--choose", "99", *SMALL, *FEW_PLANS], "expected a number up to"),
         (["--gpus", "8", "rollout.server_args.mem-fraction-static=7"], "mem-fraction-static: expected a number"),
         (["--gpus", "8", "parallel.tensor_paralel_size=2"], "unknown key"),
     ],

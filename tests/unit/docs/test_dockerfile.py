@@ -59,9 +59,10 @@ def test_debian_is_pinned_by_its_digest_and_apex_by_its_commit():
     assert all(parent in PARENT or parent == "${DEBIAN}" for parent in PARENT.values())
 
 
-def test_no_package_is_installed_but_by_setup_sh_and_apexs_wheel():
-    pips = re.findall(r"\bpip\d? install\b[^\n]*", TEXT)
-    assert pips == ["pip install --no-deps /src/wheels/*.whl"]
+def test_no_package_is_installed_but_by_setup_sh_and_apexs_wheel_and_uv_that_fetches_python():
+    pips = re.findall(r"\bpip\d? install\b[^\n\\]*", TEXT)
+    assert [pip.strip() for pip in pips] == ["pip install --no-cache-dir -r requirements/uv.txt", "pip install --no-deps /src/wheels/*.whl"]
+    assert "requirements/uv.txt" in copied("python")
     for stage, flavor in (("cpu-packages", "cpu"), ("gpu-packages", "gpu")):
         assert any(re.search(rf"FLAVOR={flavor} bash launch/setup\.sh$", run) for run in arguments("RUN", stage))
 
@@ -111,12 +112,20 @@ def test_nccls_variables_are_left_to_the_trainer_so_that_one_of_them_sets_both()
 
 
 def test_the_compiler_is_where_setup_sh_completes_it():
-    python = re.search(r"python3\.\d+(?=-venv)", TEXT)[0]
-    toolkit = f"/opt/venv/lib/{python}/site-packages/nvidia/cu13"
+    version = re.search(r"uv python install (3\.\d+)\.\d+$", TEXT, re.MULTILINE)[1]
+    toolkit = f"/opt/venv/lib/python{version}/site-packages/nvidia/cu13"
     assert environment("gpu")["CUDA_HOME"] == toolkit
-    assert set(re.findall(r"/opt/venv/lib/(python[\d.]+)/", TEXT)) == {python}
+    assert set(re.findall(r"/opt/venv/lib/python([\d.]+)/", TEXT)) == {version}
     assert "site-packages/nvidia/cu13" in (ROOT / "launch" / "setup.sh").read_text()
-    assert f"{python}-dev" in TEXT and "build-essential" in TEXT
+    assert "python3.11-dev" in TEXT and "build-essential" in TEXT
+
+
+def test_the_image_for_gpus_has_its_python_where_its_environment_was_made():
+    (made,) = [run for run in arguments("RUN", "gpu-packages") if "setup.sh" in run]
+    assert made.startswith("UV_PYTHON_INSTALL_DIR=/opt/python PYTHON=3.12 ")
+    for stage in ("gpu-packages", "gpu"):
+        assert "--from=python /opt/python /opt/python" in arguments("COPY", stage)
+    assert environment("python")["UV_PYTHON_INSTALL_DIR"] == "/opt/python"
 
 
 def test_apt_leaves_no_lists_and_recommends_nothing():

@@ -19,7 +19,10 @@ COPIED = (
     "megatron_rl/system/gpu/gpu_stack.py",
 )
 
+VERSION = "{}.{}".format(*sys.version_info)
+OTHER = "3.12" if VERSION == "3.11" else "3.11"
 PYTHON = """#!/bin/sh
+case "$*" in *"print(*sys.version_info"*) echo VERSION; exit 0 ;; esac
 # A Python that makes environments without anything in them, and notes what is asked of theirs.
 if [ "$1" = -m ] && [ "$2" = venv ]; then
     mkdir -p "$3/bin" "$3/lib/python3.11/site-packages/nvidia/cu13/lib"
@@ -58,7 +61,7 @@ class Machine:
             copy(ROOT / path, self.folder / path)
         (self.folder / "launch" / "te_python.sh").write_text('echo "te_python $1" >>"$CALLS"\n')
         self.bin.mkdir()
-        self.command("python3.11", PYTHON)
+        self.python(VERSION)
         self.command("venv_python", VENV_PYTHON)
         for name in ("gcc", "g++"):
             self.command(name, "#!/bin/sh\necho 12.2.0\n")
@@ -66,9 +69,13 @@ class Machine:
         for name in "bash sh cat cut sha256sum awk grep tail dirname mkdir touch cp ln rm nproc env echo".split():
             (self.bin / name).symlink_to(shutil.which(name))
 
-    def command(self, name: str, text: str) -> None:
+    def command(self, name: str, text: str) -> Path:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
+        return self.bin / name
+
+    def python(self, version: str, name: str = "") -> Path:
+        return self.command(name or f"python{version}", PYTHON.replace("VERSION", version))
 
     def driver(self, version: str | None) -> None:
         """``nvidia-smi`` of a GPU with this driver, or of none."""
@@ -206,19 +213,43 @@ def test_pips_settings_are_uvs(tmp_path):
 
 
 def test_a_python_of_pyenv_or_uv_is_found_where_the_one_on_path_does_not_run(machine):
-    (machine.bin / "python3.11").unlink()
+    (machine.bin / f"python{VERSION}").unlink()
     refused = machine.run()
-    assert refused.returncode == 1 and "on PATH, in pyenv or in uv" in refused.stderr and "uv python install 3.11" in refused.stderr
-    machine.command("python3.11", "#!/bin/sh\necho 'pyenv: python3.11: command not found' >&2; exit 127\n")
+    assert refused.returncode == 1 and "no Python 3.11 or 3.12 found on PATH, in pyenv or in uv" in refused.stderr
+    assert "uv python install 3.12" in refused.stderr
+    for version in ("3.11", "3.12"):
+        machine.command(f"python{version}", "#!/bin/sh\necho 'pyenv: command not found' >&2; exit 127\n")
     for folder in (".pyenv/versions/3.12.1", ".local/share/uv/python/cpython-3.11.9-linux-x86_64-gnu"):
         place = machine.folder / folder / "bin"
         place.mkdir(parents=True)
-        (place / "python").write_text(PYTHON)
-        (place / "python").chmod(0o755)
+        machine.python("3.12" if "3.12" in folder else "3.11", "found").rename(place / "python")
         done = machine.run()
         assert done.returncode == 0, done.stderr
         shutil.rmtree(machine.folder / folder.split("/")[0])
         shutil.rmtree(machine.folder / ".venv")
+
+
+def test_gpus_get_python_3_12_cpus_3_11_and_both_what_is_asked_for(machine):
+    enough_disk(machine)
+    for name in ("3.11", "3.12"):  # the one that is taken makes an environment and says so
+        text = PYTHON.replace("VERSION", name).replace("exit 0\nfi", f'echo "made by {name}" >&2; exit 0\nfi')
+        machine.command(f"python{name}", text)
+    for environment, version in (({}, "3.11"), ({"FLAVOR": "gpu"}, "3.12"), ({"PYTHON": "3.12"}, "3.12"), ({"PYTHON": "3.11"}, "3.11")):
+        done = machine.run(**environment)
+        assert done.returncode == 0 and f"made by {version}" in done.stderr, done.stderr
+        assert ("Megatron Core 0.16 is the newest for Python 3.11" in done.stdout) is (version == "3.11")
+        shutil.rmtree(machine.folder / ".venv")
+    assert "no Python 3.13 found" in machine.run(PYTHON="3.13").stderr
+
+
+def test_uv_fetches_a_python_where_there_is_none(machine):
+    stub = machine.python(VERSION).rename(machine.folder / "fetched")
+    place = machine.folder / f".local/share/uv/python/cpython-{VERSION}.1-linux-x86_64-gnu/bin"
+    fetch = f'"python install {VERSION}") mkdir -p {place}; cp {stub} {place}/python ;;'
+    machine.command("uv", f'#!/bin/sh\ncase "$*" in {fetch} "python "*) exit 1 ;; esac\necho torch-2.13.0+cpu torchvision-0.28.0+cpu\n')
+    assert "uv fetches" in machine.run(PYTHON=OTHER).stdout and machine.calls() == []
+    done = machine.run(PYTHON=VERSION)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_folder_of_written_examples_completes_the_environment_of_the_wheel(machine):
@@ -236,12 +267,12 @@ def test_the_folder_of_written_examples_completes_the_environment_of_the_wheel(m
 
 def test_an_environment_keeps_its_python_and_another_one_is_refused(machine):
     assert machine.run().returncode == 0
-    other = "3.12" if sys.version_info[:2] == (3, 11) else "3.11"
-    machine.command("other", f'#!/bin/sh\ncase "$*" in *print*) echo {other} ;; esac\n')
-    machine.command("python3.11", "#!/bin/sh\nexit 1\n")
-    assert "up to date" in machine.run().stdout
-    done = machine.run(PYTHON="other")
-    assert done.returncode == 1 and f"PYTHON=other is {other}" in done.stderr and "rm -rf .venv" in done.stderr
+    machine.python(OTHER, "other")
+    machine.command(f"python{VERSION}", "#!/bin/sh\nexit 1\n")
+    assert "up to date" in machine.run().stdout and "up to date" in machine.run(PYTHON=VERSION).stdout
+    for asked in ("other", OTHER):
+        done = machine.run(PYTHON=asked)
+        assert done.returncode == 1 and f"PYTHON={asked} is {OTHER}" in done.stderr and "rm -rf .venv" in done.stderr
 
 
 def test_a_driver_that_does_not_answer_is_told_and_not_taken_for_a_cpu_machine_in_silence(machine):

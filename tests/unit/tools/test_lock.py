@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from megatron_rl.system.megatron_core import RELEASES
 from tools import lock
 
 TEXTS = {name: (lock.ROOT / "requirements" / name).read_text() for name in lock.SOURCES}
@@ -11,7 +12,7 @@ TEXTS = {name: (lock.ROOT / "requirements" / name).read_text() for name in lock.
 
 @pytest.mark.parametrize("name", lock.SOURCES)
 def test_a_lock_was_made_from_the_pins_as_they_are(name):
-    digest = lock.digest(lock.read_pins(lock.SOURCES[name]))
+    digest = lock.digest(lock.all_pins(name))
     assert f"# pins: {digest}\n" in TEXTS[name], f"requirements/{name} is older than its pins: python tools/lock.py"
 
 
@@ -19,7 +20,7 @@ def test_a_lock_was_made_from_the_pins_as_they_are(name):
 @pytest.mark.parametrize("python", lock.PYTHONS)
 def test_every_pin_is_in_its_lock(name, python):
     versions = {package: version for package, version, marker, _ in lock.locked(TEXTS[name]) if marker in ("", python)}
-    pins = lock.read_pins(lock.SOURCES[name])
+    pins = lock.read_pins(lock.SOURCES[name], python=python)
     assert {package for package in pins if name == "cpu.lock" and lock.TORCH.match(package)} in (set(), {"torch", "torchvision"})
     assert {item for item in pins.items() if name != "cpu.lock" or not lock.TORCH.match(item[0])} <= set(versions.items())
 
@@ -66,8 +67,19 @@ def test_comments_and_order_of_the_pins_do_not_make_a_lock_old(tmp_path):
     (tmp_path / "two.txt").write_text("a_b==2\n")
     pins = lock.read_pins(["one.txt"], tmp_path)
     assert pins == {"numpy": "1.0", "a-b": "2"}
-    assert lock.digest(pins) == lock.digest({"a-b": "2", "numpy": "1.0"})
-    assert lock.digest(pins) != lock.digest({"a-b": "3", "numpy": "1.0"}) != lock.digest({"a-b": "3"})
+    assert lock.digest(pins.items()) == lock.digest([("a-b", "2"), ("numpy", "1.0")])
+    assert lock.digest(pins.items()) != lock.digest([("a-b", "3"), ("numpy", "1.0")]) != lock.digest([("a-b", "3")])
+
+
+def test_a_pin_of_one_python_holds_for_it_alone(tmp_path):
+    (tmp_path / "one.txt").write_text('same==1\na==1 ; python_version == "3.11"  # why\na==2 ; python_version == "3.12"\n')
+    assert [lock.read_pins(["one.txt"], tmp_path, python)["a"] for python in lock.PYTHONS] == ["1", "2"]
+    assert lock.read_pins(["one.txt"], tmp_path)["same"] == "1"
+
+
+def test_each_python_gets_the_release_of_megatron_that_the_trainer_knows():
+    pins = {python: lock.read_pins(["common.txt"], python=python)["megatron-core"] for python in lock.PYTHONS}
+    assert {pin.rpartition(".")[0]: python for python, pin in pins.items()} == RELEASES
 
 
 def test_a_lock_reads_back_as_what_was_resolved():
@@ -75,7 +87,7 @@ def test_a_lock_reads_back_as_what_was_resolved():
         "3.11": {"same": ("1", frozenset({"a", "b"})), "other": ("1", frozenset({"c"}))},
         "3.12": {"same": ("1", frozenset({"d"})), "other": ("2", frozenset({"e"})), "late": ("3", frozenset({"f"}))},
     }
-    text = lock.lock_text(resolved, "2026-01-01", {"same": "1"})
+    text = lock.lock_text(resolved, "2026-01-01", [("same", "1")])
     assert list(lock.locked(text)) == [
         ("late", "3", "3.12", ["f"]),
         ("other", "1", "3.11", ["c"]),

@@ -37,7 +37,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Simulate a GPU with Transformer Engine, with a fake kernel; the list has one entry per call of the kernel."""
     calls: list[int] = []
 
-    def kernel(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    def kernel(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int, **_: bool) -> Tensor:
         calls.append(len(t))
         group = torch.distributed.group.WORLD
         return rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, cp_group=group)
