@@ -1,9 +1,13 @@
 """Targets of adapters: what they match, what is refused, and the shapes of their tensors."""
 
+import math
+
 import pytest
 
 from megatron_rl.errors import ModelError
 from megatron_rl.families.adapters import ALL_LINEAR, adapted_linears, linear_modules
+from megatron_rl.families.model_facts import as_config
+from megatron_rl.families.parameters import entries
 from tests.tiny_families import SHAPES, family_config
 
 CONFIGS = {name: family_config(name) for name in SHAPES}
@@ -49,3 +53,16 @@ def test_a_is_rank_by_inputs_and_b_outputs_by_rank(shape):
     for linear in adapted_linears(CONFIGS[shape], [ALL_LINEAR], 3):
         for (out, inputs), a, b in zip(linear.base.hf.values(), linear.a.shapes, linear.b.shapes, strict=True):
             assert (a, b) == ((3, inputs), (out, 3))
+
+
+def test_adapters_of_rank_32_are_under_two_percent_of_a_model_of_eight_billion_parameters():
+    config = as_config(
+        {
+            "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+        }
+    )  # fmt: skip
+    linears = adapted_linears(config, [ALL_LINEAR], 32)
+    shapes = [shape for linear in linears for entry in (linear.a, linear.b) for shape in linear.adapted(entry).values()]
+    whole = sum(math.prod(shape) for entry in entries(config, "policy") for shape in entry.hf.values())
+    assert 0.01 < sum(math.prod(shape) for shape in shapes) / whole < 0.02
