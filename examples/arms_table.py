@@ -1,12 +1,14 @@
 """A number of the runs under a folder, by arm and step: mean over the seeds, and its standard error.
 
 Runs are folders called ARM-SEED, as the run.sh of fire, line_rewards and prompt_selection name them. The standard error is
-that over seeds (the spread of repeated training); with one seed there is none.
+that over seeds (the spread of repeated training); with one seed there is none. Instead of a folder, a study of effects.py.
 
     python examples/arms_table.py outputs/fire/runs [--metric eval/accuracy] [--steps 0 10 20]
+    python examples/arms_table.py examples/agents/repair/results.json --study agents --ends
 """
 
 import argparse
+import json
 import statistics
 import sys
 from collections import defaultdict
@@ -30,6 +32,12 @@ def curves(folder: Path, metric: str) -> dict[str, list[Curve]]:
     return dict(found)
 
 
+def stored_curves(file: Path, study: str) -> dict[str, list[Curve]]:
+    """The same, from the results of examples/effects/effects.py."""
+    arms = json.loads(file.read_text())[study]
+    return {arm: [dict(zip(map(int, one["steps"]), one["metric"], strict=True)) for one in seeds.values()] for arm, seeds in arms.items()}
+
+
 def cell(numbers: Sequence[float], *, percent: bool) -> str:
     """``mean ± standard error``; empty without numbers."""
     if not numbers:
@@ -49,19 +57,36 @@ def table(arms: dict[str, list[Curve]], steps: Sequence[int], *, percent: bool) 
     return "\n".join(lines)
 
 
+def ends_table(arms: dict[str, list[Curve]], *, percent: bool) -> str:
+    """The table of first and last numbers, and of what each seed gained between them, in Markdown."""
+    lines = ["| arm | seeds | at the start | at the end | gain | smallest gain |", "|---" * 6 + "|"]
+    for arm, found in arms.items():
+        first, last = ([curve[pick(curve)] for curve in found] for pick in (min, max))
+        gains = [b - a for a, b in zip(first, last, strict=True)]
+        cells = [cell(numbers, percent=percent) for numbers in (first, last, gains, [min(gains)])]
+        lines.append(f"| `{arm}` | {len(found)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="folder of runs, or effects.py's results.json with --study")
+    parser.add_argument("--study", default="", help="study of results.json")
+    parser.add_argument("--ends", action="store_true", help="first and last numbers, and the gains of the seeds")
     parser.add_argument("--metric", default="eval/accuracy", help="a name of metrics.jsonl")
     parser.add_argument("--steps", type=int, nargs="+", default=[], help="columns; default: every step with the number")
     options = parser.parse_args(arguments)
-    arms = curves(options.folder, options.metric)
+    arms = stored_curves(options.folder, options.study) if options.study else curves(options.folder, options.metric)
     if not arms:
         print(f"error: no run under {options.folder} has {options.metric}; start some with run.sh", file=sys.stderr)
         return 2
+    percent = "accuracy" in options.metric or options.metric.endswith("_share")
+    if options.ends:
+        print(ends_table(arms, percent=percent))
+        return 0
     steps = options.steps or sorted({step for found in arms.values() for curve in found for step in curve})
     print(f"{options.metric} after so many steps\n")
-    print(table(arms, steps, percent="accuracy" in options.metric or options.metric.endswith("_share")))
+    print(table(arms, steps, percent=percent))
     return 0
 
 

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has exited, such as `head`
         return 1
     except (UserError, OSError) as error:
-        say(f"error: {error}")
+        place = isinstance(error, OSError) and error.filename and error.strerror
+        say(f"error: {error.filename}: {error.strerror}" if place else f"error: {error}")  # type: ignore[union-attr]
         return 2
     except ModuleNotFoundError as error:
         if not (problem := missing_package(error)):

@@ -71,9 +71,16 @@ def run(name: str, seeds: Sequence[int]) -> None:
 
 def _keep(name: str, study: Mapping[str, Any], folder: Path) -> None:
     arm, _, seed = folder.name.rpartition("-")
-    results: Results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    file = ROOT / study["results"] if "results" in study else RESULTS
+    results: Results = json.loads(file.read_text()) if file.is_file() else {}
     results.setdefault(name, {}).setdefault(arm, {})[seed] = read_curve(ROOT / folder, study.get("metric", "eval/accuracy"))
-    write_atomic(RESULTS, json.dumps(results, indent=1) + "\n")
+    write_atomic(file, json.dumps(results, indent=1) + "\n")
+
+
+def stored() -> Results:
+    """What all studies gave so far; a study with a file of its own (``results``) has it there."""
+    files = [RESULTS, *(ROOT / study["results"] for study in claims().values() if "results" in study)]
+    return {name: study for file in files if file.is_file() for name, study in json.loads(file.read_text()).items()}
 
 
 def read_curve(folder: Path, metric: str) -> dict[str, list[float]]:
@@ -144,7 +151,7 @@ def main() -> None:
     parts.add_parser("table", help="print the table").add_argument("--write", action="store_true", help="put it into README.md")
     options = parser.parse_args()
     if options.part == "table":
-        text, readme = table(json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}), HERE / "README.md"
+        text, readme = table(stored()), HERE / "README.md"
         print(text)
         if options.write:
             readme.write_text(with_table(readme.read_text(), text))

@@ -38,6 +38,8 @@ class ChatRequest:
     model: str = ""
     max_tokens: int = 0
     """Largest number of tokens of the answer; 0 if the request sets none."""
+    stops: tuple[str, ...] = ()
+    """Strings that end the answer, which does not include them."""
     stream: bool = False
     include_usage: bool = True
     """True if the end of a streamed answer counts tokens."""
@@ -47,6 +49,8 @@ class ChatRequest:
     """Further arguments of the chat template, such as ``enable_thinking``."""
     echoes: tuple[tuple[str, ...], ...] = ()
     """For each message the ids in it that an answer may have had: of tool calls, items and signatures."""
+    items: tuple[dict[str, Any], ...] = ()
+    """Items of a responses request, for a next request that names this one's answer."""
     ignored: tuple[str, ...] = ()
     """Fields of the request without effect: the recipe sets how tokens are sampled."""
 
@@ -70,6 +74,8 @@ class ChatAnswer:
     thoughts: str = ""
     calls: tuple[ToolCall, ...] = ()
     finish: str = "stop"
-    """"stop", "tool_calls", or "length" if the turn's budget cut the answer: then it has no stop token."""
+    """"stop", "tool_calls", or "length" if a limit cut the answer: then it has no stop token."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    stop_string: str = ""
+    """The request's string that ended the answer in place of a stop token; the row has its tokens."""

@@ -28,6 +28,7 @@ def parse(body: Mapping[str, Any]) -> ChatRequest:
         tools=tuple(_tool(entry, place) for place, entry in fields.objects(body, "tools")),
         model=read(body, "model", str, default=""),
         max_tokens=fields.max_tokens(body, "max_completion_tokens", "max_tokens"),
+        stops=fields.stops(body, "stop"),
         stream=read(body, "stream", bool, default=False),
         include_usage=read(options, "include_usage", bool, "stream_options.", default=False),
         call_tools=fields.may_call(body),
@@ -40,7 +41,6 @@ def parse(body: Mapping[str, Any]) -> ChatRequest:
 def _refuse(body: Mapping[str, Any]) -> None:
     fields.refuse(body, "n", (1,), "send a request for each answer")
     fields.refuse(body, "logprobs", (False,), "the run keeps log-probabilities itself; leave the field out")
-    fields.refuse(body, "stop", ("", []), "an answer ends with the model's stop token; cut the text in the program")
     fields.refuse(body, "response_format", ({"type": "text"},), "ask for the format in a message")
     fields.refuse(body, "modalities", (["text"],), "messages are text only")
     fields.refuse(body, "continue_final_message", (False,), "end with a message of the user or of a tool")

@@ -162,7 +162,7 @@ class Conversation:
         row.token_ids += [*place.token_ids, *sampled_ids]
         siblings = self._answers[key]
         row.tip, row.waiting = _chained(key, f"answer {len(siblings)}"), None
-        sampled = Sampled(_message(answer), tuple(sampled_ids), stopped=answer.finish != "length")
+        sampled = Sampled(_message(answer), tuple(sampled_ids), stopped=answer.finish != "length" and not answer.stop_string)
         siblings.append(_Answer(row.tip, place.row, len(row.token_ids), answer, sampled))
         if answer.thoughts:
             row.thoughts.add(row.tip)

@@ -5,8 +5,8 @@ Routes: /v1/chat/completions, /v1/messages (and /count_tokens), /v1/responses, /
 Invariants: a key opens one episode and shows nothing of another. Every request is answered, or refused with a reason. While a
 program waits for the policy, bytes that clients ignore hold its connection (``_KEEP_ALIVE_S``). The status is held back for
 ``_HOLD_BACK_S``, so that an early error has a status of its own; a later one is written into the body, and the connection is
-broken, so that a client that retries gets the status. A client that leaves ends its connection only: its request is answered
-when it is sent again.
+broken, so that a client that retries gets the status. A client that leaves may send its request again and gets the answer;
+after ``_RETURN_S`` its turn ends with the tokens that it has.
 """
 
 import asyncio
@@ -25,10 +25,13 @@ from megatron_rl.agents.chat import BadRequest, ChatAnswer, ChatRequest, Protoco
 from megatron_rl.agents.chat_template import ChatTemplate
 from megatron_rl.agents.episodes import Episode, OpenRequest
 from megatron_rl.agents.protocols import PATHS, answer_body, answer_events, error_body, error_events, parse_request
+from megatron_rl.agents.responses_api import chain, with_previous
 
 MAX_BODY_BYTES = 8 << 20
 _HOLD_BACK_S = 3.0
 _KEEP_ALIVE_S = 10.0
+_RETURN_S = 10.0
+"""Seconds in which a client that left may come back; the official clients retry after at most 8."""
 _READ_S = 60.0
 """Seconds in which a client must have sent its body."""
 _MODEL = "policy"
@@ -51,6 +54,8 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self.keep_alive_s = _KEEP_ALIVE_S
         self.hold_back_s = _HOLD_BACK_S
+        self.return_s = _RETURN_S
+        self.read_s = _READ_S
 
     async def start(self) -> None:
         """Listen. Raises OSError if the port is taken."""
@@ -109,8 +114,10 @@ class Endpoint:
             if http.path in PATHS and http.method != "POST":
                 raise BadRequest(f"{http.method} {http.path}: expected POST", 405)
             episode = self._episode(http)
-            raw = await _read_body(http)
-            request = parse_request(http.path, _parsed(raw))
+            raw = await self._read_body(http)
+            body = _parsed(raw)
+            body = with_previous(body, episode.chains) if protocol is Protocol.RESPONSES else body
+            request = parse_request(http.path, body)
             if http.path.endswith("/count_tokens"):
                 return web.json_response({"input_tokens": len(self._template.prompt_ids(request))})
             digest = hashlib.blake2b(http.path.encode() + raw, digest_size=16).digest()
@@ -119,11 +126,24 @@ class Endpoint:
             return _refusal(protocol, error)
         opened.num_clients += 1
         try:
-            return await self._answer(http, request, opened)
+            return await self._answer(http, request, opened, episode.chains)
         finally:
             opened.num_clients -= 1
+            if not opened.answer.done():
+                asyncio.get_running_loop().call_later(self.return_s, episode.give_up, opened)
 
-    async def _answer(self, http: web.Request, request: ChatRequest, opened: OpenRequest) -> web.StreamResponse:
+    async def _read_body(self, http: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.read_s):
+                return await http.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise BadRequest(f"the body is longer than {MAX_BODY_BYTES} bytes; send a shorter history", 413) from error
+        except TimeoutError as error:
+            raise BadRequest(f"the body did not arrive within {self.read_s:.0f} s", 408) from error
+
+    async def _answer(
+        self, http: web.Request, request: ChatRequest, opened: OpenRequest, chains: dict[str, list[Any]]
+    ) -> web.StreamResponse:
         await asyncio.wait([opened.answer], timeout=self.hold_back_s)
         if opened.answer.done() and isinstance(error := opened.answer.exception(), BadRequest):
             return _refusal(request.protocol, error)
@@ -134,6 +154,8 @@ class Endpoint:
                 await response.write(_FILLERS[request.stream])
                 await asyncio.wait([opened.answer], timeout=self.keep_alive_s)
             error = opened.answer.exception()
+            if error is None and request.protocol is Protocol.RESPONSES:
+                chains.update([chain(request, opened.answer.result())])
             for part in _parts(request, error or opened.answer.result()):
                 await response.write(part)
             if error is not None and http.transport is not None:
@@ -177,16 +199,6 @@ def _refusal(protocol: Protocol, error: BadRequest) -> web.Response:
     # A retry would be refused too; the official clients read this header.
     headers = {"x-should-retry": "false"}
     return web.json_response(error_body(protocol, error.status, str(error)), status=error.status, headers=headers)
-
-
-async def _read_body(http: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(_READ_S):
-            return await http.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise BadRequest(f"the body is longer than {MAX_BODY_BYTES} bytes; send a shorter history", 413) from error
-    except TimeoutError as error:
-        raise BadRequest(f"the body did not arrive within {_READ_S:.0f} s", 408) from error
 
 
 def _parsed(raw: bytes) -> Any:

@@ -131,6 +131,7 @@ class Harness(Environment):
     async def start(self, services: Services) -> None:
         self._services = services
         self.branches: asyncio.Queue[Branch] = asyncio.Queue()
+        self.unwanted: set[str] = set()
         self._places = asyncio.Semaphore(self._num_programs)
         self._template = ChatTemplate(services.tokenizer)
         self._sglang = SglangParsers(services, self._options.tool_parser, self._options.thought_parser)
@@ -202,7 +203,7 @@ class Harness(Environment):
         services = self._services
         limits = EpisodeLimits(services.max_prompt_tokens, services.max_response_tokens, self._options.max_rows)
         conversation = Conversation(self._template, self._options.thoughts)
-        episode = Episode(name, conversation, limits, self._read_turn, self.branches)
+        episode = Episode(name, conversation, limits, self._read_turn, self.branches, self.unwanted)
         running = _Running(episode, services.output_dir.resolve() / "agents" / name)
         self._running[name] = running
         row = episode.row(name)
@@ -305,7 +306,9 @@ class Harness(Environment):
         self._counted[_key(prompt, turns)] = {
             "num_requests": float(episode.num_requests),
             "num_repeated_requests": float(episode.num_joined),
+            "num_calls": float(episode.num_calls),
             "num_rows": float(episode.num_rows),
+            "num_lost_rows": float(episode.num_lost),
             "policy_s": episode.policy_s,
             "program_s": running.program_s,
             "num_forks": float(episode.conversation.forks.total()),

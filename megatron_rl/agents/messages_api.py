@@ -12,7 +12,6 @@ from megatron_rl.data.tokenizer import Message
 
 def parse(body: Mapping[str, Any], *, counts_only: bool = False) -> ChatRequest:
     """Raises BadRequest."""
-    fields.refuse(body, "stop_sequences", ([],), "an answer ends with the model's stop token; cut the text in the program")
     for name in ("mcp_servers", "container"):
         fields.refuse(body, name, ([],), "tools run in the program")
     messages: list[Message] = []
@@ -33,6 +32,7 @@ def parse(body: Mapping[str, Any], *, counts_only: bool = False) -> ChatRequest:
         tools=tuple(_tool(entry, place) for place, entry in fields.objects(body, "tools")),
         model=read(body, "model", str, default=""),
         max_tokens=limit,
+        stops=fields.stops(body, "stop_sequences"),
         stream=read(body, "stream", bool, default=False),
         call_tools=fields.may_call(body),
         echoes=tuple(echoes),
@@ -97,7 +97,7 @@ def _tool(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    return {**_head(request, answer), "content": _blocks(answer), "stop_reason": _STOP_REASONS[answer.finish], "usage": _usage(answer)}
+    return {**_head(request, answer), **_end(answer), "content": _blocks(answer), "usage": _usage(answer)}
 
 
 def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
@@ -111,8 +111,7 @@ def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         for delta in _deltas(block):
             yield _event({"type": "content_block_delta", "index": index, "delta": delta})
         yield _event({"type": "content_block_stop", "index": index})
-    delta = {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
-    yield _event({"type": "message_delta", "delta": delta, "usage": usage})
+    yield _event({"type": "message_delta", "delta": _end(answer), "usage": usage})
     yield _event({"type": "message_stop"})
 
 
@@ -122,6 +121,12 @@ def error_events(error: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def _end(answer: ChatAnswer) -> dict[str, Any]:
+    if answer.stop_string and not answer.calls:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
+    return {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

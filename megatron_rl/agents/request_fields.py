@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from megatron_rl.agents.chat import BadRequest
 
-MAX_DEPTH, MAX_ITEMS = 64, 4096
-"""Largest nesting of a body, and largest number of entries in a list of messages, tools, calls or parts."""
+MAX_DEPTH, MAX_ITEMS, MAX_STOPS = 64, 4096, 16
+"""Largest nesting of a body, and largest number of entries in a list of messages, tools, calls or parts, and of stop strings."""
 _KINDS: dict[type, str] = {str: "a text", int: "an integer", bool: "true or false", list: "a list", dict: "an object"}
 
 T = TypeVar("T")
@@ -96,12 +96,21 @@ def max_tokens(body: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
+def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The strings that end an answer: a text, or a list of them."""
+    given = body.get(name)
+    texts = [given] if isinstance(given, str) else read(body, name, list, default=[])
+    if len(texts) > MAX_STOPS:
+        raise BadRequest(f"{name}: expected at most {MAX_STOPS} texts, got {len(texts)}")
+    return tuple(text for i, one in enumerate(texts) if (text := checked(one, str, f"{name}[{i}]")))
+
+
 def may_call(body: Mapping[str, Any]) -> bool:
     """False for ``tool_choice: none``. Raises BadRequest for a choice that would force a call."""
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
-        raise BadRequest(f"tool_choice: expected 'auto' or 'none', got {json.dumps(choice)[:60]}; the model itself decides about calls")
+        raise BadRequest(f"tool_choice: expected 'auto' or 'none', got {json.dumps(choice)[:60]}; ask for the call in a message")
     return kind != "none"
 
 

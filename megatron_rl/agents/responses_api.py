@@ -1,4 +1,4 @@
-"""OpenAI's responses: ``/v1/responses``, with the whole history in each request."""
+"""OpenAI's responses: ``/v1/responses``, with the whole history in each request, or after ``previous_response_id``."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ def parse(body: Mapping[str, Any]) -> ChatRequest:
     if instructions := read(body, "instructions", str, default=""):
         messages.append({"role": "system", "content": instructions})
         echoes.append(())
-    said = [{"role": "user", "content": body["input"]}] if isinstance(body.get("input"), str) else body.get("input")
-    for place, item in fields.objects({"input": said}, "input"):
+    items = fields.objects({"input": _input_items(body)}, "input")
+    for place, item in items:
         message, ids = _message(item, place)
         if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
             _join(messages[-1], message)  # the items of one answer
@@ -36,13 +36,31 @@ def parse(body: Mapping[str, Any]) -> ChatRequest:
         stream=read(body, "stream", bool, default=False),
         call_tools=fields.may_call(body),
         echoes=tuple(echoes),
+        items=tuple(item for _, item in items),
         ignored=fields.ignored(body),
     )
 
 
+def _input_items(body: Mapping[str, Any]) -> Any:
+    """The request's ``input`` as a list, unless it is something else than a text or a list."""
+    given = body.get("input")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def with_previous(body: Any, chains: Mapping[str, list[Any]]) -> Any:
+    """The body with the whole history in ``input``. ``chains``: histories with their answers, by the id of the answer."""
+    name = body.get("previous_response_id") if isinstance(body, dict) else None
+    if name is None:
+        return body
+    if not isinstance(name, str) or name not in chains:
+        raise BadRequest(f"previous_response_id: {json.dumps(name)[:60]} is no answer of this episode; send the whole history in 'input'")
+    items = _input_items(body)
+    return {**body, "input": [*chains[name], *items] if isinstance(items, list) else items}
+
+
 def _refuse(body: Mapping[str, Any]) -> None:
-    for name in ("previous_response_id", "conversation", "prompt"):
-        fields.refuse(body, name, (), "send the whole history in 'input'")
+    for name in ("conversation", "prompt"):
+        fields.refuse(body, name, (), "send the whole history in 'input', or previous_response_id")
     fields.refuse(body, "background", (False,), "wait for the answer, or stream it")
     text = read(body, "text", dict, default={})
     if read(text, "format", dict, "text.", default={"type": "text"}).get("type") != "text":
@@ -99,6 +117,11 @@ def body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     ended = "incomplete" if answer.finish == "length" else "completed"
     details = {"reason": "max_output_tokens"} if answer.finish == "length" else None
     return {**_head(request, answer), "status": ended, "incomplete_details": details, "output": _items(answer), "usage": _usage(answer)}
+
+
+def chain(request: ChatRequest, answer: ChatAnswer) -> tuple[str, list[dict[str, Any]]]:
+    """The answer's id, and the items that a request which names it continues."""
+    return f"resp_{answer.id}", [*request.items, *_items(answer)]
 
 
 def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:

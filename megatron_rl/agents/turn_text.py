@@ -39,10 +39,15 @@ async def parse_turn(
     """The answer in a turn's tokens; text that a parser loses stays as text.
 
     Args:
-        token_ids: Sampled tokens; the last is the stop token if ``stopped``.
+        token_ids: Sampled tokens. If ``stopped``, the last is the stop token, or the last of a stop string of the request.
         answer_id: Unique in the episode; ids of calls are made from it.
     """
-    text = template.tokenizer.raw_text(token_ids[:-1] if stopped else token_ids)
+    text = template.tokenizer.raw_text(token_ids)
+    ends = [(text.index(stop), stop) for stop in request.stops if stop in text] if stopped else []
+    is_string = bool(ends) and token_ids[-1] not in template.tokenizer.special_ids
+    end, stop_string = min(ends) if is_string else (0, "")
+    if stopped:
+        text = text[:end] if is_string else template.tokenizer.raw_text(token_ids[:-1])
     thoughts = ""
     if parsers.thoughts:
         thoughts, rest = await parsers.thoughts(text)
@@ -55,7 +60,7 @@ async def parse_turn(
             calls = []
         text = rest if calls else text  # parsers return nothing for a call that they cannot read
     finish = "length" if not stopped else "tool_calls" if calls else "stop"
-    return ChatAnswer(answer_id, text, thoughts, tuple(calls), finish, num_prompt_tokens, len(token_ids))
+    return ChatAnswer(answer_id, text, thoughts, tuple(calls), finish, num_prompt_tokens, len(token_ids), stop_string)
 
 
 def _is_object(text: str) -> bool:

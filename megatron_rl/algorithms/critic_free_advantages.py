@@ -137,6 +137,12 @@ def _reinforce_pp_baseline(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor, g
     return reinforce_pp_advantages(rewards, mask, cu_seqlens, group_ids=group_ids)
 
 
+@register.advantage("immediate")
+def _immediate(rewards: Tensor) -> Tensor:
+    """Each token's own reward: with the KL in the reward, log pi_teacher - log pi, which distills a teacher."""
+    return rewards
+
+
 @register.advantage("remax")
 @torch.no_grad()
 def remax_advantages(rewards: Tensor, baselines: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -126,6 +126,12 @@ def needs_greedy(advantage_name: str) -> bool:
     return "baselines" in required(ADVANTAGES.find(advantage_name).function)
 
 
+def relates_tokens(advantage_name: str) -> bool:
+    """Return whether a token's advantage depends on other tokens or on an outcome: the function takes borders, groups or outcomes."""
+    taken = parameters(ADVANTAGES.find(advantage_name).function)
+    return not {"cu_seqlens", "group_ids", "outcomes", "baselines"}.isdisjoint(taken)
+
+
 def advantage(name: str = "") -> Callable[[Function], Function]:
     """Register an advantage: a function of the fields of ``advantages.Episodes`` and of
 
@@ -134,7 +140,9 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
     The function returns advantages [T], or [N] if all tokens of a sequence share one advantage. Required inputs shape
     the run:
 
-    - ``values``: the run has a critic. With windows and no critic, a group trains once all of its responses are finished.
+    - ``values``: the run has a critic. With windows and no critic, a group trains once all of its responses are finished,
+      except if the function takes neither ``cu_seqlens``, ``group_ids``, ``outcomes`` nor ``baselines``: its advantages
+      cannot depend on what follows, so every window trains.
     - ``group_ids``: the recipe must sample at least two responses per prompt.
     - ``baselines``: one additional response per prompt is generated greedily; no model trains on this response.
     """

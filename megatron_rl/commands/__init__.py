@@ -78,8 +78,9 @@ def print_dry_run(config: "Config", command: str, world_size: int, inputs: Seque
         if "megatron_rl.desk" not in str(error):
             raise
         from megatron_rl.config.load import config_to_yaml
+        from megatron_rl.system.command_line.terminal import show
 
-        print(config_to_yaml(config), *inputs, sep="\n")
+        show(config_to_yaml(config), *inputs)
         print(
             f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started. Batch arithmetic, stages and "
             f"memory are left out, because this installation lacks megatron_rl/desk ({error}): install the whole package"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.commands import add_recipe_arguments
 from megatron_rl.errors import DataError
-from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.command_line.terminal import say, show
 from megatron_rl.system.files.hub_cache import find_download
 from megatron_rl.system.processes.signals import clean_stop
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(missing) < len(folders):
         say(f"{len(folders) - len(missing)} of {len(folders)} policies have been measured with these settings already")
     if arguments.dry_run:
-        print(*notes, sep="\n")
+        show(*notes)
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
         from megatron_rl.run.checkpoints import policy_exports

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.system.command_line.cli_types import keep_numbers, number_or_word, positive_int
+from megatron_rl.system.command_line.cli_types import keep_numbers, number_or_word, positive_int, split_overrides
 from megatron_rl.system.command_line.terminal import say
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", metavar="NAME", help="preset for the keys that are not given (default without a recipe: tppo)")
     add("--lengths", metavar="LENGTHS", help="response lengths: name:key=value,... or a file or a run's folder (docs/simulate.md)")
     add("--prompts", metavar="LENGTHS", default="fixed:length=200", help="prompt lengths (default: %(default)s)")
+    add("--tool-times", metavar="TOKENS:TIMES", help="tokens per turn, and milliseconds of the environment after it (docs/simulate.md)")
     add("--slots", type=positive_int, metavar="N", help="responses per step: prompts x samples")
     add("--sequence-tokens", type=positive_int, metavar="N", help="largest number of tokens of a prompt and its response")
     add("--windows", type=number_or_word, nargs="+", metavar="TOKENS", help="windows to compare (default: the recipe's, half, double)")
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.desk.plan.gpu_splits import splits
+    from megatron_rl.config.derived import shares_devices
+    from megatron_rl.desk.plan.gpu_splits import splits, splits_near
     from megatron_rl.desk.plan.plan_ranking import PlanRanking
     from megatron_rl.desk.plan.plan_request import make_plan_request
     from megatron_rl.desk.plan.plan_search import PlanSearch
@@ -46,10 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.system.files.atomic_files import write_atomic
 
     keep_numbers(arguments, "windows")
+    recipes = [*arguments.config, *split_overrides(arguments.words)[0]]
+    if arguments.write and (arguments.write.is_dir() or arguments.write.resolve() in [Path(path).resolve() for path in recipes]):
+        problem = "a folder" if arguments.write.is_dir() else "the given recipe"
+        raise UserError(f"--write {arguments.write}: it is {problem}; name a new file")
     request = make_plan_request(arguments)
     search = PlanSearch(request.config, request.facts, request.gpu, request.pinned)
     ranking = PlanRanking(request.config, request.facts["policy"], request.gpu, request.workload, request.windows, arguments.seed)
-    layouts = ranking.by_bound(splits(search, arguments.gpus))
+    found = list(splits(search, arguments.gpus))
+    layouts = ranking.by_bound(found)
+    if best := next((one for one in layouts if not shares_devices(one.rollout)), None):
+        layouts = ranking.by_bound([*found, *splits_near(search, arguments.gpus, best)])
     plans = ranking.rank(layouts, max(arguments.top, arguments.choose))
     if not plans:
         raise UserError(no_plan_message(search, arguments.gpus, arguments.gpu))

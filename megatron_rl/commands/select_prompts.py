@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megatron_rl.commands import add_recipe_arguments
-from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.command_line.terminal import say, show
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         notes = [] if config.select_prompts.scores_path else _preview(config, all_rows=arguments.all_rows)
     if arguments.dry_run:
         Console().print(plan_table(config, types, num_duplicates))
-        print(*notes, sep="\n")
+        show(*notes)
         return 0
     for table in select_prompts(config, types, num_duplicates, note=say).tables():
         Console().print(table)

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", type=Path, metavar="RUN", help="simulate this run's configuration and lengths, and show both next to each other")
     add("--lengths", metavar="LENGTHS", help="response lengths: name:key=value,... or a file or a run's folder (docs/simulate.md)")
     add("--prompts", metavar="LENGTHS", help="prompt lengths (default: those of --run, or fixed:length=200)")
+    add("--tool-times", metavar="TOKENS:TIMES", help="tokens per turn, and milliseconds of the environment after it (docs/simulate.md)")
     add("--timing", type=Path, metavar="FILE", help="YAML file of costs, instead of a run's")
     add("--gpu", metavar="NAME", help="estimate the costs of the configuration on this GPU type (docs/estimates.md)")
     add("--save-timing", type=Path, metavar="FILE", help="write the costs in use to this file")

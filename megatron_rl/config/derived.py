@@ -13,6 +13,7 @@ from megatron_rl.config.schema import (
     Dtype,
     EvalSetConfig,
     KlPlace,
+    LoraSync,
     Placement,
     RolloutConfig,
     RunConfig,
@@ -66,9 +67,41 @@ def needs_greedy(config: Config) -> bool:
     return register.needs_greedy(config.algorithm.advantage)
 
 
+def relates_tokens(config: Config) -> bool:
+    """True if a token's advantage depends on other tokens or on an outcome."""
+    from megatron_rl.algorithms import register  # as above
+
+    return register.relates_tokens(config.algorithm.advantage)
+
+
 def needs_reference(config: Config) -> bool:
     """True if the run has a reference policy, because a KL term is in the reward or in the loss."""
     return config.algorithm.kl.place is not KlPlace.none
+
+
+def reference_folders(config: Config) -> dict[str, str]:
+    """Map the names of the references that the trainer loads to their folders; ``reference.TYPE`` is that of a prompt type."""
+    if not needs_reference(config):
+        return {}
+    own = {f"reference.{name}": path for name, path in config.reference.path_by_type.items()}
+    paths = {"reference": config.reference.path or config.policy.path, **own}
+    return {name: path for name, path in paths.items() if not (is_served(path) or (name == "reference" and shares_base(config)))}
+
+
+def shares_base(config: Config) -> bool:
+    """True if the reference, which is the policy at its start, is the policy without its adapters, on the same weights."""
+    lora = config.policy.lora
+    return needs_reference(config) and lora.rank > 0 and not lora.path and config.reference.path in ("", config.policy.path)
+
+
+def is_served(path: str) -> bool:
+    """True if the reference at ``path`` is an SGLang server."""
+    return path.startswith(("http://", "https://"))
+
+
+def sends_adapters(config: Config) -> bool:
+    """True if the servers have the policy's base model and its adapters, and a publish sends adapters alone."""
+    return config.policy.lora.rank > 0 and config.policy.lora.sync is LoraSync.adapters
 
 
 def block_size(batch: BatchConfig) -> int:

@@ -144,6 +144,8 @@ def _find_downloads(config: Config) -> None:
     """Replace names on the Hugging Face Hub by the folders of their downloads; the folders name the commits."""
     for model in (config.policy, config.critic, config.reference, config.reward.process):
         model.path = find_download(model.path, "model")
+    by_type = config.reference.path_by_type
+    config.reference.path_by_type = {name: find_download(path, "model") for name, path in by_type.items()}
     for section in (config.data, config.sft, config.reward_train, config.dpo):
         section.train_files = [find_download(name, "dataset") for name in section.train_files]
     for section in (config.data, config.reward_train, config.dpo):
@@ -295,8 +297,6 @@ def _section(key: str, value: Mapping[str, Any], section: Any, *, is_layer: bool
 def _suggestion(key: str) -> str:
     if key in REMOVED:
         return f", which was removed: {REMOVED[key][1]}"
-    if "lora" in key.lower():
-        return "; adapters (LoRA) are not supported: all weights of a model train"
     close = near_misses(key)
     if close:
         return f"; did you mean {close[0]!r}?"

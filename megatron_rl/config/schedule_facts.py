@@ -10,6 +10,7 @@ from megatron_rl.config.derived import (
     max_remainder_tokens,
     needs_critic,
     needs_reference,
+    relates_tokens,
     shares_devices,
 )
 from megatron_rl.config.schema import (
@@ -102,7 +103,7 @@ def why_not_ahead(schedule: ScheduleConfig) -> str:
 
 def facts_of(config: Config) -> Facts:
     overlap, critic = overlap_of(config.schedule), needs_critic(config)
-    whole_groups = overlap > Overlap.nothing and not critic
+    whole_groups = overlap > Overlap.nothing and not critic and relates_tokens(config)
     training_window: float | None = config.schedule.training_window_tokens
     if whole_groups or training_window == 0 or (training_window or 0) >= config.batch.max_response_tokens:
         training_window = math.inf

@@ -137,7 +137,7 @@ class _TypeName(str):
     __hash__ = str.__hash__
 
 
-class _ModuleCopy(types.ModuleType):
+class ModuleCopy(types.ModuleType):
     """A copy of a module with some names replaced. It is a plain dictionary, so the hot path costs nothing."""
 
     def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
@@ -173,13 +173,13 @@ def _make_torch_for_megatron() -> types.ModuleType:
         manual_seed=torch.default_generator.manual_seed,
         nvtx=types.SimpleNamespace(range_push=nothing, range_pop=nothing),
     )
-    replaced: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    replaced["cuda"] = _ModuleCopy(torch.cuda, cuda)
+    replaced: dict[str, Any] = {name: on_cpu(getattr(torch, name)) for name in FACTORIES}
+    replaced["cuda"] = ModuleCopy(torch.cuda, cuda)
     replaced["compile"] = lambda function=None, *args, **kwargs: function if function is not None else (lambda f: f)
-    return _ModuleCopy(torch, replaced)
+    return ModuleCopy(torch, replaced)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``factory`` with a CUDA device replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)

@@ -72,15 +72,21 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             token_loops.compile_now()
 
     def post_load_model(self, model: Any) -> None:
-        """Let DeepSeek's attention use the latent KV pool.
+        """Install what adapters need, or fuse the decoder, and let DeepSeek's attention use the latent KV pool.
 
         SGLang's fallback prefills with expanded keys and values, but ``torch_native`` reads the latent pool: wrong
         output without an error.
         """
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+        from sglang.srt.runtime_context import get_lora
 
-        if os.environ.get(STOCK_KERNELS) != "1":
+        # The fused decoder does not run SGLang's layers, and so no adapter.
+        if get_lora().enable_lora:
+            from megatron_rl.cpu import sglang_layers, sglang_lora
+
+            sglang_lora.install(sglang_layers.linear)
+        elif os.environ.get(STOCK_KERNELS) != "1":
             from megatron_rl.cpu import sglang_fused_decoder
 
             sglang_fused_decoder.fuse(model)

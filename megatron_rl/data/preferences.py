@@ -91,7 +91,7 @@ def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference
 
 def _labelled_program(row: dict[str, Any], place: str, data: DataConfig) -> LabeledProgram:
     content = read_content(row, place, data)
-    response = text_field(row, data.response_field, place)
+    response = text_field(row, data.response_field, place, "data.response_field")
     labels = lookup(row, _LABELS_FIELD)
     if not isinstance(labels, list) or any(isinstance(x, bool) or x not in LABELS for x in labels):
         raise DataError(f"{place}: field {_LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")

@@ -131,19 +131,19 @@ def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> 
 
 
 def check_files(
-    files: Sequence[str], data: DataConfig, *, takes_images: bool | None = None, unique_ids: bool = False
+    files: Sequence[str], data: DataConfig, *, takes_images: bool | None = None, unique_ids: bool = False, columns: Sequence[str] = ()
 ) -> dict[str, int]:
     """Check that every row has the required fields and readable images; returns the number of rows of each type.
 
     Needs no tokenizer, so it can run first. ``takes_images``: the model has vision (None: unknown). Raises
     DataError with file, line and field, also for a file without rows. ``unique_ids``: duplicate ids are an error, unless
-    data.duplicate_ids says otherwise.
+    data.duplicate_ids says otherwise. ``columns``: see ``rows_of_each``.
     """
     num_by_type: Counter[str] = Counter()
     places: dict[str, str] = {}
     # Rows of different types may lack a field, but a field that no row has is a typo.
     never_seen = set(data.reward_fields)
-    for row, place in rows_of_each(files, data.split):
+    for row, place in rows_of_each(files, data, columns):
         content = read_content(row, place, data)
         check_images(content, takes_images=takes_images)
         num_by_type[content.type] += not (unique_ids and is_duplicate(content, places, data))
@@ -156,15 +156,30 @@ def check_files(
     return dict(num_by_type)
 
 
-def rows_of_each(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
-    """Yield the rows of ``files``. Raises DataError for a file without rows, which is a mistake at its writing."""
+OPTIONAL_COLUMNS = ("id_field", "type_field", "images_field", "tools_field", "chat_template_kwargs_field")
+"""Keys of ``data`` that name a column which rows may lack."""
+
+
+def rows_of_each(files: Sequence[str], data: DataConfig, columns: Sequence[str] = ()) -> Iterator[tuple[Row, str]]:
+    """Yield the rows of ``files``. Raises DataError for a file without rows, which is a mistake at its writing.
+
+    ``columns``: keys of ``data`` that name a column which rows may lack. A name that the recipe sets and no row has is an error.
+    """
+    named = {key: getattr(data, key) for key in columns}
+    absent = {key: name for key, name in named.items() if name and name != getattr(DataConfig, key)}
+    names: set[str] = set()
     for name in files:
         is_empty = True
-        for row, place in read_rows([name], split=split):
+        for row, place in read_rows([name], split=data.split):
             is_empty = False
+            if absent:
+                names.update(row)
+                absent = {key: name for key, name in absent.items() if is_missing(lookup(row, name))}
             yield row, place
         if is_empty:
             raise DataError(f"{name}: the file has no rows; write it again, or remove it from the list")
+    for key, name in absent.items():
+        raise DataError(f"data.{key}: no row of {', '.join(files)} has a field {name!r}; fields there are {sorted(names)}")
 
 
 def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
@@ -287,7 +302,7 @@ def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message]
     column = column_images(row, place, data)
     value = lookup(row, path)
     if not isinstance(value, list):
-        text = text_field(row, path, place)
+        text = text_field(row, path, place, "data.prompt_field")
         text = data.instruction.replace("{prompt}", text) if data.instruction else text
         return _with_marks(text, text.count(IMAGE_MARK), column, place, data), column
     folder = image_folder(place, data)
@@ -354,7 +369,8 @@ def _answer(row: Row, place: str, data: DataConfig) -> str:
         return ""
     if missing or isinstance(value, (dict, list, bytes, bool)) or value in (math.inf, -math.inf):
         got = "empty text" if is_blank else describe(value)
-        hint = "; set data.answer_required=false if the reward needs none" if missing else ""
+        remedy = f"fields here are {sorted(row)}; set data.answer_field, or data.answer_required=false if the reward needs none"
+        hint = f"; {remedy}" if missing else ""
         raise DataError(f"{place}: field {data.answer_field!r}: expected text or a number, got {got}{hint}")
     return str(value)
 
@@ -363,8 +379,8 @@ def _type(row: Row, path: str, place: str) -> str:
     value = lookup(row, path)
     if is_missing(value):
         return ""
-    if not isinstance(value, str):
-        raise DataError(f"{place}: field {path!r}: expected the name of a prompt type, got {describe(value)}")
+    if not isinstance(value, str) or not value.isprintable():
+        raise DataError(f"{place}: field {path!r}: expected the name of a prompt type, which is printable text, got {describe(value)}")
     return value
 
 
@@ -386,11 +402,12 @@ def _reward_fields(row: Row, paths: Sequence[str], place: str) -> dict[str, Any]
     return fields
 
 
-def text_field(row: Row, path: str, place: str) -> str:
-    """The text at ``path``. Raises DataError if it is missing, blank or not text."""
+def text_field(row: Row, path: str, place: str, key: str = "") -> str:
+    """The text at ``path``. Raises DataError if it is missing, blank or not text. ``key``: of the recipe, which names the field."""
     value = lookup(row, path)
     if not isinstance(value, str) or not value.strip():
+        remedy = f"; set {key} to one of them" if key and is_missing(value) else ""
         raise DataError(
-            f"{place}: field {path!r}: expected non-empty text, got {describe(value)}; fields here are {sorted(row)}"
+            f"{place}: field {path!r}: expected non-empty text, got {describe(value)}; fields here are {sorted(row)}{remedy}"
         )
     return value

@@ -36,7 +36,7 @@ def load_sequences(
             sequences += encode_conversation(read_conversation(row, place, data, turns), tokenizer, notes)
             continue
         prompt = tokenize(read_content(row, place, _without_reward(data)), data, tokenizer)
-        text = text_field(row, data.response_field, place)
+        text = text_field(row, data.response_field, place, "data.response_field")
         response = [*encode_response(text, place, data.response_field, tokenizer), tokenizer.eos_id]
         mask = np.arange(len(prompt.token_ids) + len(response)) >= len(prompt.token_ids)
         sequences.append(TrainingSequence([*prompt.token_ids, *response], mask, prompt.images))
@@ -54,13 +54,13 @@ def check_supervised_files(files: Sequence[str], data: DataConfig, *, takes_imag
     Needs no tokenizer. Raises DataError as ``data.prompts.check_files``.
     """
     num_rows = 0
-    for row, place in rows_of_each(files, data.split):
+    for row, place in rows_of_each(files, data, ["messages_field"]):
         num_rows += 1
         if _has_messages(row, data):
             check_images(read_conversation(row, place, data, TrainTurns.all).content, takes_images=takes_images)
         else:
             check_images(read_content(row, place, _without_reward(data)), takes_images=takes_images)
-            text_field(row, data.response_field, place)
+            text_field(row, data.response_field, place, "data.response_field")
     return num_rows
 
 

@@ -204,6 +204,10 @@ class Trajectory:
     """True if an environment answers the turns and ends the dialogue."""
     max_turn_tokens: int = 0
     """Maximum number of generated tokens of one turn; 0: the rest of the budget."""
+    turn_limit: int = 0
+    """A smaller maximum of the current turn alone; 0: none."""
+    turn_stops: tuple[str, ...] = ()
+    """Strings that end the current turn, besides those of the environment."""
     next_role: str = POLICY
     """Speaker after the last message, or of the first turn."""
     env_done: bool = False
@@ -220,6 +224,9 @@ class Trajectory:
     """Score of each turn's graded text by the run's reward, keyed by turn."""
     turn_scores: dict[int, Score] = field(default_factory=dict)
     """Score that the last token of a turn receives, keyed by turn."""
+    waits: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """(step in which it joined, seconds of its call) of the environment's reply to each turn, if the environment may wait; turn -1:
+    the reply that opened the dialogue. Measured in this run, so not part of checkpoints."""
     routes: tuple[int, np.ndarray] | None = None
     """(step, routes) of the newest request, only with routing replay R3: the experts to which the server sent the
     tokens, [tokens of request and answer - 1, layers, k] int16, expert id + 1; 0: no record. The step's weights
@@ -342,12 +349,17 @@ class Trajectory:
         return sum(len(s.token_ids) for s in self._of_current_turn())
 
     @property
+    def turn_budget(self) -> int:
+        """Maximum number of generated tokens of the current turn; 0: the rest of the budget."""
+        return min(filter(None, (self.turn_limit, self.max_turn_tokens)), default=0)
+
+    @property
     def turn_finished(self) -> bool:
         """True if the current turn has tokens and gets no more tokens."""
         last = next(reversed(list(self._of_current_turn())), None)
         if last is None:
             return False
-        full = 0 < self.max_turn_tokens <= self.num_turn_tokens
+        full = 0 < self.turn_budget <= self.num_turn_tokens
         return last.finish_reason == "stop" or full or self.finished
 
     def _of_current_turn(self) -> Iterator[Segment]:
@@ -397,7 +409,7 @@ class Trajectory:
 
         ``prompt_index``: stored instead of the prompt, for a caller that stores the prompts separately.
         """
-        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routes"}
+        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("routes", "waits")}
         state["prompt"] = self.prompt.to_dict() if prompt_index is None else prompt_index
         state["segments"] = [dict(vars(segment)) for segment in self.segments]
         for name in _BY_WINDOW:
@@ -426,6 +438,7 @@ class Trajectory:
         # An older state tells by its values which steps have trained: all with tokens, or none.
         deferred = () if state.get("old_values") else (segment.step for segment in fields["segments"])
         fields["deferred_steps"] = tuple(state.get("deferred_steps", deferred))
+        fields["turn_stops"] = tuple(state.get("turn_stops", ()))
         fields["score"] = Score(**state["score"]) if state["score"] else None
         for name in ("turn_grades", "turn_scores"):
             scores = state.get(name, {})

@@ -20,7 +20,7 @@ turns, and ``grades`` has an entry for each turn whose ``graded_text`` was not N
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,10 @@ class Message:
     """True appends the text to the turn directly; False makes it a user message of the chat template, if the run has one."""
     token_ids: tuple[int, ...] = ()
     """Tokens of a message that the environment has encoded itself, instead of ``text``."""
+    max_turn_tokens: int = 0
+    """Maximum number of tokens of the next turn, below ``environment.max_turn_tokens``; 0: none."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end the next turn, besides those of the environment."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ class Branch:
 
     parent: str
     """Episode of the first row."""
-    token_ids: tuple[int, ...]
-    """Prompt of the new row. What it shares with another row trains there, and nowhere else."""
+    message: Message
+    """The prompt of the new row. Tokens shared with another row train there, and nowhere else."""
     opened: "asyncio.Future[str]"
     """Receives the episode of the new row, when a window of the parent's step starts it."""
 
@@ -113,6 +117,8 @@ class Environment(ABC):
     tokens of its message take the place of the prompt's."""
     branches: "asyncio.Queue[Branch] | None" = None
     """Further rows that the environment wants, for windows to start; None: its dialogues have one row."""
+    unwanted: Set[str] = frozenset()
+    """Episodes whose current turn nobody waits for any more: a window aborts its request, and the turn ends with its tokens so far."""
 
     async def start(self, services: Services) -> None:  # noqa: B027
         """Begin to work for a run, on its event loop; called once, before the first dialogue."""

@@ -135,6 +135,8 @@ _NAME_VARIANTS = (
         re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
         r"self_attention.\1_layernorm.\2",
     ),
+    # Adapters of a grouped linear layer are numbered too.
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.lora\.(\d+)\."), r"mlp.experts.\2.\1.lora."),
     # Transformer Engine's grouped linear layers number the experts at the end; Megatron's own layers keep them in a list.
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.\2.\1.weight"),
     (re.compile(r"mlp\.experts\.local_experts\."), "mlp.experts."),

@@ -65,6 +65,20 @@ class Replicated:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """``count`` tensors of equal shape, one below the other, the same on every rank."""
+
+    count: int
+    is_split = False
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        return torch.cat([tensor[:] for tensor in tensors])
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return list(shards[0].chunk(self.count))
+
+
+@dataclass(frozen=True)
 class ColumnParallel:
     """Split by output features (Megatron's column-parallel layers)."""
 

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import Mtp, ParallelConfig
 from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import VALUE_HEAD, Role, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard
+from megatron_rl.models.adapter_conversion import has_adapters, merge_adapters
 from megatron_rl.models.hf.folder import FolderWriter, copy_files
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
@@ -86,6 +87,8 @@ def convert(
     if to == "megatron" and (source / "metadata.json").is_file():
         raise WeightsError(f"{source} is already a distributed checkpoint of Megatron; --to hf converts it back")
     config_folder = Path(config_folder or source)
+    if to == "megatron" and has_adapters(source):
+        raise WeightsError(f"{source} holds adapters; --to hf merges them into the model of --config-from")
     config = load_hf_config(config_folder)
     check_layout(config, parallel or ParallelConfig())
     # Megatron's modules, from which the names and shapes come, need process groups.
@@ -93,6 +96,8 @@ def convert(
     try:
         if to == "megatron":
             return _to_megatron(config, source, config_folder, target, mtp, max_shard_bytes)
+        if has_adapters(source):
+            return merge_adapters(config, source, config_folder, target, max_shard_bytes)
         return _to_hf(config, source, config_folder, target, mtp, max_shard_bytes)
     finally:
         topology.destroy()

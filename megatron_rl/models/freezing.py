@@ -21,11 +21,15 @@ def freeze_matching(chunks: Sequence[nn.Module], hf_config: PretrainedConfig, ro
     for name, parameter in named_parameters(chunks):
         if name in frozen:
             parameter.requires_grad_(False)
+    pass_gradients_through(chunks)
+
+
+def pass_gradients_through(chunks: Sequence[nn.Module]) -> None:
+    """Let frozen embeddings give their output a gradient: without one a recomputed layer gets no gradients."""
     for chunk in chunks:
         model = unwrap(chunk)
         embedding = model.embedding.word_embeddings if model.pre_process else None
         if embedding is not None and not embedding.weight.requires_grad and model.config.recompute_granularity:
-            # A recomputed layer gets gradients only if its input has one, which frozen embeddings do not give it.
             embedding.register_forward_hook(_with_gradient)
 
 

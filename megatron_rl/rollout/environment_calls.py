@@ -6,6 +6,7 @@ whose environment does not answer in time ends unscored, which is masked and cou
 """
 
 import asyncio
+import concurrent.futures
 import inspect
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class EnvironmentCalls:
     """True if a step may end while dialogues wait (``step_wait_s``); False: every dialogue is waited for."""
     _open: dict[str, "asyncio.Task[Reply]"] = field(default_factory=dict)
     _began_s: dict[str, float] = field(default_factory=dict)
+    _took_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         respond = self.environment.respond
@@ -48,8 +50,9 @@ class EnvironmentCalls:
             self._open[episode] = asyncio.create_task(self._call(trajectory, turns(), episode))
         return self._open[episode]
 
-    def result(self, trajectory: Trajectory, episode: str) -> Reply:
-        """Return the reply of a call whose task is done; the next ``ask`` begins another call."""
+    def result(self, trajectory: Trajectory, episode: str, step: int) -> Reply:
+        """Return the reply of a call whose task is done, and note its time; the next ``ask`` begins another call."""
+        trajectory.waits[trajectory.current_turn if trajectory.segments else -1] = step, self._took_s.pop(episode, 0.0)
         reply = self._checked(trajectory, self._open.pop(episode).result)
         if not isinstance(reply, Message):
             self._began_s.pop(episode, None)
@@ -60,6 +63,7 @@ class EnvironmentCalls:
         if call := self._open.pop(episode, None):
             call.cancel()
         self._began_s.pop(episode, None)
+        self._took_s.pop(episode, None)
         self.environment.stop(episode)
 
     def stop_all(self, episodes: Sequence[str] | None = None) -> None:
@@ -95,6 +99,8 @@ class EnvironmentCalls:
             self.environment.stop(episode)
             name = type(self.environment).__name__
             return Ended(Score(None, error=f"environment {name} did not answer turn {len(turns)} of {episode} in time ({key})"))
+        finally:
+            self._took_s[episode] = asyncio.get_running_loop().time() - now_s
 
     def _checked(self, trajectory: Trajectory, respond: Callable[[], Reply]) -> Reply:
         source = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
@@ -113,3 +119,18 @@ class EnvironmentCalls:
             f"environment {name} answered {reply!r} at {source}: expected None, or a Message whose next_role is one of "
             f"{', '.join(roles)}, or an Ended"
         )
+
+
+def wait_until_started(started: concurrent.futures.Future[None], name: str, timeout_s: float) -> None:
+    """Wait for an environment's ``start``, from another thread than its event loop. Raises EnvironmentFault with the key and the remedy."""
+    try:
+        started.result(timeout=timeout_s)
+    except Exception as error:  # foreign code may raise anything, a TimeoutError too
+        problem = f"failed at its start: {type(error).__name__}: {error}"
+        if not started.done():
+            started.cancel()
+            problem = (
+                f"did not start within {timeout_s:g} s: start() did not return. Check the servers that it connects to, and leave "
+                "waiting for them to the first call of respond(), whose limit is environment.call_timeout_s"
+            )
+        raise EnvironmentFault(f"environment.name: {name} {problem}") from error

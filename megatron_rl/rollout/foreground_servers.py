@@ -24,6 +24,7 @@ from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.files.hub_cache import download_hint, find_download
 from megatron_rl.system.gpu.gpu_environment import count_gpus, detect_device, nccl_values
 from megatron_rl.system.http.addresses import LOOPBACK, interface_of, is_loopback, local_address_for
+from megatron_rl.system.http.url_files import named_urls
 
 _FIRST_GPU = "base-gpu-id"
 _LAST_PORT = 65535
@@ -90,11 +91,24 @@ def _watch(pool: ServerPool, say: Callable[[str], None]) -> NoReturn:
         time.sleep(_POLL_S)
 
 
+def _check_url_file(path: Path) -> None:
+    """Raise UserError for a folder or for a file that is no list of servers, because the list replaces the file."""
+    try:
+        problem = "it is a folder" if path.is_dir() else ""
+        named_urls(path)
+    except UserError as error:
+        problem = f"it would replace a file that is no list of servers ({error})"
+    if problem:
+        raise UserError(f"--url-file {path}: {problem}; give another file")
+
+
 def resolve_servers(arguments: argparse.Namespace) -> tuple[ServerOptions, int]:
     """Returns (options of the first server, number of servers). Raises UserError."""
     host = _own_address(arguments.trainer) if arguments.trainer else arguments.host
     if arguments.url_file and host in _ALL_ADDRESSES:
         raise UserError(f"--url-file: {host} is not an address that a trainer can use; give --trainer NODE, or --host with one of them")
+    if arguments.url_file:
+        _check_url_file(arguments.url_file)
     if not arguments.config:  # fail early, before the libraries are loaded
         _api_key(arguments.api_key_env, host, without=arguments.without_api_key)
     device = detect_device()

@@ -1,5 +1,6 @@
 """Generation plan of a run: sampling, hot tokens (FIRE), dialogues and stop strings, the same for all windows."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from megatron_rl.config.schedule_facts import Overlap, overlap_of
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.environment_calls import EnvironmentCalls
 from megatron_rl.rollout.sampling import Sampling, SamplingOverrides, base_seed
@@ -43,6 +45,9 @@ class GenerationPlan:
     published one."""
     published_meanwhile: bool = False
     """True if weights may be published during a window: replies must then report which weights sampled which tokens."""
+
+    has_adapters: bool = False
+    """True if the servers have the weights of a version as an adapter, which requests name."""
 
     @property
     def needs_text(self) -> bool:
@@ -127,3 +132,37 @@ def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dic
         if len(encoded) == 1:
             ids[text] = encoded[0]
     return ids
+
+
+def current_turn_ids(trajectory: Trajectory) -> list[int]:
+    turn = trajectory.current_turn
+    return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids.tolist()]
+
+
+def awaits_hot_token(trajectory: Trajectory, fire: FireConfig) -> bool:
+    """True if the response, in its first turn, has no hot token yet. Without ``after``, only the first token may be
+    hot."""
+    if trajectory.greedy or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
+        return False
+    return bool(fire.after) or trajectory.num_response_tokens == 0
+
+
+def hot_token_is_next(trajectory: Trajectory, fire: FireConfig | None, decode: Decode) -> bool:
+    """True if the next token of the response is FIRE's hot token."""
+    if fire is None or not awaits_hot_token(trajectory, fire):
+        return False
+    turn_ids = current_turn_ids(trajectory)
+    return not fire.after or end_of_text(turn_ids, [fire.after], decode) == len(turn_ids)
+
+
+def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) -> int | None:
+    """Smallest number of leading tokens whose text contains one of ``texts``; None if the text of all tokens does not."""
+
+    def contains(num_tokens: int) -> bool:
+        text = decode(token_ids[:num_tokens])
+        return any(wanted in text for wanted in texts)
+
+    if not texts or not contains(len(token_ids)):
+        return None
+    # A binary search: decoding every prefix would take time quadratic in the tokens.
+    return bisect_left(range(len(token_ids)), True, key=contains)

@@ -60,6 +60,8 @@ class GenerationRequest:
     """Weight version that must have sampled the response; empty accepts any version."""
     newest_version: str = ""
     """A second accepted weight version, if not empty."""
+    adapter: str = ""
+    """Adapter (``families.adapters.served_name``) that computes the response; empty: the model's own weights."""
     needs_spans: bool = False
     """The reply must report which weights sampled which tokens, because new weights may arrive during the request."""
     prompt_name: str = ""

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_rl.config.derived import (
     WeightMethod,
     policy_model,
+    sends_adapters,
     servers_are_deterministic,
     shares_devices,
     uses_attached_servers,
@@ -25,7 +26,8 @@ from megatron_rl.config.derived import (
 )
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.errors import ModelError
-from megatron_rl.families.model_facts import read_model_json
+from megatron_rl.families.adapters import adapted_linears
+from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.attached_server import (
     AttachedServer,
@@ -43,6 +45,8 @@ from megatron_rl.system.processes.host_memory import num_ranks_here
 
 logger = logging.getLogger(__name__)
 
+_ADAPTERS_PER_BATCH = 2
+"""The adapter of all requests; SGLang counts the model without adapters too."""
 _POLL_S = 1.0
 
 
@@ -371,8 +375,23 @@ def server_options(config: Config, *, load_weights: bool, tokenizer: bool, first
         returns_routes=returns_routes(config),
         api_key=_given_key(rollout) or secrets.token_hex(32),
         nccl=nccl_values(os.environ),
-        server_args=rollout.server_args,
+        server_args={**_adapter_args(config, device), **rollout.server_args},
     )
+
+
+def _adapter_args(config: Config, device: str) -> dict[str, Any]:
+    """SGLang's options for servers that get the policy's adapters."""
+    if not sends_adapters(config):
+        return {}
+    model = as_config(policy_model(config))
+    linears = adapted_linears(model, config.policy.lora.targets, config.policy.lora.rank)
+    return {
+        "enable-lora": True,
+        "max-lora-rank": config.policy.lora.rank,
+        "lora-target-modules": sorted({module.rpartition(".")[2] for linear in linears for module in linear.modules}),
+        "max-loras-per-batch": _ADAPTERS_PER_BATCH,
+        **({"lora-backend": "torch_native"} if device == "cpu" else {}),
+    }
 
 
 def _given_key(rollout: RolloutConfig) -> str:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from megatron_rl.config.schema import BatchConfig, Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, Services
-from megatron_rl.rollout.environment_calls import OpenRow
+from megatron_rl.rollout.environment_calls import OpenRow, wait_until_started
 from megatron_rl.rollout.generation import GenerationPlan, make_plan
 from megatron_rl.rollout.recovering_client import RecoveringClient, follow_discovery
 from megatron_rl.rollout.requests import ServerError, ServerLost
@@ -100,7 +100,7 @@ class RolloutService:
         self._config = config.rollout
         self._servers = servers
         self.publisher = publisher
-        self._plan = plan
+        self._plan = replace(plan, has_adapters=trainer.weights.sends_adapters)
         self._trainer = trainer
         num_workers = num_rollout_workers(config, len(servers.urls), len(os.sched_getaffinity(0)))
         self._live = RecoveringClient(
@@ -113,6 +113,7 @@ class RolloutService:
             num_workers=num_workers,
             far_workers=trainer.far_workers(num_workers),
         )
+        self._live.client.needs_adapter = trainer.weights.sends_adapters
         sleeps = shares_devices(config.rollout)
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False
@@ -430,8 +431,8 @@ def open_rollout(
         following = asyncio.run_coroutine_threadsafe(followed, event_loop) if followed else None
         try:
             if not is_shared:
-                started = service.start_environment(tokenizer, folder, config.batch)
-                asyncio.run_coroutine_threadsafe(started, event_loop).result(timeout=_ENVIRONMENT_TIMEOUT_S)
+                started = asyncio.run_coroutine_threadsafe(service.start_environment(tokenizer, folder, config.batch), event_loop)
+                wait_until_started(started, config.environment.name, _ENVIRONMENT_TIMEOUT_S)
             yield service
         except _SERVER_ERRORS as error:
             # Warn before the clean-up, which may wait for broken servers.

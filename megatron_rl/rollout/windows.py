@@ -10,7 +10,8 @@ Dialogues: when a turn ends, the environment is called immediately and its messa
 step, even at the end of a window, so that ``Trajectory.finished`` is right at the end of every step. Messages count
 towards the response budget, not towards the window. The state of a dialogue follows from its segments alone.
 An environment that waits (``environment_calls.py``) holds no request. Once only such dialogues are left, and have been for
-``step_wait_s``, the window ends; the reply joins in a later one. An environment may open further rows of an episode.
+``step_wait_s``, the window ends; the reply joins in a later one. An environment may open further rows of an episode, and may
+end a turn that nobody waits for.
 
 A stop string, or the text that precedes FIRE's hot token, may span two windows, so that no server sees all of it.
 Such texts are therefore searched here, in all tokens of the turn, and the tokens sampled after them are dropped.
@@ -20,15 +21,21 @@ The tokens kept are distributed as if the server had stopped there, because no t
 import asyncio
 import contextlib
 import logging
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.trajectory import Segment, TokenParts, Trajectory, message_segment
 from megatron_rl.environments.base import Ended, Message, turn_views
+from megatron_rl.families.adapters import served_name
 from megatron_rl.rollout.environment_calls import WAIT_POLL_S, OpenRow, Reply
-from megatron_rl.rollout.generation import Decode, Dialogue, GenerationPlan
+from megatron_rl.rollout.generation import (
+    Dialogue,
+    GenerationPlan,
+    awaits_hot_token,
+    current_turn_ids,
+    end_of_text,
+    hot_token_is_next,
+)
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.balance.client import SglangClient
@@ -40,6 +47,9 @@ _ENOUGH_POLL_S = 0.02
 """Minimum interval between calls of ``is_enough``, which inspects all responses."""
 TRAINING = "train"
 """Kind of the windows that train; other kinds start all their dialogues again in every step."""
+_UNWANTED_POLL_S = 0.2
+_STOP_STRETCH = 64
+"""Tokens per request of a turn with stop strings of its own, which only this process knows: the tokens after one are wasted."""
 ABORT_REPEAT_S = 0.5
 """Interval after which an abort that overtook its request is resent."""
 ABORT_TIMEOUT_S = 60.0
@@ -77,7 +87,8 @@ class WindowGenerator:
         self._newest_version = str(newest)
         self._kind = kind
         self._warn = warn
-        self._rids_in_progress: set[str] = set()
+        self._rids_in_progress: dict[int, str] = {}
+        """Maps trajectory id to its request."""
         self._cut = False
         """True once enough was generated: no more requests are sent."""
         self._closed = asyncio.Event()
@@ -106,8 +117,9 @@ class WindowGenerator:
         if dialogue is not None and waits:
             if dialogue.calls.in_windows and self._kind == TRAINING:
                 watchers.append(asyncio.create_task(self._close_when_all_wait(dialogue, tasks)))
+            own = {self._episode(t): t for t in trajectories}
+            watchers.append(asyncio.create_task(self._end_unwanted_turns(dialogue, own)))
             if dialogue.environment.branches is not None and open_row is not None:
-                own = {self._episode(t): t for t in trajectories}
                 watchers.append(asyncio.create_task(self._open_rows(dialogue, own, tasks, open_row)))
         for watcher in watchers:
             watcher.add_done_callback(lambda _: self._closed.set())
@@ -131,7 +143,8 @@ class WindowGenerator:
     async def _close_when_all_wait(self, dialogue: Dialogue, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Close the window once every response that is not done has waited for the environment for ``step_wait_s``."""
         limit_s = dialogue.calls.limits.step_wait_s
-        clock, since_s = asyncio.get_running_loop().time, 0.0
+        clock = asyncio.get_running_loop().time
+        since_s = clock()
         while True:
             await asyncio.sleep(WAIT_POLL_S)
             only_waits = 0 < self._num_waiting >= sum(not task.done() for task in tasks)
@@ -142,13 +155,23 @@ class WindowGenerator:
                 return
 
     async def _open_rows(
-        self, dialogue: Dialogue, own: Mapping[str, Trajectory], tasks: list[asyncio.Task[None]], open_row: OpenRow
+        self, dialogue: Dialogue, own: dict[str, Trajectory], tasks: list[asyncio.Task[None]], open_row: OpenRow
     ) -> None:
         """Grow every further row that the environment asks for. ``own``: this window's trajectories by episode."""
         async for branch in dialogue.calls.branches(own):
-            row = open_row(own[branch.parent], branch.token_ids)
+            row = open_row(own[branch.parent], branch.message.token_ids)
+            row.turn_limit, row.turn_stops = branch.message.max_turn_tokens, branch.message.stop_strings
+            own[self._episode(row)] = row
             branch.opened.set_result(self._episode(row))
             tasks.append(asyncio.create_task(self._grow(row, alone=True)))
+
+    async def _end_unwanted_turns(self, dialogue: Dialogue, own: Mapping[str, Trajectory]) -> None:
+        """Abort the requests of turns that nobody waits for; ``_append`` then ends them."""
+        while True:
+            await asyncio.sleep(_UNWANTED_POLL_S)
+            ids = [own[episode].id for episode in dialogue.environment.unwanted & own.keys()]
+            # Repeated by the loop, because an abort that overtakes its request has no effect.
+            await self._client.abort([self._rids_in_progress[id] for id in ids if id in self._rids_in_progress])
 
     def _episode(self, trajectory: Trajectory) -> str:
         """Name of a dialogue; an evaluation starts dialogues of the same ids again in every step."""
@@ -185,7 +208,7 @@ class WindowGenerator:
         deadline_s = event_loop.time() + ABORT_TIMEOUT_S
         while num_running() and event_loop.time() < deadline_s:
             # Repeated, because an abort that overtakes its request has no effect.
-            await self._client.abort(self._rids_in_progress)
+            await self._client.abort(self._rids_in_progress.values())
             with contextlib.suppress(asyncio.TimeoutError):
                 async with asyncio.timeout(ABORT_REPEAT_S):
                     while num_running():
@@ -211,14 +234,14 @@ class WindowGenerator:
             request = await self._request(trajectory, rid, room, hot=hot)
             if self._cut:
                 return  # enough was generated while the images were read
-            self._rids_in_progress.add(rid)
+            self._rids_in_progress[trajectory.id] = rid
             try:
                 answer = await self._client.generate(request, alone=alone)
             except ServerLost as lost:
                 await self._recovered(lost)
                 continue
             finally:
-                self._rids_in_progress.discard(rid)
+                self._rids_in_progress.pop(trajectory.id, None)
             if len(answer.token_ids):
                 self._append(trajectory, answer, hot=hot)
                 if not await self._answer_turn(trajectory):
@@ -228,6 +251,9 @@ class WindowGenerator:
         self._check_versions(answer)
         self._num_generated += 1
         trajectory.segments += self._segments(trajectory, answer, hot=hot)
+        dialogue = self._plan.dialogue
+        if dialogue is not None and self._episode(trajectory) in dialogue.environment.unwanted:
+            trajectory.turn_limit = trajectory.num_turn_tokens
         self.server_s[trajectory.id] = self.server_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
             # Tokens sampled after a stop string were dropped, so their routes are dropped too.
@@ -242,8 +268,10 @@ class WindowGenerator:
             trajectory.remaining_window(self._step, self._num_tokens),
             trajectory.max_response_tokens - trajectory.num_response_tokens,
         ]
-        if trajectory.max_turn_tokens:
-            rooms.append(trajectory.max_turn_tokens - trajectory.num_turn_tokens)
+        if trajectory.turn_budget:
+            rooms.append(trajectory.turn_budget - trajectory.num_turn_tokens)
+        if trajectory.turn_stops:
+            rooms.append(_STOP_STRETCH)
         return min(rooms)
 
     async def _request(self, trajectory: Trajectory, rid: str, room: int, *, hot: bool) -> GenerationRequest:
@@ -258,6 +286,7 @@ class WindowGenerator:
             stop_strings=() if hot else self._server_stops(trajectory),
             weight_version=str(self._weight_version),
             newest_version=self._newest_version,
+            adapter=served_name(self._weight_version) if self._plan.has_adapters else "",
             response_name=f"{self._kind}-{trajectory.id}",
             # Only first requests: later ones share few tokens with their group compared to their own response.
             group_name="" if trajectory.segments else trajectory.prompt.id,
@@ -277,7 +306,7 @@ class WindowGenerator:
 
     def _turn_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
         dialogue = self._plan.dialogue
-        return dialogue.environment.stop_strings if dialogue and trajectory.dialogue else ()
+        return (*dialogue.environment.stop_strings, *trajectory.turn_stops) if dialogue and trajectory.dialogue else ()
 
     def _server_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
         dialogue, marker = self._plan.dialogue, self._awaited_marker(trajectory)
@@ -287,7 +316,7 @@ class WindowGenerator:
     def _awaited_marker(self, trajectory: Trajectory) -> str:
         """Text after which the hot token is due, or an empty string if none is due."""
         fire = self._plan.fire
-        return fire.after if fire is not None and _awaits_hot_token(trajectory, fire) else ""
+        return fire.after if fire is not None and awaits_hot_token(trajectory, fire) else ""
 
     def _segments(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> list[Segment]:
         """Segments of the reply, one per weight version, up to the first text that ends the turn or triggers the
@@ -325,7 +354,7 @@ class WindowGenerator:
             texts["length"] = (marker,)
         if not any(texts.values()):
             return {}
-        before, decode = _current_turn_ids(trajectory), self._plan.decode
+        before, decode = current_turn_ids(trajectory), self._plan.decode
         turn_ids = [*before, *answer.token_ids.tolist()]
         ends = {reason: end_of_text(turn_ids, wanted, decode) for reason, wanted in texts.items()}
         # A text that ended in earlier tokens was handled in its own window.
@@ -373,9 +402,10 @@ class WindowGenerator:
         finally:
             self._num_waiting -= 1
             closed.cancel()
-        return dialogue.calls.result(trajectory, episode) if asked.done() else asked
+        return dialogue.calls.result(trajectory, episode, self._step) if asked.done() else asked
 
     def _add_message(self, dialogue: Dialogue, trajectory: Trajectory, message: Message) -> None:
+        trajectory.turn_limit, trajectory.turn_stops = message.max_turn_tokens, message.stop_strings
         if dialogue.environment.opens and not trajectory.opened:
             trajectory.prompt = replace(trajectory.prompt, token_ids=message.token_ids)
             trajectory.opened, trajectory.next_role = True, message.next_role
@@ -408,37 +438,3 @@ class WindowGenerator:
                 f"a server sampled with weight version {unknown[0]!r}, but version {self._weight_version} "
                 "was published; another trainer may be attached to the same server"
             )
-
-
-def _current_turn_ids(trajectory: Trajectory) -> list[int]:
-    turn = trajectory.current_turn
-    return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids.tolist()]
-
-
-def _awaits_hot_token(trajectory: Trajectory, fire: FireConfig) -> bool:
-    """True if the response, in its first turn, has no hot token yet. Without ``after``, only the first token may be
-    hot."""
-    if trajectory.greedy or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
-        return False
-    return bool(fire.after) or trajectory.num_response_tokens == 0
-
-
-def hot_token_is_next(trajectory: Trajectory, fire: FireConfig | None, decode: Decode) -> bool:
-    """True if the next token of the response is FIRE's hot token."""
-    if fire is None or not _awaits_hot_token(trajectory, fire):
-        return False
-    turn_ids = _current_turn_ids(trajectory)
-    return not fire.after or end_of_text(turn_ids, [fire.after], decode) == len(turn_ids)
-
-
-def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) -> int | None:
-    """Smallest number of leading tokens whose text contains one of ``texts``; None if the text of all tokens does not."""
-
-    def contains(num_tokens: int) -> bool:
-        text = decode(token_ids[:num_tokens])
-        return any(wanted in text for wanted in texts)
-
-    if not texts or not contains(len(token_ids)):
-        return None
-    # A binary search: decoding every prefix would take time quadratic in the tokens.
-    return bisect_left(range(len(token_ids)), True, key=contains)

@@ -17,6 +17,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.run.checkpoint_folder import check_resume
 from megatron_rl.system.files.atomic_files import lock_file, remove_unfinished, write_atomic
 
+_LOCK = ".lock"
+"""File that every run makes first, and that stays."""
+_MAX_NAMED = 5
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",
     "samples", "tensorboard", "wandb", "wandb_run.json", "profile",
@@ -33,12 +36,25 @@ def check_output_dir(config: Config) -> None:
     if config.run.resume and config.run.overwrite:
         raise UserError("run.resume, run.overwrite: one continues a run and the other deletes it; set only one of them")
     check_resume(config)
-    if config.run.resume or config.run.overwrite or not (folder / "metrics.jsonl").exists():
+    has_run = (folder / "metrics.jsonl").exists()
+    if not (config.run.resume or has_run or (folder / _LOCK).exists()) and (foreign := _foreign_files(folder)):
+        raise UserError(
+            f"run.output_dir: {folder} has files that no run wrote ({', '.join(foreign)}), among which this run would write and "
+            "delete its own; give a new or an empty folder"
+        )
+    if config.run.resume or config.run.overwrite or not has_run:
         return
     raise UserError(
         f"run.output_dir: {folder} already contains a run; continue it with run.resume=true (run.resume=auto, if it may have "
         "no checkpoint yet), start over with run.overwrite=true (deletes it), or give another folder"
     )
+
+
+def _foreign_files(folder: Path) -> list[str]:
+    """Return names in ``folder``, where no run has been, that exclude a run: names of a run's own files; in the working folder, any."""
+    is_here = folder.resolve() in (Path.cwd(), *Path.cwd().parents)
+    found = folder.glob("*") if is_here else (path for pattern in (*_RUN_FILES, "agents", "weights") for path in folder.glob(pattern))
+    return sorted(path.name for path in found if not path.name.startswith("."))[:_MAX_NAMED]
 
 
 @contextmanager
@@ -51,7 +67,7 @@ def lock_output_dir(config: Config) -> Iterator[Path]:
     check_output_dir(config)
     folder = Path(config.run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / _LOCK, "w") as lock:
         lock_file(lock, folder)
         lock.write(str(os.getpid()))
         lock.flush()

@@ -19,6 +19,7 @@ from megatron_rl.system.files.probes import probe_folder
 from megatron_rl.system.http.addresses import host_problem, listen_problem
 from megatron_rl.system.http.url_files import named_urls
 
+_MAX_NAMED = 5
 _FILE_OUTPUTS = ("label-lines", "select-prompts")
 """Commands whose output path is a file; the outputs of the others are folders."""
 
@@ -52,8 +53,24 @@ def check_outputs(config: Config, command: str) -> None:
     if output := output_of(config, command):
         key, path = output[0], Path(output[1])
         outputs[key] = path.parent if command in _FILE_OUTPUTS else path
+        if command not in _FILE_OUTPUTS:
+            _check_replaced(key, path, folder)
+        elif path.is_dir():
+            raise UserError(f"{key}: {path} is a folder; give a file")
     for key, folder in outputs.items():
         probe_folder(key, folder)
+
+
+def _check_replaced(key: str, folder: Path, run_folder: Path) -> None:
+    """Raise UserError unless ``folder`` is new, empty or an exported model: the export replaces it with all that it contains."""
+    here, run = Path.cwd(), run_folder.resolve()
+    if folder.resolve() in (here, *here.parents, run, *run.parents):
+        raise UserError(f"{key}: the export replaces {folder}, which contains the working folder or run.output_dir; give another folder")
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    is_model = any(one.suffix == ".safetensors" for one in found) and not any(one.is_dir() for one in found)
+    if found and not is_model:
+        names = ", ".join(one.name for one in found[:_MAX_NAMED])
+        raise UserError(f"{key}: the export replaces {folder}, which is no exported model and contains {names}; give another folder")
 
 
 @contextmanager

@@ -33,8 +33,10 @@ def preview_rl_inputs(config: Config, *, all_rows: bool) -> list[str]:
     num_rows, num_tokenized = sum(num_by_type.values()), len(train_set.prompts) + train_set.num_too_long
     if num_tokenized >= num_rows:
         check_mixtures(config.data.mixture, config.data.curriculum, train_set.num_by_type)
+    unused = sorted(set(config.algorithm.kl.coef_by_type) - set(num_by_type))
+    lost = [f"algorithm.kl.coef_by_type: no prompt has the type {', '.join(map(repr, unused))}"] if unused else []
     part = f"of {num_rows:,} rows to train on, the first and last {num_tokenized:,} were tokenized; --all-rows tokenizes all"
-    notes = [*describe_prompts(train_set, eval_sets), *([part] if num_tokenized < num_rows else [])]
+    notes = [*describe_prompts(train_set, eval_sets), *([part] if num_tokenized < num_rows else []), *lost]
     return [*notes, first_prompt(train_set, tokenizer)]
 
 
@@ -91,7 +93,7 @@ def check_rl_inputs(config: Config) -> dict[str, int]:
     Returns the number of prompts to train on of each type.
     """
     from megatron_rl.config.derived import model_has_vision
-    from megatron_rl.data.prompts import check_files
+    from megatron_rl.data.prompts import OPTIONAL_COLUMNS, check_files
     from megatron_rl.data.sampler import check_mixtures
     from megatron_rl.rewards.router import check_types
 
@@ -99,7 +101,7 @@ def check_rl_inputs(config: Config) -> dict[str, int]:
     _check_profiled_stages(config)
     data = config.data
     takes_images = model_has_vision(config)
-    num_by_type = check_files(data.train_files, data, takes_images=takes_images, unique_ids=True)
+    num_by_type = check_files(data.train_files, data, takes_images=takes_images, unique_ids=True, columns=OPTIONAL_COLUMNS)
     check_mixtures(data.mixture, data.curriculum, num_by_type)
     check_types(config.reward, num_by_type)
     unknown = set(config.batch.num_samples_by_type) - {*num_by_type, *config.reward.by_type}

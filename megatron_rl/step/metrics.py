@@ -32,6 +32,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
     rows = sum(t.parent >= 0 for t in trajectories)
     waiting = sum(t.dialogue and not t.finished and t.turn_finished for t in trajectories)
     metrics |= {name: n for name, n in (("rollout/num_further_rows", rows), ("rollout/num_waiting", waiting)) if n}
+    metrics |= _dialogue_metrics([t for t in trajectories if t.dialogue], step, waiting)
     hot = sum(len(s.token_ids) for t in trajectories for s in t.segments if s.hot and s.step == step)
     if hot:
         metrics["rollout/hot_tokens"] = hot
@@ -42,6 +43,20 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
         metrics["rollout/spans_mean"] = _mean([_num_spans(t) for t in finished])
         metrics["rollout/spans_max"] = max(map(_num_spans, finished))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _dialogue_metrics(dialogues: Sequence[Trajectory], step: int, num_waiting: int) -> dict[str, float]:
+    """Return the step's tokens by role, and the seconds of the environment's replies that joined in it, if the environment may wait."""
+    tokens: Counter[str] = Counter()
+    for segment in (s for t in dialogues for s in t.segments if s.step == step):
+        tokens[segment.role] += len(segment.token_ids)
+    metrics = {f"rollout/tokens_{role}": float(number) for role, number in sorted(tokens.items())}
+    seconds = [took_s for t in dialogues for joined, took_s in t.waits.values() if joined == step]
+    if seconds:
+        metrics |= {"time/tool_s_mean": _mean(seconds), "time/tool_s_max": max(seconds)}
+    if seconds or num_waiting:
+        metrics["rollout/waiting_share"] = num_waiting / len(dialogues)
+    return metrics
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], trained: Tensor, version: int) -> dict[str, float]:

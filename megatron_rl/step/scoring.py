@@ -54,13 +54,14 @@ class ResponseScorer:
     async def _grade_ended(self, trajectories: Sequence[Trajectory], step: int) -> None:
         """Score the dialogues to which the environment gave a text or a score at their end; an episode's rows share its score."""
         ended = [t for t in trajectories if t.finished and t.segments[-1].step == step]
-        named = [t for t in ended if t.graded_text is not None and t.score is None and t.parent < 0]
-        for trajectory, score in zip(named, await self._ask([(t, t.graded_text or "") for t in named]), strict=True):
-            trajectory.score = score
-        by_id = {t.id: t for t in named}
+        named: dict[int, list[Trajectory]] = defaultdict(list)
         for t in ended:
-            if t.parent in by_id and t.graded_text is not None:
-                t.score = by_id[t.parent].score
+            if t.graded_text is not None and t.score is None:
+                named[t.id if t.parent < 0 else t.parent].append(t)
+        scores = await self._ask([(rows[0], rows[0].graded_text or "") for rows in named.values()])
+        for rows, score in zip(named.values(), scores, strict=True):
+            for row in rows:
+                row.score = score
         given = [t.score for t in ended if t.score is not None and t.graded_text is None and t.parent < 0]
         check_error_rate(given, max_error_rate=self._max_error_rate)
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.trajectory import Score, Trajectory
+from megatron_rl.data.trajectory import Score, Segment, Trajectory
 from megatron_rl.rollout.sampling import text_digest
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.state import StepState
@@ -76,6 +76,9 @@ def _row(state: StepState, trajectory: Trajectory, row: int | None, step: int) -
         "finished": trajectory.finished,
         "end": _end(trajectory),
         "greedy": trajectory.greedy,
+        "parent": trajectory.parent if trajectory.parent >= 0 else None,
+        "num_turns": len(trajectory.turns()),
+        "waited_s": sum(seconds for _, seconds in trajectory.waits.values()) if trajectory.waits else None,
         "prompt_tokens": len(trajectory.prompt.token_ids),
         "length": trajectory.num_response_tokens,
         "new_tokens": trajectory.window_tokens(step),
@@ -86,7 +89,8 @@ def _row(state: StepState, trajectory: Trajectory, row: int | None, step: int) -
         "oldest_version": min(versions, default=None),
         "newest_version": max(versions, default=None),
         "segments": [
-            (len(s.token_ids), s.step + 1, s.weight_version, s.turn, s.role, s.finish_reason) for s in trajectory.segments
+            (len(s.token_ids), s.step + 1, s.weight_version, s.turn, s.role, s.finish_reason, _waited_s(trajectory, s))
+            for s in trajectory.segments
         ],
     }
 
@@ -126,6 +130,10 @@ def _token_columns(state: StepState, trajectory: Trajectory, row: int | None) ->
     if state.values is not None:
         columns["values"] = of_window(state.values)
     return columns
+
+
+def _waited_s(trajectory: Trajectory, segment: Segment) -> float | None:
+    return trajectory.waits[segment.turn][1] if not segment.generated and segment.turn in trajectory.waits else None
 
 
 def _turn(index: int, score: Score) -> tuple[int, float | None, str, str]:

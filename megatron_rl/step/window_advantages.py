@@ -66,7 +66,7 @@ def window_pieces(
         for segment in trajectory.training_segments(step):
             new_tokens[segment.turn] += len(segment.token_ids)
         pieces += [
-            _turn_piece(row, trajectory, turn, n) for turn in trajectory.turns() if (n := new_tokens[turn.index])
+            _turn_piece(row, trajectory, turn, n, algorithm) for turn in trajectory.turns() if (n := new_tokens[turn.index])
         ]
     return pieces
 
@@ -75,7 +75,7 @@ def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig
     """Return the spans of a finished response over all its windows."""
     if not rules.independent_turns:
         return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
-    return [_turn_piece(row, trajectory, turn, turn.num_tokens) for turn in trajectory.turns()]
+    return [_turn_piece(row, trajectory, turn, turn.num_tokens, algorithm) for turn in trajectory.turns()]
 
 
 def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> dict[int, float]:
@@ -101,8 +101,8 @@ def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: A
 
 
 def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
-    """Return a finished response's reward with DAPO's soft penalty near the end of the budget (arXiv 2503.14476, eq. 13)."""
-    outcome = float(reward)
+    """Return a finished response's weighted reward with DAPO's soft penalty near the end of the budget (arXiv 2503.14476, eq. 13)."""
+    outcome = algorithm.outcome_coef * float(reward)
     if algorithm.overlong is Overlong.soft:
         penalty = algorithms.soft_overlong_penalty(
             torch.tensor([float(trajectory.num_response_tokens)]),
@@ -113,13 +113,13 @@ def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -
     return outcome
 
 
-def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> AdvantageSpan:
+def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int, algorithm: AlgorithmConfig) -> AdvantageSpan:
     score = trajectory.turn_scores.get(turn.index)
     value = None if score is None else score.value
     ended = turn.ended or trajectory.finished
     # A turn that the environment did not submit for scoring trains with outcome 0. A turn whose scoring failed does not train.
     scored = score is None or value is not None
-    outcome = float(value) if ended and value is not None else 0.0
+    outcome = algorithm.outcome_coef * float(value) if ended and value is not None else 0.0
     return AdvantageSpan(row, num_tokens, turn.num_tokens, ended, outcome, scored, turn.role)
 
 

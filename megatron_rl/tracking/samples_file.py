@@ -32,8 +32,10 @@ SEGMENT_COLUMNS = {
     "turn": "int32",
     "role": "string",
     "finish_reason": "string",
+    "waited_s": "float64",
 }
-"""Fields of a segment: step and weight version that sampled it, and its role. A segment is one request's tokens or a message."""
+"""Fields of a segment: step and weight version that sampled it, and its role. A segment is one request's tokens or a message, which
+has the seconds that the environment took for it (null: not measured)."""
 TURN_COLUMNS = {"turn": "int32", "reward": "float64", "detail": "string", "error": "string"}
 ROW_COLUMNS = {
     "step": "int32",
@@ -46,6 +48,9 @@ ROW_COLUMNS = {
     "finished": "bool_",
     "end": "string",
     "greedy": "bool_",
+    "parent": "int64",
+    "num_turns": "int32",
+    "waited_s": "float64",
     "prompt_tokens": "int32",
     "length": "int32",
     "new_tokens": "int32",
@@ -95,7 +100,8 @@ def write_samples(run: str | Path, step: int, columns: Mapping[str, Sequence[Any
 
 
 def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) -> Any:
-    """All rows of ``files`` in a ``pyarrow.Table``; a missing file is skipped, because a running run removes old steps.
+    """All rows of ``files`` in a ``pyarrow.Table``; a missing file is skipped, because a running run removes old steps. A column that
+    an older version did not write is null.
 
     ``columns`` None: all. Raises UserError for an unreadable file, or if all are missing.
     """
@@ -105,14 +111,20 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
     tables = []
     for path in files:
         try:
-            tables.append(pyarrow.parquet.read_table(path, columns=columns, partitioning=None))
+            stored = set(pyarrow.parquet.read_schema(path).names)
+            names = None if columns is None else [name for name in columns if name in stored]
+            tables.append(pyarrow.parquet.read_table(path, columns=names, partitioning=None))
         except FileNotFoundError:
             continue  # a running run has just removed this step to save space
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{path}: not a complete file of samples: {str(error).splitlines()[0]}; remove it") from error
     if not tables:
         raise UserError("the run has just removed the stored steps; try again")
-    return pyarrow.concat_tables(tables)
+    table = pyarrow.concat_tables(tables, promote_options="permissive")
+    for name, kind in ROW_COLUMNS.items():
+        if name in (columns or ROW_COLUMNS) and name not in table.column_names:
+            table = table.append_column(name, pyarrow.nulls(table.num_rows, _type(kind)))
+    return table
 
 
 def num_rows(path: Path) -> int:

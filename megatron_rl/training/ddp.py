@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from megatron_rl.models.layers.torch_layers import PackedGPTModel
 from megatron_rl.models.vision_gpt import VisionGPTModel
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.training.losses import Metrics
 
 _BUCKET_SIZE: int | None = None
 """Number of parameters per bucket; None: Megatron's default."""
@@ -86,6 +90,21 @@ def wait_for_weights(replicas: Sequence[DistributedDataParallel]) -> None:
     if waiting and torch.cuda.is_available():
         # So far only the caller's stream waits, but another stream may use the weights next.
         torch.cuda.current_stream().synchronize()
+
+
+def reduce_metrics(metrics: Sequence[Metrics], topology: Topology) -> dict[str, tuple[float, float]]:
+    """Sums over micro-batches and data-parallel ranks, then from the last pipeline stage to the others."""
+    result: list[dict[str, tuple[float, float]]] = [{}]
+    names = sorted(metrics[0]) if topology.is_last_stage else []
+    if names:
+        pairs = torch.stack([value for microbatch in metrics for name in names for value in microbatch[name]])
+        totals = pairs.detach().to(torch.float64).view(len(metrics), len(names), 2).sum(0)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        result = [{name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist(), strict=True)}]
+    if topology.pp_size > 1:
+        last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(result, last_rank, parallel_state.get_pipeline_model_parallel_group())
+    return result[0]
 
 
 def _bucket_groups(replicas: Sequence[DistributedDataParallel]) -> Iterator[Any]:

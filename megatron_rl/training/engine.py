@@ -16,6 +16,8 @@ Invariants:
   engines of different layouts may take turns.
 """
 
+import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -34,6 +34,7 @@ from megatron_rl.config.schema import (
     Dtype,
     Fp8,
     Init,
+    LoraConfig,
     MoeConfig,
     Mtp,
     Offload,
@@ -47,27 +48,23 @@ from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
 from megatron_rl.models.freezing import freeze_matching
-from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, named_parameters, sharded_parameters
+from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import check_mtp_present, mtp_note
-from megatron_rl.models.hf.weights import (
-    expected_names,
-    export_weights,
-    load_weights,
-    save_hf,
-    unread_tensors_note,
-)
+from megatron_rl.models.hf.weights import expected_names, load_weights, unread_tensors_note
 from megatron_rl.models.image_encoding import freeze
 from megatron_rl.models.layers.context import num_rows
 from megatron_rl.models.layers.moe import Routing
-from megatron_rl.models.layers.torch_layers import layers_note
+from megatron_rl.models.layers.torch_layers import layers_note, unwrap
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
+from megatron_rl.models.lora import FIXED_FIELDS, add_adapters, seed_dropout, without_adapters
 from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.parallel.pipeline_shapes import stage_options
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training import ddp
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.model_checkpoint import CheckpointWrite, load_checkpoint, start_checkpoint
+from megatron_rl.training.model_export import ModelExport
 from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
 
@@ -107,6 +104,8 @@ class Engine:
 
     _save: CheckpointWrite | None = None
     """Save that was started and is not finished."""
+    _adapters_off = False
+    """True if forward passes compute the base model."""
 
     @_in_own_layout
     def __init__(  # noqa: PLR0913 (the engine is the public face of training: one keyword per setting)
@@ -127,6 +126,7 @@ class Engine:
         mtp: Mtp = Mtp.drop,
         vision: VisionConfig | None = None,
         frozen: Sequence[str] = (),
+        lora: LoraConfig | None = None,
         megatron: Mapping[str, Any] | None = None,
         seed: int = 1,
     ) -> None:
@@ -136,7 +136,7 @@ class Engine:
         ``offload``: when ``offload`` moves the model. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``:
         whether ``save_hf`` keeps the multi-token-prediction layers of ``path``. ``vision``: trained parts of a
         vision-language model's encoder. ``frozen``: patterns of tensors that do not train (``models.freezing``).
-        ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
+        ``lora``: adapters that train instead. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -144,22 +144,20 @@ class Engine:
         self.role: Role = role
         self.parallel, self.topology, self.path = parallel, topology, Path(path)
         self.hf_config = load_hf_config(path)
-        settings = MegatronSettings(moe=moe, fp8=fp8, fields=megatron or {})
-        build = functools.partial(critic.build_critic, settings=settings)
-        if role == "policy":
-            build = functools.partial(policy.build_policy, settings=settings, fp32_head=fp32_head)
+        self.lora, self._seed = (lora if lora is not None and lora.rank else None), seed
+        settings = MegatronSettings(moe=moe, fp8=fp8, fields={**(megatron or {}), **(FIXED_FIELDS if self.lora else {})})
+        builder: Any = critic.build_critic if role == "critic" else functools.partial(policy.build_policy, fp32_head=fp32_head)
         torch_dtype = getattr(torch, dtype.value)
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, _LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
         loads = init is Init.checkpoint
-        self._keeps_mtp = mtp is Mtp.keep
-        self.mtp_note = mtp_note(self.hf_config, path, keeps=self._keeps_mtp) if loads and role == "policy" else ""
-        self.unread_tensors_note = unread_tensors_note(self.hf_config, path, role) if loads else ""
-        if self._keeps_mtp:
-            check_mtp_present(self.hf_config, path, remedy="set policy.mtp=drop")
+        self._note_origin(loads, mtp)
         own_seed = None if loads else seed
-        self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=own_seed)
+        self.chunks = builder(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, settings=settings, seed=own_seed)
         if loads:
             load_weights(self.chunks, self.hf_config, path, role=role)
+        if self.lora:
+            add_adapters(self.chunks, self.hf_config, role, self.lora, seed=seed)
+        self.export = ModelExport(self.chunks, self.hf_config, role, self.path, self.lora)
         self._routing = Routing(moe, self.chunks)
         self._kept_logprobs: list[Tensor] = []
         self._optimizer = None
@@ -168,11 +166,21 @@ class Engine:
             torch.nn.ModuleList(self.chunks).requires_grad_(False)
         else:
             self._make_trainable(optimizer, vision, frozen, torch_dtype)
-        self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=_moves(offload, topology))
+        moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
+        self.memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
+
+    def _note_origin(self, loads: bool, mtp: Mtp) -> None:
+        """Note what of ``path`` the model does not read; ``loads``: whether its weights come from there."""
+        self._keeps_mtp = mtp is Mtp.keep
+        self.mtp_note = mtp_note(self.hf_config, self.path, keeps=self._keeps_mtp) if loads and self.role == "policy" else ""
+        self.unread_tensors_note = unread_tensors_note(self.hf_config, self.path, self.role) if loads else ""
+        if self._keeps_mtp:
+            check_mtp_present(self.hf_config, self.path, remedy="set policy.mtp=drop")
 
     def _make_trainable(self, optimizer: OptimizerConfig, vision: VisionConfig, frozen: Sequence[str], dtype: torch.dtype) -> None:
-        freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
-        freeze_matching(self.chunks, self.hf_config, self.role, frozen)
+        if not self.lora:
+            freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
+            freeze_matching(self.chunks, self.hf_config, self.role, frozen)
         self._replicas = ddp.wrap(self.chunks, dtype)
         self._optimizer = build_optimizer(optimizer, self._replicas, dtype)
         self._scheduler = build_scheduler(optimizer, self._optimizer)
@@ -245,11 +253,14 @@ class Engine:
             return value, torch.zeros((), dtype=torch.int), metrics
 
         self._kept_logprobs = []
-        with self._memory.training():
+        if self.lora and self.lora.dropout:
+            # By the step, so that a resumed run drops the same inputs.
+            seed_dropout(self._seed, self._scheduler.num_steps, self.topology.dp_rank)
+        with self.memory.training():
             for replica in self._replicas:
                 replica.train()
                 replica.zero_grad_buffer()
-            totals = self._reduce(self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False))
+            totals = ddp.reduce_metrics(self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False), self.topology)
             grad_norm, lr = guarded_step(optimizer, self._scheduler)
             skipped = not math.isfinite(grad_norm)
             loads = self._routing.finish_update(skipped=skipped)
@@ -267,13 +278,17 @@ class Engine:
         kept, self._kept_logprobs = self._kept_logprobs, []
         return kept
 
-    def export_weights(self, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor | None]]:
-        """Hugging Face names and, on the ranks of ``to``, whole tensors; every rank must exhaust the stream, because it gathers."""
+    def export_weights(
+        self, to: GatherTarget = GatherTarget.driver, *, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Hugging Face names and, on the ranks of ``to``, whole tensors; ``merged=False``: without the adapters.
+
+        Every rank must exhaust the stream, because it gathers.
+        """
         ddp.wait_for_weights(self._replicas)
         with self.topology.active():
-            held = self._held
-        weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to, held=held)
-        with self._memory.weights():
+            weights = self.export.weights(to, merged=merged)
+        with self.memory.weights():
             while True:
                 # Between two tensors the caller's layout is active, so that the caller may use another engine.
                 with self.topology.active():
@@ -282,10 +297,12 @@ class Engine:
                     return
                 yield item
 
-    @functools.cached_property
-    def _held(self) -> list[ShardedParameter]:
-        """Cached, because for a large model the names take longer than a publish should."""
-        return sharded_parameters(dict(named_parameters(self.chunks)), self.hf_config, self.role)
+    @_in_own_layout
+    def export_adapters(self) -> dict[str, Tensor]:
+        """The adapters' tensors under the names of peft's files, on rank 0; empty on other ranks."""
+        ddp.wait_for_weights(self._replicas)
+        with self.memory.weights():
+            return {name: tensor for name, tensor in self.export.adapters() if tensor is not None}
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""
@@ -293,11 +310,16 @@ class Engine:
 
     @_in_own_layout
     def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 calls ``progress``."""
+        """Write ``folder`` (``ModelExport.save``), which appears once it is complete. Rank 0 calls ``progress``."""
         ddp.wait_for_weights(self._replicas)
-        role, keep_mtp = self.role, self._keeps_mtp
-        with self._memory.weights():
-            save_hf(self.chunks, self.hf_config, self.path, folder, role=role, keep_mtp=keep_mtp, progress=progress)
+        with self.memory.weights():
+            self.export.save(folder, keep_mtp=self._keeps_mtp, progress=progress)
+
+    def as_base(self, moe: MoeConfig) -> "Engine":
+        """This engine without its adapters and its optimizer, on the same weights; ``moe``: its choice of experts."""
+        base = copy.copy(self)
+        base._optimizer, base._adapters_off, base._routing = None, True, Routing(moe, self.chunks)
+        return base
 
     def save_state(self, folder: str | Path) -> None:
         """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""
@@ -310,8 +332,9 @@ class Engine:
         self.finish_save()
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
-        with self._memory.state(changes=False):
-            self._save = start_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
+        with self.memory.state(changes=False):
+            options: dict[str, Any] = {"in_background": in_background, "adapters": self.export.adapter_config}
+            self._save = start_checkpoint(folder, self.chunks, optimizer, self._scheduler, **options)
 
     @property
     def save_is_complete(self) -> bool:
@@ -327,10 +350,10 @@ class Engine:
 
     @_in_own_layout
     def load_state(self, folder: str | Path) -> None:
-        """Continue from a checkpoint of ``save_state``, in this or another parallel layout."""
+        """Continue from a checkpoint of ``save_state``, in any layout."""
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
-        with self._memory.state(changes=True):
+        with self.memory.state(changes=True):
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
     def offload(self) -> None:
@@ -339,7 +362,7 @@ class Engine:
         Not collective; weights that an unfinished ``export_weights`` reads stay.
         """
         ddp.wait_for_weights(self._replicas)
-        self._memory.offload()
+        self.memory.offload()
 
     def _expect_role(self, role: str) -> None:
         if self.role != role:
@@ -376,7 +399,8 @@ class Engine:
         for chunk in self.chunks:
             chunk.eval()
         outputs = functools.partial(self._outputs, temperature=temperature, with_entropy=False)
-        with self._memory.weights():
+        off = without_adapters(self.chunks) if self._adapters_off else contextlib.nullcontext()
+        with self.memory.weights(), off:
             return self._schedule(self.chunks, microbatches, outputs, forward_only=True, record_routes=record_routes)
 
     def _schedule(
@@ -398,7 +422,7 @@ class Engine:
         self._routing.begin(whole, stand_ins, device, trains=not forward_only, records=record_routes)
 
         def forward_step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            chunk, index = _bare(model), next(iterator)
+            chunk, index = unwrap(model), next(iterator)
             # Assembled when its turn comes, in host memory, so that no size has to be read from the device.
             batch = whole[index].joined()
             trace = self._routing.trace(index, batch)
@@ -423,27 +447,3 @@ class Engine:
             collect_non_loss_data=forward_only,
         )
         return results[: len(microbatches)]
-
-    def _reduce(self, metrics: Sequence[Metrics]) -> dict[str, tuple[float, float]]:
-        """Sums over micro-batches and data-parallel ranks, then from the last pipeline stage to the others."""
-        result: list[dict[str, tuple[float, float]]] = [{}]
-        names = sorted(metrics[0]) if self.topology.is_last_stage else []
-        if names:
-            pairs = torch.stack([value for microbatch in metrics for name in names for value in microbatch[name]])
-            totals = pairs.detach().to(torch.float64).view(len(metrics), len(names), 2).sum(0)
-            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-            result = [
-                {name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist(), strict=True)}
-            ]
-        if self.topology.pp_size > 1:
-            last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(result, last_rank, parallel_state.get_pipeline_model_parallel_group())
-        return result[0]
-
-
-def _moves(offload: Offload, topology: Topology) -> bool:
-    return offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
-
-
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -36,9 +36,9 @@ class WeightExport:
         self._timeout_s = rank_timeout_s(config)
         self._stage: StageRank | None = None
 
-    def run(self, engine: Engine, to: GatherTarget) -> None:
-        """Exhaust the engine's stream and send its tensors as ``to`` says; for every rank but 0."""
-        stream, topology = engine.export_weights(to), engine.topology
+    def run(self, engine: Engine, to: GatherTarget, *, merged: bool) -> None:
+        """Exhaust the engine's stream and send its tensors as ``to`` says; for every rank but 0. ``merged``: with its adapters."""
+        stream, topology = engine.export_weights(to, merged=merged), engine.topology
         if to is GatherTarget.everywhere:
             ranks, coverage = control_ranks(self._timeout_s), Coverage(engine.expected_weights())
             follow(whole(stream), self._bucket_bytes, topology.device, ranks, coverage)

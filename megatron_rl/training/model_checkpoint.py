@@ -14,7 +14,7 @@ import logging
 import os
 import queue
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -34,7 +35,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.hf.adapter_folder import CONFIG_FILE
 from megatron_rl.models.layers.torch_layers import PackedGPTModel
+from megatron_rl.models.lora import sharded_adapters
 from megatron_rl.models.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
@@ -172,9 +175,11 @@ def start_checkpoint(
     scheduler: OptimizerParamScheduler,
     *,
     in_background: bool,
+    adapters: Mapping[str, Any] | None = None,
 ) -> CheckpointWrite:
     """Start to write ``folder``, which appears with ``finish``. Raises CheckpointSaveError.
 
+    ``adapters``: adapter_config.json of a model with adapters, for ``convert``.
     ``in_background``: once this returns the model may train; a rank without host memory for a copy of its share
     writes the share before this returns.
     """
@@ -187,6 +192,8 @@ def start_checkpoint(
                 # The folder is new: what a killed run left under this name is gone.
                 partial.mkdir(parents=True)
                 _check_room(partial)
+                if adapters:
+                    (partial / CONFIG_FILE).write_text(json.dumps(adapters, indent=2) + "\n")
         with _raised_together(CheckpointSaveError, text):
             request = _plan(partial, chunks, optimizer, scheduler)
             return CheckpointWrite(folder, partial, request, in_background=in_background)
@@ -252,7 +259,8 @@ def _load(
         # In place, because the sharded state refers to the weights and the optimizer's own tensors.
         state = dist_checkpointing.load(_sharded_state(chunks, optimizer), str(folder))
         for index, chunk in enumerate(chunks):
-            chunk.load_state_dict(state[_chunk_key(index)])
+            # Only adapters, and what trains beside them, if the model has adapters.
+            chunk.load_state_dict(state[_chunk_key(index)], strict=not sharded_adapters(chunk))
     # Through step(), because only that also sets the learning rate of the optimizer's groups.
     scheduler.num_steps = 0
     scheduler.step(state["num_optimizer_steps"])
@@ -347,8 +355,18 @@ def _only_tensors_unpickled() -> Iterator[None]:
 
 def _sharded_state(chunks: Sequence[PackedGPTModel], optimizer: MegatronOptimizer) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": _data_parallel_group()}
-    weights = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    weights = {_chunk_key(index): _trained_weights(chunk, metadata) for index, chunk in enumerate(chunks)}
     return {**weights, "optimizer": sharded_state(optimizer, weights)}
+
+
+def _trained_weights(chunk: PackedGPTModel, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Sharded weights of the chunk; if it has adapters, without the base model, which never changes."""
+    weights, adapters = chunk.sharded_state_dict(metadata=metadata), sharded_adapters(chunk)
+    if not adapters:
+        return weights
+    trains = (ShardedTensor, ShardedTensorFactory)
+    kept = {name: value for name, value in weights.items() if isinstance(value, trains) and value.data.requires_grad}
+    return {name: value for name, value in kept.items() if name not in adapters} | adapters
 
 
 def _chunk_key(index: int) -> str:

@@ -155,18 +155,31 @@ class TrainerGroup:
             (logprobs,) = restore(replace(batch, spans=None), plan, found, per_sequence=False)
         return replace(result, plan=self._planners[engine].metrics(plan, directory.sequences(batch).lengths), logprobs=logprobs)
 
-    def export_weights(self, engine: str, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, engine: str, to: GatherTarget = GatherTarget.driver, *, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) for the tensors that ``to`` gives to this rank; the iterator must be exhausted.
+
+        ``merged=False``: without the engine's adapters.
 
         The call itself makes the other ranks gather and, depending on ``to``, send their tensors
         (``WeightExport.run``). An iterator that was started completes its gathers even if the caller leaves it
         early.
         """
-        call = Call("export", partial(trainer_rank.export, to=to), engine)
+        call = Call("export", partial(trainer_rank.export, to=to, merged=merged), engine)
         self._announce(call)
         # The other ranks do this in ``execute``; the driver's own part runs when the caller reads the stream.
         self.driver.offload_others(engine)
-        return exhausting(self.driver.engines[engine].export_weights(to), hang_report.track_activity(str(call)))
+        weights = self.driver.engines[engine].export_weights(to, merged=merged)
+        return exhausting(weights, hang_report.track_activity(str(call)))
+
+    def export_adapters(self, engine: str) -> dict[str, Tensor]:
+        """The engine's adapters, under the names of peft's files."""
+        return self._call(Call("export_adapters", trainer_rank.export_adapters, engine))
+
+    def adapter_config(self, engine: str) -> dict[str, Any]:
+        """Content of the adapters' adapter_config.json."""
+        return self.driver.engines[engine].export.adapter_config
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""

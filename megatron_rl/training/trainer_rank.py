@@ -97,9 +97,10 @@ class TrainerRank:
         self.use.start_stage(stage)
 
     def offload_others(self, name: str) -> None:
-        """Offload every engine but this one; an empty name: every engine."""
-        for other, engine in self.engines.items():
-            if other != name:
+        """Offload every engine but this one and those on the same weights; an empty name: every engine."""
+        used = self.engines[name].memory if name else None
+        for engine in self.engines.values():
+            if engine.memory is not used:
                 engine.offload()
 
     def cache_of(self, engine: Engine, step: int | None) -> SequenceCache:
@@ -185,8 +186,12 @@ def pop_logprobs(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) ->
     return _joined(engine, engine.pop_logprobs())
 
 
-def export(rank: TrainerRank, engine: Engine, batch: list[PackedBatch], *, to: GatherTarget) -> None:
-    rank.export.run(engine, to)
+def export(rank: TrainerRank, engine: Engine, batch: list[PackedBatch], *, to: GatherTarget, merged: bool) -> None:
+    rank.export.run(engine, to, merged=merged)
+
+
+def export_adapters(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) -> dict[str, Tensor]:
+    return engine.export_adapters()
 
 
 def save_hf(rank: TrainerRank, engine: Engine, batch: list[PackedBatch], *, folder: str) -> None:

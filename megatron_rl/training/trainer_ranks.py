@@ -7,9 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import critic_dtype, needs_critic, needs_reference
+from megatron_rl.config.derived import critic_dtype, needs_critic, reference_folders, shares_base
 from megatron_rl.config.layout import critic_layout
-from megatron_rl.config.schema import Config, CriticConfig, Init, Mtp, OptimizerConfig, PolicyConfig, RoutingReplay
+from megatron_rl.config.schema import (
+    Config,
+    CriticConfig,
+    Init,
+    LoraConfig,
+    Mtp,
+    OptimizerConfig,
+    PolicyConfig,
+    RoutingReplay,
+)
 from megatron_rl.families.parameters import Role
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
@@ -91,12 +100,17 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         add("policy", build_engine(config, topology, "policy", policy, trained))
         if needs_critic(config):
             add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
-        if needs_reference(config):
-            # The reference chooses its own experts, because its log-probs depend on them.
-            own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
-            add("reference", build_engine(config, topology, "policy", own_choice, None, path=config.reference.path))
+        # References choose their own experts, because their log-probs depend on them.
+        own_moe = replace(policy.moe, routing_replay=RoutingReplay.none)
+        if shares_base(config):
+            engines["reference"] = engines["policy"].as_base(own_moe)
+        for name, folder in reference_folders(config).items():
+            is_start = name == "reference" and not config.reference.path
+            frozen = replace(policy, mtp=Mtp.drop, lora=policy.lora if is_start else LoraConfig(), moe=own_moe)
+            add(name, build_engine(config, topology, "policy", frozen, None, path="" if is_start else folder))
         if config.reward.process.path:
-            add("process", build_engine(config, critics, "critic", critic, None, path=config.reward.process.path))
+            whole = replace(critic, lora=LoraConfig())
+            add("process", build_engine(config, critics, "critic", whole, None, path=config.reward.process.path))
         return engines
 
     return build
@@ -124,6 +138,7 @@ def build_engine(
         offload=model.offload,
         vision=model.vision,
         megatron=model.megatron,
+        lora=model.lora,
         **(_policy_settings(model) if isinstance(model, PolicyConfig) else {"frozen": model.freeze}),
         seed=config.run.seed,
     )

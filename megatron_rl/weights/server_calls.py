@@ -30,6 +30,8 @@ _SILENCE_REMEDIES = {
 """Remedies, by path, for a server that does not reply in time."""
 _REFUSAL_REMEDIES = {
     "/update_weights_from_disk": "trainer and servers must see the folder under the same path",
+    "/load_lora_adapter_from_tensors": "start attached servers by `megatron-rl serve --config` with this recipe, or set "
+    "policy.lora.sync=merged",
 }
 """Remedies, by path, for a server that replies with an error."""
 _FIELDS: dict[str, dict[str, type]] = {
@@ -42,6 +44,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "/model_info": {"weight_version": str},
     "/server_info": {"device": str, "dtype": str},
     "/weights_checker": {"ranks": list},
+    "/load_lora_adapter_from_tensors": {"loaded_adapters": dict},
 }
 """Required fields of a successful reply, by path; without this check a gateway's page would count as success."""
 _BUCKETS = frozenset(("/update_weights_from_distributed", "/update_weights_from_tensor"))

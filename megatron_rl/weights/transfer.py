@@ -79,6 +79,11 @@ class PublishTransfer:
         if session_open:
             self.end()
 
+    def stamp_version(self) -> None:
+        """Set the version of servers that have the weights already, and check it. Raises ServerCallError."""
+        self.calls.post("/update_weight_version", {"new_version": str(self.version), "abort_all_requests": False})
+        self.check_version()
+
     def check_version(self) -> None:
         """Raise ServerCallError if a server does not report the published version."""
         for server, info in zip(self.calls.servers, self.calls.get("/model_info"), strict=True):

@@ -21,7 +21,7 @@ from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
 from tests.integration.engine_worker import ALGORITHM, LENGTHS, make_batch, set_overlap
 
-NUM_STEPS = 10
+NUM_STEPS = 7
 ATTENTION = ("*.self_attn.*",)
 FIRST_LAYERS = ("*.embed_tokens.*", "*.layers.0.*", "*.layers.1.*")
 """In a pipeline of two stages all of the first stage of four layers."""

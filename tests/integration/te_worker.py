@@ -71,7 +71,7 @@ def run_job(job: Mapping[str, Any], parallel: ParallelConfig, ranks: topology.To
     Also the bytes that the step's last pass kept, the kernels that the step called, and with ``job["moe"]`` the routes,
     which the step then follows. With ``job["saves"]`` the names of weights that a checkpoint did not bring back.
 
-    ``job``: path, and what else the engine is given (recompute, moe). The text of the refusal of a model that does
+    ``job``: path, and what else the engine is given (recompute, moe, lora). The text of the refusal of a model that does
     not fit. The tensors are whole on rank 0 alone.
     """
     declare_torchvision_ops()
@@ -114,7 +114,7 @@ def run_job(job: Mapping[str, Any], parallel: ParallelConfig, ranks: topology.To
 
 
 def make_engine(job: Mapping[str, Any], parallel: ParallelConfig, ranks: topology.Topology, **others: Any) -> Engine:
-    options = {name: value for name, value in job.items() if name in ("recompute", "moe")}
+    options = {name: value for name, value in job.items() if name in ("recompute", "moe", "lora")}
     return Engine(
         "policy",
         job["path"],

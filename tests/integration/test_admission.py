@@ -11,6 +11,7 @@ from megatron_rl.desk.simulate.decoding import ServerLimits, ServerRequests, _Qu
 from megatron_rl.desk.simulate.timing import Decode, Timing
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
+from tests.integration.preloaded import serving
 from tests.tiny_models import make_tiny_model
 
 KV_TOKENS, CONSERVATIVENESS, ROOM, NUM_REQUESTS = 2000, 0.1, 150, 64
@@ -36,14 +37,11 @@ def replies(tmp_path_factory):
     rng = random.Random(0)
     prompts = [[20 + i, *(rng.randrange(20, 128) for _ in range(rng.randrange(5, 40)))] for i in range(NUM_REQUESTS)]
     stops = [{"max_new_tokens": ROOM, "stop_token_ids": [3, 4] if i % 2 else []} for i in range(NUM_REQUESTS)]
-    try:
-        server.start()
+    with serving(server):
         body = json.dumps({"input_ids": prompts, "sampling_params": stops}).encode()
         call = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(call, timeout=120) as answer:
             return prompts, json.load(answer)
-    finally:
-        server.stop(grace_s=0.0)
 
 
 class Passes(_Queue):

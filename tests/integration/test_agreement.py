@@ -28,6 +28,7 @@ from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import Parity, parity_bounds
 from megatron_rl.training.engine import Engine
+from tests.integration.preloaded import serving
 from tests.tiny_models import make_tiny_model
 
 NUM_PROMPTS, NUM_TOKENS = 16, 32
@@ -51,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ServerOptions(str(model), dtype="bfloat16", deterministic=True)
-    with SglangServer(options, tmp_path_factory.mktemp("log") / "sglang.log", start_timeout_s=400.0) as server:
+    with serving(SglangServer(options, tmp_path_factory.mktemp("log") / "sglang.log", start_timeout_s=400.0)) as server:
         yield server.url
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import read_timeline
+from tests.integration.preloaded import preloading
 from tests.tiny_models import make_tiny_model
 
 TIMEOUT_S = 400
@@ -53,13 +54,14 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, num_steps=NUM_STEPS))
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.colocated_worker", "--config", str(folder / "recipe.yaml")],
-        env={**inherited, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    with preloading():
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integration.colocated_worker", "--config", str(folder / "recipe.yaml")],
+            env={**inherited, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run", done.stdout + done.stderr
 

@@ -13,13 +13,14 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.generation import GenerationPlan, make_dialogue, single_token_stops
+from megatron_rl.rollout.generation import GenerationPlan, end_of_text, make_dialogue, single_token_stops
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.rollout.windows import WindowGenerator, end_of_text
+from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from tests.integration.preloaded import serving
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]
@@ -45,12 +46,8 @@ def tokenizer(model_path):
 @pytest.fixture(scope="module")
 def server(model_path, tmp_path_factory):
     options = ServerOptions(str(model_path), deterministic=True, tokenizer=True)
-    server = SglangServer(options, tmp_path_factory.mktemp("log") / "log", start_timeout_s=START_TIMEOUT_S)
-    try:
-        server.start()
+    with serving(SglangServer(options, tmp_path_factory.mktemp("log") / "log", start_timeout_s=START_TIMEOUT_S)) as server:
         yield server
-    finally:
-        server.stop(grace_s=0.0)
 
 
 @pytest.fixture(scope="module")

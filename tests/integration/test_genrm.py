@@ -19,6 +19,7 @@ from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from tests.integration.preloaded import serving
 from tests.tiny_models import make_tiny_model
 
 START_TIMEOUT_S = 400.0
@@ -36,16 +37,9 @@ def model_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_path, tmp_path_factory):
-    server = SglangServer(
-        ServerOptions(str(model_path), tokenizer=True),
-        tmp_path_factory.mktemp("log") / "sglang.log",
-        start_timeout_s=START_TIMEOUT_S,
-    )
-    try:
-        server.start()
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    with serving(SglangServer(ServerOptions(str(model_path), tokenizer=True), log, start_timeout_s=START_TIMEOUT_S)) as server:
         yield server
-    finally:
-        server.stop(grace_s=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.desk.doctor.layout_comparison import check_invariance
 from megatron_rl.errors import UserError
+from tests.integration.preloaded import preloading
 from tests.tiny_models import make_tiny_model
 
 DENSE = ["tp2", "cp2", "pp2+vpp2", "pp2+layers1/3"]
@@ -28,7 +29,8 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("model", "role", "layouts"), [("dense", "critic", DENSE), ("experts", "policy", EXPERTS)])
 def test_one_update_is_the_same_in_every_layout(models, model, role, layouts):
-    findings = check_invariance(str(models / model), layouts, role=role)
+    with preloading():
+        findings = check_invariance(str(models / model), layouts, role=role)
     shown = [ADDED.get(layout, layout) if model == "experts" else layout for layout in layouts]
     assert [finding.layout for finding in findings] == ["tp1", *shown]
     expected = ["refused" if layout in REFUSED and model == "experts" else "same" for layout in layouts]

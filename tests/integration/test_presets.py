@@ -12,6 +12,7 @@ from megatron_rl.config.load import preset_names
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.tracking.metrics_file import read_metrics
+from tests.integration.preloaded import preloading, serving
 from tests.word_models import make_word_model
 
 RECIPE = """
@@ -42,6 +43,12 @@ OVERRIDES = {
     "tppo": ["batch.window_tokens=8", "algorithm.ignore_boundary_tokens=2"],
     "partial_rollout_ppo": ["batch.window_tokens=8"],
     "dapo": ["algorithm.overlong_buffer_tokens=8"],
+    "distillation": [
+        "batch.window_tokens=8",
+        "reward.name=none",
+        "reference.path={folder}/teacher",
+        "reference.path_by_type={{general: {folder}/large, verifiable: '{url}'}}",
+    ],
     "reinforce_pp": ["batch.num_samples_per_prompt=1", "batch.num_prompts_per_step=16"],
     "pag": ["batch.max_response_tokens=400", "environment.max_turn_tokens=12"],
     "pairwise_ppo": ["reward.name=pairwise", f"reward.options={JUDGE}"],
@@ -52,6 +59,7 @@ OVERRIDES = {
     ],
 }
 EXPECTED = {
+    "distillation": ("kl/reference_per_token", "rollout/num_carried"),
     "dapo": ("dynamic_sampling/num_rounds", "dynamic_sampling/useful_share"),
     "grpo": ("kl/reference_per_token", "policy/kl_loss"),
     "reinforce_pp": ("kl/reference_per_token",),
@@ -71,6 +79,8 @@ def runs(tmp_path_factory):
     """(output folder, what was printed) after one process has run every preset."""
     folder = tmp_path_factory.mktemp("presets")
     make_word_model(folder / "model", max_position_embeddings=1024)
+    make_word_model(folder / "teacher", max_position_embeddings=1024)
+    make_word_model(folder / "large", max_position_embeddings=1024, num_hidden_layers=3)
     rng = random.Random(0)
     rows = []
     for i in range(24):
@@ -79,9 +89,7 @@ def runs(tmp_path_factory):
         rows.append({"id": i, "prompt": f"{a}+{b}=", "answer": str(a + b), "type": kind})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ServerOptions(model_path=str(folder / "model"), deterministic=True, tokenizer=True)
-    server = SglangServer(options, folder / "server.log")
-    try:
-        server.start()
+    with serving(SglangServer(options, folder / "server.log")) as server, preloading():
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, url=server.url))
         wanted = {
             name: [text.format(folder=folder, url=server.url) for text in OVERRIDES.get(name, [])]
@@ -97,8 +105,6 @@ def runs(tmp_path_factory):
             timeout=900,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    finally:
-        server.stop()
     return folder / "out", done.stdout
 
 

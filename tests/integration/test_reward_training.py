@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.cli import main
+from tests.integration.preloaded import preloading
 from tests.word_models import make_word_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,15 +28,16 @@ def refused(arguments, capsys):
 def run(*arguments):
     """(exit status, output) of a command of megatron-rl."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
+    with preloading():
+        process = subprocess.run(
+            [sys.executable, "-m", "megatron_rl.cli", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )
     return process.returncode, process.stdout
 
 

@@ -30,6 +30,7 @@ from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.training.engine import Engine
+from tests.integration.preloaded import preloading, serving
 from tests.same_runs import differences
 from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tokenizer
@@ -60,11 +61,6 @@ data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: false, system_
 reward: {{name: "tests.integration.preset_reward:even_length", num_workers: 1}}
 rollout: {{urls: ["{url}"]}}
 tracking: {{mlflow: false}}
-"""
-TRAIN = """
-import json, sys
-from tests.integration.presets_worker import run_all
-run_all(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
 """
 RUNS = {
     "tppo": ["policy.moe.routing_replay=R3", "batch.window_tokens=8", "critic.warmup_steps=1"],
@@ -113,7 +109,7 @@ def model_path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def url(model_path, tmp_path_factory) -> Iterator[str]:
     options = ServerOptions(str(model_path), deterministic=True, returns_routes=True)
-    with SglangServer(options, tmp_path_factory.mktemp("log") / "sglang.log", start_timeout_s=400.0) as server:
+    with serving(SglangServer(options, tmp_path_factory.mktemp("log") / "sglang.log", start_timeout_s=400.0)) as server:
         yield server.url
 
 
@@ -227,14 +223,15 @@ def runs(windows, model_path, url, tmp_path_factory) -> tuple[Path, str]:
     rows = [{"id": i, "prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(24)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(RECIPE.format(model=model_path, folder=folder, url=url))
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, folder / "recipe.yaml", folder, json.dumps(RUNS)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    with preloading():
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integration.presets_worker", folder / "recipe.yaml", folder, json.dumps(RUNS)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     return folder, done.stdout
 
 

@@ -1,5 +1,6 @@
 """select-prompts with a real server: the policy's own responses, a kill in the middle, the same result."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from megatron_rl.cli import main
+from tests.integration.preloaded import preloading
 from tests.tiny_models import make_tiny_model
 
 TIMEOUT_S = 400
@@ -48,17 +50,18 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, *overrides):
+def start(folder, *overrides, forks=True):
     command = [sys.executable, "-m", "megatron_rl.cli", "select-prompts", "--config", str(folder / "recipe.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    with preloading() if forks else contextlib.nullcontext():
+        return subprocess.Popen(
+            [*command, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def finish(process):
@@ -148,7 +151,7 @@ def test_selection_from_finished_scores_needs_no_server(folder, whole_run, capsy
 
 
 def test_ctrl_c_stops_everything(folder, whole_run):
-    process = start(folder, f"run.output_dir={folder}/interrupted", SLOWLY)
+    process = start(folder, f"run.output_dir={folder}/interrupted", SLOWLY, forks=False)
     deadline = time.monotonic() + TIMEOUT_S
     while not scores_of(folder, "interrupted"):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()

@@ -26,6 +26,7 @@ from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from megatron_rl.tracking.status import read_status
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
+from tests.integration.preloaded import preloading, serving
 from tests.no_wings import blocking
 from tests.same_runs import differences
 from tests.tiny_models import make_tiny_model
@@ -82,7 +83,7 @@ def folder(tmp_path_factory):
 def attached(folder):
     """Key of a run on the server that all runs here share which do not start, lose or stop one themselves."""
     options = ServerOptions(str(folder / "model"), deterministic=True, load_weights=False)
-    with SglangServer(options, folder / "sglang.log", start_timeout_s=400.0) as server:
+    with serving(SglangServer(options, folder / "sglang.log", start_timeout_s=400.0)) as server:
         yield f"rollout.urls=[{server.url}]"
 
 
@@ -103,15 +104,17 @@ def make_task(folder):
     return folder
 
 
-def start(folder, command, *overrides, python_path=()):
+def start(folder, command, *overrides, python_path=(), forks=True):
+    """``forks``: the processes that start have their imports already (``preloaded.py``)."""
     arguments = [sys.executable, "-m", "megatron_rl.cli", command, "--config", str(folder / "recipe.yaml"), *overrides]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
     if python_path:
         environment["PYTHONPATH"] = os.pathsep.join([*map(str, python_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+    with preloading() if forks else contextlib.nullcontext():
+        return subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
 
 
 def run(folder, command, *overrides, python_path=()):
@@ -162,12 +165,7 @@ def wait_until(condition, process, what):
 def finished_run(folder):
     """A run whose server is killed in the middle of a step."""
     output_dir = folder / "run"
-    process = start(
-        folder,
-        "train",
-        f"run.output_dir={output_dir}",
-        *FINISHED_RUN,
-    )
+    process = start(folder, "train", f"run.output_dir={output_dir}", *FINISHED_RUN, forks=False)
     try:
         wait_until(lambda: read_metrics(output_dir / "metrics.jsonl"), process, "the evaluation before training")
         servers = [p for p in descendants(process.pid) if "sglang" in " ".join(p.cmdline()) or "sglang" in p.name()]
@@ -274,13 +272,13 @@ def test_evaluation_sets_run_concurrently_with_their_own_sampling(finished_run):
     assert "prompts to evaluate on (drawn): 4" in output and "± " in output
 
 
-def test_kept_policies_give_the_same_responses_after_the_run(finished_run, folder):
+def test_kept_policies_give_the_same_responses_after_the_run(finished_run, folder, attached):
     output_dir, _ = finished_run
     kept = policy_exports(output_dir)
     assert [one.step for one in kept] == [1, 2, 3, 4, 5]
     assert all(0 < one.trained_s < other.trained_s for one, other in pairwise(kept))
     folders = [str(one.folder) for one in kept if one.step in (2, 4, 5)]
-    status, output = run(folder, "evaluate", f"run.output_dir={folder}/evaluation", "--policies", *folders)
+    status, output = run(folder, "evaluate", f"run.output_dir={folder}/evaluation", attached, "--policies", *folders)
     assert status == 0 and "3/3" in output, output
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     found = {one.step: json.loads((one.folder / "evaluation.json").read_text()) for one in kept if one.step in (2, 4, 5)}
@@ -367,11 +365,11 @@ def test_a_run_ends_with_a_table_a_report_and_a_policy_that_loads(finished_run):
     assert (output_dir / "policy" / "config.json").is_file() and list((output_dir / "policy").glob("*.safetensors"))
 
 
-def test_ctrl_c_saves_and_ends_every_child_and_the_resumed_run_equals_the_whole_run(finished_run, folder):
+def test_ctrl_c_saves_and_ends_every_child_and_the_resumed_run_equals_the_whole_run(finished_run, folder, attached):
     output_dir = folder / "stopped"
     # Checkpoints in the background leave the same run, too.
     command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", "run.async_save=true", *FINISHED_RUN)
-    process = start(folder, *command)
+    process = start(folder, *command, forks=False)
     try:
         wait_until(lambda: len(read_metrics(output_dir / "metrics.jsonl")) > 2, process, "the second step")
         children = descendants(process.pid)
@@ -386,7 +384,7 @@ def test_ctrl_c_saves_and_ends_every_child_and_the_resumed_run_equals_the_whole_
     assert 2 <= steps_done < 5 and (output_dir / "checkpoints" / f"step-{steps_done}" / "driver.json").is_file()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-    status, output = run(folder, *command)
+    status, output = run(folder, *command, attached)
     assert status == 0, output
     assert differences(output_dir, finished_run[0]) == []
     with sqlite3.connect(output_dir / "mlflow.db") as store:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute, RoutingReplay
+from megatron_rl.config.schema import LoraConfig, MoeConfig, ParallelConfig, Recompute, RoutingReplay
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from tests.integration.te_worker import LAYOUTS, LEARNING_RATE, run_job, write_weights
@@ -38,6 +38,11 @@ ODD = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_
 """Families of which a random shape is taken."""
 LAUNCH_TIMEOUT_S = 240
 OVERLAPPING = ("qwen2_gqa7_tied", "mixtral", "deepseek_v3_yarn")
+ADAPTED = {
+    "qwen3_wide_heads_yarn": ("tp2_sp", "cp2"), "qwen2_gqa7_tied": ("tp2_sp",),
+    "mixtral": ("ep2", "dp2"), "deepseek_v3_yarn": ("ep2",),
+}  # fmt: skip
+"""Layouts of the models that train adapters."""
 REPLAYED = ("qwen3_moe", "glm4_moe_partial_rotary")
 RECOMPUTED = ("qwen3_wide_heads_yarn", "qwen3_moe", "deepseek_v3_yarn", "qwen3_vl")
 
@@ -65,6 +70,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
                 break
     for name in OVERLAPPING:
         jobs[name] |= {"layouts": (*jobs[name]["layouts"], "dp2_overlap"), "saves": True}
+    for name, layouts in ADAPTED.items():
+        # A step must show, although it moves B alone.
+        lora = LoraConfig(rank=4, alpha=400.0, targets=["all-linear", *(["experts.*"] if "ep2" in layouts else [])])
+        jobs[f"{name}_lora"] = {**jobs[name], "layouts": layouts, "lora": lora, "saves": False}
     replay = MoeConfig(routing_replay=RoutingReplay.R2)
     for name in REPLAYED:
         jobs[f"{name}_replay"] = {**jobs[name], "layouts": ("tp2_sp", "ep2"), "moe": replay}

@@ -23,6 +23,7 @@ from megatron_rl.weights.bucket_plan import CoverageError
 from megatron_rl.weights.buckets import exhaust
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.verify import compare_checksums
+from tests.integration.preloaded import preloading
 from tests.tiny_models import make_tiny_model
 
 TIMEOUT_S = 60.0
@@ -93,8 +94,9 @@ def setup(tmp_path_factory) -> Iterator[Setup]:
     options = ServerOptions(model_path=str(model_path), server_args={"max-total-tokens": 20000})
     servers = [SglangServer(options, folder / f"server{i}.log") for i in range(2)]
     try:
-        for server in servers:
-            server.spawn()
+        with preloading():
+            for server in servers:
+                server.spawn()
         for server in servers:
             server.wait_ready()
         yield Setup(model_path, servers)

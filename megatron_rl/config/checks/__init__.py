@@ -38,6 +38,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
         *model_settings.parallel_problems(config, world_size),
         *servers.address_problems(config.rollout),
         *model_settings.policy_problems(config),
+        *model_settings.lora_problems(config, command),
     ]
     unknown = list(combinations.unknown_plugins(config.algorithm))
     problems += unknown
@@ -50,7 +51,9 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
         problems += servers.gpu_problems(config, node, ranks, command)
     if command in RL_COMMANDS:
         problems += [*servers.placement_problems(config.rollout, ranks), *servers.fleet_problems(config)]
-        problems += [] if unknown else combinations.problems(config, command)
+        # Combinations compute with the values, which a bound may have refused.
+        problems += [] if unknown or out_of_bounds else combinations.problems(config, command)
+        problems += model_settings.context_problems(config)
         problems += [*data_settings.eval_problems(config), *tracking_keys.problems(config)]
         problems += tracking_keys.profile_problems(config, ranks)
     if not problems and config.policy.path:

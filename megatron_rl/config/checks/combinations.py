@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from megatron_rl.algorithms import register
+from megatron_rl.config.checks.data_settings import references
 from megatron_rl.config.derived import (
     block_size,
     effective_window_tokens,
+    is_served,
     needs_critic,
     num_responses_per_step,
 )
@@ -31,6 +33,7 @@ from megatron_rl.config.schema import (
     RoutingReplay,
     WeightUpdate,
 )
+from megatron_rl.system.http.addresses import server_problem
 from megatron_rl.system.plugins import PluginError, parameters
 
 _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
@@ -59,6 +62,7 @@ def problems(config: Config, command: str = "train") -> Iterator[str]:
     yield from _policy_loss(config.algorithm)
     yield from _correction(config.algorithm.correction)
     yield from _kl(config.algorithm, num_responses_per_step(config))
+    yield from _token_rewards(config)
     yield from _hot_tokens(config)
     yield from _without_critic(config)
     if command == "train":
@@ -268,6 +272,30 @@ def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
         yield "algorithm.kl.coef: the adaptive controller multiplies it, so it must start above 0"
 
 
+def _token_rewards(config: Config) -> Iterator[str]:
+    """Refuse a policy that nothing trains, or that is trained towards its own start alone."""
+    algorithm, reference = config.algorithm, config.reference
+    for key, path in references(config).items():
+        if is_served(path) and (problem := server_problem(path)):
+            yield f"{key}: {problem}"
+        elif is_served(path) and config.rollout.temperature != 1:
+            yield (
+                f"rollout.temperature: the server in {key} gives log-probs at temperature 1, and the policy samples at "
+                f"{config.rollout.temperature}; set 1, or give the reference's folder"
+            )
+    if algorithm.kl.place is KlPlace.none and not config.reward.process.path:
+        remedy = "set algorithm.kl.place=reward or loss with a teacher in reference.path, or reward.process.path"
+        if not algorithm.outcome_coef:
+            yield f"algorithm.outcome_coef: with 0 nothing trains the policy; {remedy}"
+        elif not register.relates_tokens(algorithm.advantage) and not needs_critic(config):
+            yield f"algorithm.advantage: {algorithm.advantage} trains tokens on their own rewards, and only last ones have any; {remedy}"
+    elif algorithm.kl.place is not KlPlace.none and not algorithm.outcome_coef and not (reference.path or reference.path_by_type):
+        yield (
+            "reference.path: with algorithm.outcome_coef=0 only the divergence from the reference trains, and that is the policy's "
+            "own start; give the teacher's folder"
+        )
+
+
 def _hot_tokens(config: Config) -> Iterator[str]:
     fire, correction = config.rollout.fire, config.algorithm.correction
     corrected = correction.weight != "none" or correction.old_policy is OldPolicy.rollout
@@ -294,7 +322,7 @@ def _without_critic(config: Config) -> Iterator[str]:
     without = f"algorithm.advantage={config.algorithm.advantage} has no critic"
     if config.critic.warmup_steps:
         yield f"critic.warmup_steps: {without}; set 0"
-    if config.schedule.training_window_tokens:
+    if config.schedule.training_window_tokens and register.relates_tokens(config.algorithm.advantage):
         yield f"schedule.training_window_tokens: {without}, so whole groups train; set null or 0"
     if config.schedule.critic_first:
         yield f"schedule.critic_first: {without}; set false"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.derived import eval_sets, needs_reference
+from megatron_rl.config.derived import eval_sets, is_served, needs_reference
 from megatron_rl.config.schema import Config, DataConfig, Init
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.system.files.hub_cache import download_hint
@@ -27,6 +27,8 @@ def path_problems(config: Config, command: str) -> Iterator[str]:
     for key, names in read.items():
         missing = [name for name in names if not (name and Path(name).exists())]
         yield from (f"{key}: {name or repr(name)} does not exist{download_hint(name, 'dataset')}" for name in missing)
+    if config.data.image_dir and not Path(config.data.image_dir).is_dir():
+        yield f"data.image_dir: there is no folder {config.data.image_dir}"
     if command == "train" and config.eval.every_steps and not eval_sets(config):
         yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give files, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
@@ -95,11 +97,17 @@ def folders_read(config: Config, command: str) -> dict[str, str]:
     if command in RL_COMMANDS:
         optional = {
             "critic.path": config.critic.path,
-            "reference.path": config.reference.path if needs_reference(config) else "",
+            **{key: path for key, path in references(config).items() if not is_served(path)},
             "reward.process.path": config.reward.process.path,
         }
         folders |= {key: path for key, path in optional.items() if path}
     return folders
+
+
+def references(config: Config) -> dict[str, str]:
+    """Map keys to the folders or servers of the run's references; "" for the policy's own."""
+    by_type = {f"reference.path_by_type.{name}": path for name, path in config.reference.path_by_type.items()}
+    return {"reference.path": config.reference.path, **by_type} if needs_reference(config) else {}
 
 
 def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:
@@ -131,6 +139,8 @@ def reserved_argument_problem(name: str) -> str:
 
 
 def eval_problems(config: Config) -> Iterator[str]:
+    if config.run.keep_best and not config.eval.every_steps:
+        yield "run.keep_best: the best checkpoints are chosen by eval/accuracy, and there are no evaluations; set eval.every_steps, or 0"
     if config.data.eval_files and config.eval.sets:
         yield (
             "eval.sets: data.eval_files is already a set, without a name; list its files under a name in eval.sets and "

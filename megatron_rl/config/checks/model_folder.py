@@ -4,12 +4,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.checks.data_settings import references
 from megatron_rl.config.checks.servers import quantization_problems
-from megatron_rl.config.derived import policy_model
-from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
-from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
+from megatron_rl.config.derived import is_served, policy_model
+from megatron_rl.config.layout import critic_layout, expert_tensor_size, experts_problem, layers_problem, of_critic
+from megatron_rl.config.schema import (
+    Config,
+    LoadBalancing,
+    LoraConfig,
+    LoraSync,
+    MoeConfig,
+    ParallelConfig,
+    VisionConfig,
+)
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
+from megatron_rl.families.adapters import SERVED_FAMILIES, adapted_linears
 from megatron_rl.families.family import ModelConfig, families, family_of
 from megatron_rl.families.model_facts import (
     as_config,
@@ -43,7 +53,17 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
     for name, settings in (("policy", config.policy.vision), ("critic", config.critic.vision)):
         if family.vision is None and settings != VisionConfig():
             yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
+    if command in RL_COMMANDS:
+        yield from _other_tokens(config)
+        served = [key for key, reference in references(config).items() if is_served(reference)]
+        if family.vision is not None and served:
+            yield f"{served[0]}: a server gets tokens, and no images of {model_type}; give the reference's folder"
     yield from _frozen(config.critic.freeze, model, path)
+    for name, lora, layout in (
+        ("policy", config.policy.lora, config.parallel),
+        ("critic", config.critic.lora, critic_layout(config)),
+    ):
+        yield from _adapters(name, lora, layout, model, path)
     yield from _divisions(config.parallel, model, path)
     if config.critic.parallel:
         yield from (of_critic(problem) for problem in _divisions(config.critic.parallel, model, path))
@@ -51,7 +71,7 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
 
 def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) -> Iterator[str]:
     """Yield a problem for a token id outside the vocabulary, and for prompt plus response longer than the model's context."""
-    largest = _largest_token_id(path.parent / "tokenizer.json")
+    largest = max(_tokens(path.parent / "tokenizer.json", "policy.path"), default=-1)
     if largest >= model.get("vocab_size", largest + 1):
         yield (
             f"policy.path: vocabulary mismatch: the largest id in {path.parent / 'tokenizer.json'} is {largest}, but {path} "
@@ -109,14 +129,50 @@ def _frozen(patterns: list[str], model: dict[str, Any], path: Path) -> Iterator[
         yield f"critic.freeze: {error} ({path})"
 
 
-def _largest_token_id(path: Path) -> int:
-    """Largest token id in tokenizer.json; -1 if the file does not exist or lists its vocabulary in another form."""
+def _adapters(name: str, lora: LoraConfig, layout: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
+    if not lora.rank:
+        return
+    try:
+        linears = adapted_linears(as_config(model), lora.targets, lora.rank)
+    except ModelError as error:
+        yield f"{name}.lora.targets: {error} ({path})"
+        return
+    if name == "policy" and lora.sync is LoraSync.adapters and model["model_type"] not in SERVED_FAMILIES:
+        yield (
+            f"policy.lora.sync=adapters: only adapters of {', '.join(SERVED_FAMILIES)} are served, and {path} is {model['model_type']}; "
+            "set policy.lora.sync=merged"
+        )
+    if any(linear.is_expert for linear in linears) and expert_tensor_size(layout) > 1:
+        section = "parallel" if name == "policy" else "critic.parallel"
+        yield (
+            f"{name}.lora.targets: adapters of routed experts need {section}.expert_tensor_parallel_size=1, got "
+            f"{expert_tensor_size(layout)}; set it to 1, with {section}.expert_parallel_size above 1"
+        )
+
+
+def _other_tokens(config: Config) -> Iterator[str]:
+    """Yield the references whose tokenizer is not the policy's: the divergence is taken token by token."""
+    own = _tokens(Path(config.policy.path) / "tokenizer.json", "policy.path")
+    for key, folder in references(config).items():
+        other = _tokens(Path(folder) / "tokenizer.json", key) if folder else {}
+        if differing := [token_id for token_id in sorted(own.keys() & other.keys()) if own[token_id] != other[token_id]]:
+            first = differing[0]
+            yield (
+                f"{key}: the tokenizer of {folder} is another one: token {first} is {other[first]!r} there and {own[first]!r} in "
+                f"{config.policy.path}, one of {len(differing):,} that differ; log-probs are compared token by token, so give a "
+                "model with the policy's tokenizer"
+            )
+
+
+def _tokens(path: Path, key: str) -> dict[int, str]:
+    """Map token ids to texts by tokenizer.json; empty if the file does not exist or lists its vocabulary in another form."""
     if not path.is_file():
-        return -1
+        return {}
     try:
         tokenizer = read_json_object(path)
     except ModelError as error:
-        raise ConfigError(f"policy.path: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    size = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
-    return max([size, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+    listed = isinstance(vocabulary, list)  # [[text, score], ...]
+    found = dict(enumerate(row[0] for row in vocabulary)) if listed else {id_: text for text, id_ in vocabulary.items()}
+    return found | {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}

@@ -1,8 +1,9 @@
 """Checks of the models' settings: layouts over the ranks, learning rates, precision, expert routing."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from megatron_rl.config.derived import critic_dtype
+from megatron_rl.config.derived import critic_dtype, shares_devices
 from megatron_rl.config.layout import layout_problems, of_critic
 from megatron_rl.config.schema import (
     Config,
@@ -11,13 +12,16 @@ from megatron_rl.config.schema import (
     Fp8,
     Init,
     LoadBalancing,
+    LoraSync,
     MoeConfig,
     Moments,
     Mtp,
     OldPolicy,
     OptimizerConfig,
     RoutingReplay,
+    WeightUpdate,
 )
+from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 
 
 def parallel_problems(config: Config, world_size: int | None) -> Iterator[str]:
@@ -38,6 +42,18 @@ def parallel_problems(config: Config, world_size: int | None) -> Iterator[str]:
             f"leave it at 0, got {own.num_ranks}"
         )
     yield from (of_critic(problem) for problem in layout_problems(own, ranks))
+
+
+def context_problems(config: Config) -> Iterator[str]:
+    """Refuse more context-parallel ranks than the longest sequence has tokens for: each rank trains two parts of it."""
+    longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
+    for key, parallel in (("parallel", config.parallel), ("critic.parallel", config.critic.parallel)):
+        if parallel and 2 * parallel.context_parallel_size > longest:
+            yield (
+                f"{key}.context_parallel_size: {parallel.context_parallel_size} ranks would split a sequence into "
+                f"{2 * parallel.context_parallel_size} parts, and the longest has {longest} tokens (batch.max_prompt_tokens + "
+                f"batch.max_response_tokens); set at most {longest // 2}"
+            )
 
 
 def learning_rate_problems(config: Config, command: str) -> Iterator[str]:
@@ -82,6 +98,55 @@ def policy_problems(config: Config) -> Iterator[str]:
             "policy.moe.routing_replay=R2: records in the pass for the old log-probs, which "
             "algorithm.correction.old_policy=rollout skips; use recomputed, or R3"
         )
+
+
+def lora_problems(config: Config, command: str) -> Iterator[str]:
+    yield from _lora_sections(config)
+    policy = config.policy
+    if policy.lora.rank and command == "reward-train":
+        yield "policy.lora.rank: reward models train all weights; set 0"
+    if policy.lora.path and command in SERVED_COMMANDS and command not in RL_COMMANDS:
+        yield (
+            f"policy.lora.path: {command} reads policy.path alone; merge the adapters (megatron-rl convert --to hf), name the "
+            "merged folder in policy.path, and set lora.path empty"
+        )
+    if not policy.lora.rank:
+        return
+    if policy.lora.sync is LoraSync.adapters:
+        yield from _adapter_sync(config)
+    if policy.fp8 is not Fp8.none:
+        yield f"policy.fp8={policy.fp8.value}: not supported with policy.lora; set fp8=none or lora.rank=0"
+    if policy.moe.load_balancing is not LoadBalancing.none:
+        yield (
+            f"policy.moe.load_balancing={policy.moe.load_balancing.value}: routers are frozen with policy.lora; set load_balancing=none "
+            "or lora.rank=0"
+        )
+
+
+def _lora_sections(config: Config) -> Iterator[str]:
+    critic = config.critic
+    for name, model in (("policy", config.policy), ("critic", critic)):
+        if model.lora.path and not model.lora.rank:
+            yield f"{name}.lora.path: adapters have a rank; set {name}.lora.rank to the folder's r"
+        if model.lora.path and not Path(model.lora.path, "adapter_config.json").is_file():
+            yield f"{name}.lora.path: {model.lora.path} has no adapter_config.json; give a folder that peft or this trainer has written"
+        if model.lora.rank and not model.lora.targets:
+            yield f"{name}.lora.targets: adapters need at least one target; set all-linear, or {name}.lora.rank=0 for none"
+        if model.lora.rank and model.megatron.get("moe_shared_expert_overlap"):
+            yield f"{name}.megatron.moe_shared_expert_overlap: not supported with {name}.lora; remove it"
+    if critic.lora.rank and critic.freeze:
+        yield "critic.freeze: with critic.lora.rank all weights but the adapters and the value head are frozen; remove freeze"
+
+
+def _adapter_sync(config: Config) -> Iterator[str]:
+    """Problems of servers that get adapters alone."""
+    merged = "set policy.lora.sync=merged"
+    if config.schedule.weight_update is WeightUpdate.in_flight:
+        yield f"policy.lora.sync=adapters: SGLang keeps a running request on its adapter (schedule.weight_update=in_flight); {merged}"
+    if shares_devices(config.rollout):
+        yield f"policy.lora.sync=adapters: not supported for servers on the trainer's devices (rollout.placement=colocated); {merged}"
+    if any("speculative" in name.replace("-", "_") for name in config.rollout.server_args):
+        yield f"policy.lora.sync=adapters: a draft model has no adapters (rollout.server_args); {merged}"
 
 
 def _load_balancing(moe: MoeConfig) -> Iterator[str]:

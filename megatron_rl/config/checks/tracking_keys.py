@@ -2,12 +2,14 @@
 
 import netrc
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rl.config.schema import Config, WandbMode
+from megatron_rl.system.http.addresses import address_problem
 
 _WANDB_SERVER = "https://api.wandb.ai"
 
@@ -27,6 +29,9 @@ def problems(config: Config) -> Iterator[str]:
             "tracking.wandb: online needs an account, and neither WANDB_API_KEY is set nor has `wandb login` stored a key on this "
             "machine; log in, or set tracking.wandb=offline and upload the run with `wandb sync` afterwards"
         )
+    address = re.sub("//[^/@]*@", "//", tracking.mlflow_uri)  # MLflow accepts a user and a password
+    if address.startswith(("http://", "https://")) and (problem := address_problem(address)):
+        yield f"tracking.mlflow_uri: {problem}"
     if tracking.mlflow_model and not tracking.mlflow:
         yield "tracking.mlflow_model: a model is registered in MLflow, and tracking.mlflow=false; set it to true, or the name to ''"
     if tracking.mlflow_parent and not tracking.mlflow:

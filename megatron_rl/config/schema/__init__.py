@@ -40,6 +40,8 @@ from megatron_rl.config.schema.models import (
     GroupedGemm,
     Init,
     LoadBalancing,
+    LoraConfig,
+    LoraSync,
     MoeConfig,
     Moments,
     Mtp,

@@ -150,6 +150,8 @@ class AlgorithmConfig:
     """Reduction of the token losses to one value: a registered aggregation or package.module:function."""
     aggregation_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the aggregation."""
+    outcome_coef: float = at_least(0, default=1.0)
+    """Factor of a response's reward in training. 0: the reward is measured, and only token rewards and the loss's KL train."""
     gamma: float = share(default=1.0)
     """Discount per token; 1 is usual for responses that are scored at their end."""
     lambda_policy: LambdaKind = LambdaKind.length_adaptive

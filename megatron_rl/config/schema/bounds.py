@@ -53,6 +53,7 @@ _SMALLEST = 1e-20
 """Smallest size of a number that is not 0: its square still fits a float32."""
 _MAX_SECONDS, _MIN_SECONDS = 10**7, 1e-3
 """A few months, well below the limit of clocks and condition variables (9e9 s), and a millisecond."""
+_FOLDER_OR_SERVER = "folder_or_server"
 _PATHS = ("path", "_dir", "files", "_file")
 _TEXTS = ("system_prompt", "instruction", "after", "yes_word", "no_word")
 """Keys whose text may have lines, and blanks at its ends."""
@@ -105,6 +106,11 @@ def bounded(expected: str, holds: Callable[[Any], bool], *, default: _T) -> _T:
     return field(default=default, metadata={"bound": (expected, holds)})
 
 
+def folder_or_server(*, default: str) -> str:
+    """A field whose text may also be an address, which a path may not."""
+    return field(default=default, metadata={"kind": _FOLDER_OR_SERVER})
+
+
 def type_problems(config: object) -> Iterator[str]:
     """Yield a message for every value in ``config`` of a wrong type, with which no other check can compute."""
     yield from _problems("", config, Any, None, "", with_bounds=False)
@@ -128,7 +134,8 @@ def _problems(key: str, value: object, annotation: Any, bound: Bound | None, nam
         for item in fields(value):
             full = f"{key}.{item.name}" if key else item.name
             limit = item.metadata.get("bound") if with_bounds else None
-            yield from _problems(full, getattr(value, item.name), item.type, limit, item.name, with_bounds=with_bounds)
+            kind = item.metadata.get("kind", item.name)
+            yield from _problems(full, getattr(value, item.name), item.type, limit, kind, with_bounds=with_bounds)
     elif isinstance(value, dict | list):
         for part_name, part in named_items(value):
             kind = item_type(annotation)
@@ -247,9 +254,9 @@ def text_expected(name: str, text: str) -> str:
         return f"one line of at most {_MAX_PATH} printable characters, without blanks at its ends"
     if not text:
         return ""
-    if name == "urls_file" and "://" in text:
-        return ""  # an address that returns URLs: its check is the servers'
-    if name.endswith(_PATHS):
+    if (name == "urls_file" and "://" in text) or (name == _FOLDER_OR_SERVER and text.startswith(("http://", "https://"))):
+        return ""  # an address: its check is the servers'
+    if name.endswith(_PATHS) or name == _FOLDER_OR_SERVER:
         return _path_expected(text)
     if name == "host" and not is_host(text):
         return "a host name or an IP address, without a port"

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import above, at_least, below_one, between, items_at_least, positive_share
+from megatron_rl.config.schema.bounds import (
+    above,
+    at_least,
+    below_one,
+    between,
+    folder_or_server,
+    items_at_least,
+    positive_share,
+)
 
 
 class Dtype(Enum):
@@ -226,6 +234,37 @@ class VisionConfig:
     """Train the mergers, which map the encoder's features to the language model's width."""
 
 
+class LoraSync(Enum):
+    """Content of a publish of a policy with adapters."""
+
+    merged = "merged"
+    """All weights with the adapters merged, for every family. In bfloat16 a merged weight is rounded, so small changes are lost."""
+    adapters = "adapters"
+    """The model once, then adapters alone; for dense models whose adapters SGLang can serve."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685): adapters train, and the model's own weights are frozen; docs/lora.md."""
+
+    rank: int = at_least(0, default=0)
+    """Rank of the adapters. 0: no adapters, all weights train."""
+    alpha: float = above(0, default=32.0)
+    """Numerator of the adapters' factor alpha / rank."""
+    rslora: bool = False
+    """Factor alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732)."""
+    dropout: float = below_one(default=0.0)
+    """Share of the adapters' inputs that an update sets to 0."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Modules with an adapter: patterns such as q_proj or "*.layers.1?.mlp.*" for names in the Hugging Face files or their ends.
+    all-linear: attention, dense MLPs and shared experts."""
+    sync: LoraSync = LoraSync.merged
+    """Content of a publish; a critic is never published."""
+    path: str = ""
+    """A folder of peft with the adapters to start from; rank, factor and targets must be its own. Empty: B is 0, so training
+    starts from the model."""
+
+
 @dataclass
 class PolicyConfig:
     """The model that is trained."""
@@ -249,6 +288,7 @@ class PolicyConfig:
     mtp: Mtp = Mtp.drop
     """Treatment of a checkpoint's multi-token-prediction layers, which are never trained."""
     moe: MoeConfig = field(default_factory=MoeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig under Megatron's names, e.g. {moe_shared_expert_overlap: true}; see docs/models.md."""
@@ -274,6 +314,7 @@ class CriticConfig:
     freeze: list[str] = field(default_factory=list)
     """Tensors that keep their values while the critic trains, also in critic-pretrain: patterns such as "*.self_attn.*" for
     names in its Hugging Face files, where * stands for any text. Empty: everything trains."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig | None = None
     """A separate layout over the same ranks for the critic and the process reward model. null: the policy's layout."""
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -284,7 +325,10 @@ class CriticConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL divergence is measured from."""
+    """The frozen policy that the KL divergence is measured from: the start of training, or a teacher."""
 
-    path: str = ""
-    """A Hugging Face model folder. Empty: policy.path."""
+    path: str = folder_or_server(default="")
+    """A Hugging Face model folder, of any size, with the policy's tokenizer; or http://host:port of an SGLang server that serves
+    such a model. Empty: policy.path."""
+    path_by_type: dict[str, str] = field(default_factory=dict)
+    """Folder or server for prompts of a type (data.type_field), such as a teacher of its own; other types use ``path``."""

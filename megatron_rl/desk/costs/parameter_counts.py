@@ -1,12 +1,13 @@
 """Parameter counts of a model, grouped by how a layout shards them. Taken from the family's table. Pure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from megatron_rl.families.adapters import adapted_linears
 from megatron_rl.families.family import ModelConfig, Rule, family_of
-from megatron_rl.families.model_facts import cached_by_content, dims, has_experts
-from megatron_rl.families.transforms import Replicated, padded_vocab_size
+from megatron_rl.families.model_facts import cached_by_content, dims, has_experts, text_config
+from megatron_rl.families.transforms import Replicated, RowParallel, padded_vocab_size
 from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
@@ -57,6 +58,23 @@ def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> ParameterCount:
         else:
             kinds["replicated" if isinstance(rule.transform, Replicated) else "split"] += number
     return ParameterCount(**kinds)
+
+
+@cached_by_content
+def adapter_parameters(config: ModelConfig, targets: Sequence[str], rank: int) -> list[ParameterCount]:
+    """Parameters of the adapters of each decoder layer."""
+    by_layer = [[ParameterCount()] for _ in range(text_config(config).num_hidden_layers)]
+    for linear in adapted_linears(config, targets, rank):
+        a, b = (sum(math.prod(shape) for shape in entry.hf.values()) for entry in (linear.a, linear.b))
+        by_input = isinstance(linear.base.transform, RowParallel)
+        if linear.is_expert:
+            count = ParameterCount(experts=a + b)
+        elif not linear.base.transform.is_split:
+            count = ParameterCount(replicated=a + b)
+        else:
+            count = ParameterCount(split=a if by_input else b, replicated=b if by_input else a)
+        by_layer[int(linear.base.megatron.split(".")[2])].append(count)
+    return [ParameterCount.sum(counts) for counts in by_layer]
 
 
 def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) -> ParameterCount:

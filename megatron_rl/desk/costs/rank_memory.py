@@ -19,9 +19,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.config.layout import expert_tensor_size
-from megatron_rl.config.schema import Dtype, Moments, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
+from megatron_rl.config.schema import (
+    Dtype,
+    LoraConfig,
+    Moments,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+    VisionConfig,
+)
 from megatron_rl.desk.costs.parameter_counts import (
     ParameterCount,
+    adapter_parameters,
     embedding_parameters,
     encoder_parameters,
     head_parameters,
@@ -192,16 +201,28 @@ class ParameterBytes(NamedTuple):
     train_encoder: bool = True
     """False if the vision encoder is frozen; frozen parts have neither gradient nor optimizer state."""
     train_adapter: bool = True
+    rank: int = 0
+    """Rank of low-rank adapters, which train instead of the weights; 0: none."""
+    targets: tuple[str, ...] = ()
+    """Modules with an adapter (``families/adapters.py``)."""
+
+    @property
+    def least(self) -> "ParameterBytes":
+        """Bytes that every parameter takes at least: with adapters no gradient and no state."""
+        return self._replace(gradient=0, optimizer=0) if self.rank else self
 
 
-def parameter_bytes(dtype: Dtype, optimizer: OptimizerConfig | None, vision: VisionConfig) -> ParameterBytes:
+def parameter_bytes(
+    dtype: Dtype, optimizer: OptimizerConfig | None, vision: VisionConfig, lora: LoraConfig | None = None
+) -> ParameterBytes:
     """Bytes per parameter of an engine with this configuration (``training/engine.py``)."""
     weight = 4 if dtype is Dtype.float32 else 2
     if optimizer is None:
         return ParameterBytes(weight, 0, 0)
+    adapters = (lora.rank, tuple(lora.targets)) if lora is not None and lora.rank else (0, ())
     moments = 2 * (2 if optimizer.moments is Moments.bfloat16 else 4)
     # A float32 model needs no separate main weights: the optimizer updates its weights in place.
-    return ParameterBytes(weight, 4, moments + (0 if weight == 4 else 4), vision.train_encoder, vision.train_adapter)
+    return ParameterBytes(weight, 4, moments + (0 if weight == 4 else 4), vision.train_encoder, vision.train_adapter, *adapters)
 
 
 @dataclass(frozen=True)
@@ -257,12 +278,16 @@ def memory_by_rank(
     memory = []
     for rank, (chunks, held) in enumerate(zip(stages, _parameters_of_ranks(config, parallel, is_critic), strict=True)):
         kinds, (dense, expert) = _kinds(has_experts(config), chunks), _on_rank(held, parallel)
-        trainable = (dense - (_frozen(config, states) if rank == 0 else 0)) if states.gradient else 0
+        trained, trained_expert = (dense - (_frozen(config, states) if rank == 0 else 0)) if states.gradient else 0, expert
+        if states.rank:
+            trained, trained_expert = _adapters(config, parallel, states, chunks)
+            dense, expert = dense + trained, expert + trained_expert
+            trained += dims(config)["hidden"] if is_critic and rank == len(stages) - 1 else 0
         memory.append(
             RankMemory(
                 weights=states.weight * (dense + expert),
-                gradients=states.gradient * (trainable + expert),
-                optimizer=states.optimizer * (trainable / data + expert / of_expert),
+                gradients=states.gradient * (trained + trained_expert),
+                optimizer=states.optimizer * (trained / data + trained_expert / of_expert),
                 activations=_activations(config, parallel, passes, rank, kinds, saved) if passes.tokens else 0.0,
             )
         )
@@ -281,6 +306,14 @@ def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_criti
     is_same = config.tie_word_embeddings and not is_critic and last == 0
     held[last].append(ParameterCount(replicated=head.replicated) if is_same else head)
     return [ParameterCount.sum(parts) for parts in held]
+
+
+def _adapters(
+    config: ModelConfig, parallel: ParallelConfig, states: ParameterBytes, chunks: list[range]
+) -> tuple[float, float]:
+    """Number of (dense, expert) parameters of the adapters of a stage's layers on one rank."""
+    by_layer = adapter_parameters(config, states.targets, states.rank)
+    return _on_rank(ParameterCount.sum(by_layer[index] for chunk in chunks for index in chunk), parallel)
 
 
 def _frozen(config: ModelConfig, states: ParameterBytes) -> int:

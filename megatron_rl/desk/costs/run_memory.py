@@ -15,9 +15,9 @@ from megatron_rl.config.derived import (
     bucket_bytes,
     critic_dtype,
     needs_critic,
-    needs_reference,
     num_responses_per_step,
     num_rollout_workers,
+    reference_folders,
     shares_devices,
 )
 from megatron_rl.config.layout import critic_layout, expert_tensor_size, ranks_of_replica
@@ -144,8 +144,7 @@ def model_folders(config: Config) -> dict[str, str]:
     """Checkpoint folder of each model that ``train`` builds (``training/trainer_ranks.py``), keyed by the model's name there."""
     folders = {"policy": config.policy.path}
     folders |= {"critic": config.critic.path or config.policy.path} if needs_critic(config) else {}
-    folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) else {}
-    return folders | ({"process": config.reward.process.path} if config.reward.process.path else {})
+    return folders | reference_folders(config) | ({"process": config.reward.process.path} if config.reward.process.path else {})
 
 
 def models_of(config: Config, facts: Mapping[str, ModelConfig]) -> list[RunModel]:
@@ -224,8 +223,9 @@ class _Run:
         for row in ROWS:
             if row.model == "critic" and row.work is DeviceWork.forward:
                 continue  # never more than its update, on the same ranks
-            if row.model in models or (row.servers_awake and self.is_colocated):
-                found.append((_ORDER.index(row.work), [*models, ""].index(row.model), row.name))
+            active = self._active(row.model)
+            if active or (row.servers_awake and self.is_colocated):
+                found.append((_ORDER.index(row.work), [*models, ""].index(active.name if active else ""), row.name))
         return [name for *_, name in sorted(found)]
 
     def stage_starts(self, model: RunModel) -> range:
@@ -236,7 +236,7 @@ class _Run:
         row = row_of(stage)
         updates, passes = row.work is DeviceWork.update, row.work in (DeviceWork.forward, DeviceWork.update)
         for model in self.models:
-            is_active, memory = model.name == row.model, self._memory(model, rank, updates)
+            is_active, memory = model is self._active(row.model), self._memory(model, rank, updates)
             if is_active or not self._waits(model):
                 yield f"{model.name}: weights", memory.weights
             if is_active and updates:
@@ -256,6 +256,11 @@ class _Run:
         if self.is_colocated:
             yield "server: weights", self.server_weights if row.servers_awake else 0.0
             yield "server: CUDA", SERVER_CONTEXT_BYTES + (SERVER_GRAPH_BYTES if row.servers_awake else 0.0)
+
+    def _active(self, name: str) -> RunModel | None:
+        """Return the model of this name on the devices. References by prompt type take turns, so the largest of them counts."""
+        named = [model for model in self.models if model.name.partition(".")[0] == name]
+        return max(named, key=lambda model: num_parameters(model.facts), default=None)
 
     def host(self) -> dict[str, float]:
         """Bytes by component on the driver's node."""
@@ -313,7 +318,8 @@ class _Run:
             number_bytes=model.number_bytes,
             forward_only=not updates,
         )
-        states = parameter_bytes(model.dtype, model.settings.optimizer if model.trains else None, model.settings.vision)
+        settings = model.settings
+        states = parameter_bytes(model.dtype, settings.optimizer if model.trains else None, settings.vision, settings.lora)
         return memory_by_rank(
             model.facts, model.parallel, passes, num_ranks=self.num_ranks, is_critic=model.is_critic, states=states
         )
@@ -363,7 +369,7 @@ class _Run:
         0 if nothing is replayed, as in a reference.
         """
         replays = isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is not RoutingReplay.none
-        if not replays or model.name == "reference" or not any(has_experts(model.facts)):
+        if not replays or model.name.startswith("reference") or not any(has_experts(model.facts)):
             return 0
         text = text_config(model.facts)
         in_a_byte = not recorded and num_experts(model.facts) <= _MOST_IN_A_BYTE

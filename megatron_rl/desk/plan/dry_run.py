@@ -2,21 +2,31 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from megatron_rl.config.derived import max_new_tokens, needs_critic, num_responses_per_step
+from megatron_rl.config.derived import (
+    max_new_tokens,
+    needs_critic,
+    num_responses_per_step,
+    sends_adapters,
+    shares_base,
+)
 from megatron_rl.config.layout import critic_layout, expert_tensor_size, ranks_of_replica
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schedule_facts import facts_of, max_trained_windows, max_windows
-from megatron_rl.config.schema import Config, ParallelConfig
+from megatron_rl.config.schema import Config, Dtype, ParallelConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.plan.memory_table import print_memory
+from megatron_rl.families.adapters import adapted_linears
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import make_graph
+from megatron_rl.system.command_line.terminal import LINES
 
 _MOST_DEVICES = 8
 """GPUs of a usual node. The number is fixed, because the dry run may run on a machine without GPUs."""
@@ -39,8 +49,9 @@ def print_plan(config: Config, *, command: str, world_size: int, inputs: Sequenc
     if inputs:
         console.rule("inputs")
         for line in inputs:
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
-    for note in _notes(config, world_size):
+            console.print(line.translate(LINES), soft_wrap=True, markup=False, highlight=False)
+    late = _late_training(config) if command == "train" else []
+    for note in (*_notes(config, world_size), *_lora_notes(config, command), *late):
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
@@ -60,6 +71,38 @@ def _notes(config: Config, world_size: int) -> list[str]:
     return [
         f"parallel.num_ranks={world_size} is more than this node has ({cores} cores); without a launcher such as srun or "
         "torchrun on several nodes, all ranks start here"
+    ]
+
+
+def _lora_notes(config: Config, command: str) -> Iterator[str]:
+    if not config.policy.lora.rank or not _has_model(config):
+        return
+    lora, model = config.policy.lora, load_hf_config(config.policy.path)
+    number_bytes = 4 if config.policy.dtype is Dtype.float32 else 2
+    whole = number_bytes * num_parameters(model)
+    linears = adapted_linears(model, lora.targets, lora.rank)
+    shapes = [shape for linear in linears for entry in (linear.a, linear.b) for shape in linear.adapted(entry).values()]
+    adapters = number_bytes * sum(math.prod(shape) for shape in shapes)
+    yield f"policy.lora: adapters of {adapters / number_bytes:,.0f} parameters train, {adapters / whole:.2%} of the model"
+    if command not in RL_COMMANDS:
+        return
+    if sends_adapters(config):
+        share = f"{adapters / 1e6:,.1f} MB, {adapters / whole:.2%}"
+        yield f"the first publish sends the model ({whole / 1e6:,.1f} MB), and each one the adapters ({share})"
+    else:
+        yield f"each publish sends all weights, with the adapters merged ({whole / 1e6:,.1f} MB; policy.lora.sync=merged)"
+    if shares_base(config):
+        yield f"the reference is the policy without its adapters, on the same weights: saves {whole / 1e6:,.1f} MB per replica"
+
+
+def _late_training(config: Config) -> list[str]:
+    """Notes on warm-ups that are longer than the run, as in a short trial of a recipe for a long one."""
+    warmups = {"critic.warmup_steps": (config.critic.warmup_steps if needs_critic(config) else 0, "the policy never trains")}
+    warmups["policy.optimizer.warmup_steps"] = (config.policy.optimizer.warmup_steps, "the learning rate never reaches policy.optimizer.lr")
+    return [
+        f"{key}={steps} covers all of run.num_steps={config.run.num_steps}: {effect}"
+        for key, (steps, effect) in warmups.items()
+        if steps >= config.run.num_steps
     ]
 
 

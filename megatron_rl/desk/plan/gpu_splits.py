@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_rl.config.derived import needs_critic
-from megatron_rl.config.schedule_facts import Overlap, overlap_of
+from megatron_rl.config.schedule_facts import Overlap, facts_of, overlap_of
 from megatron_rl.config.schema import Config, Dtype, Mode, Moments, Placement
 from megatron_rl.desk.costs.gpus import larger_gpus
 from megatron_rl.desk.costs.parameter_counts import num_parameters
@@ -34,7 +34,7 @@ from megatron_rl.families.sglang_limits import split_problems
 
 _SERVER_FRACTION = 0.8
 """Memory fraction of servers on separate GPUs: the process groups for weights allocate memory after the cache is sized."""
-_MOST_SHARES, _FEW_MACHINES = 8, 16
+_MOST_SHARES, _FEW_MACHINES, _FINER = 8, 16, 4
 MOST_MACHINES = 8
 """Largest number of nodes that one server may span."""
 GpuSplit = tuple[tuple[Config, ...], tuple[Config, ...]]
@@ -53,10 +53,28 @@ def splits(search: PlanSearch, num_gpus: int) -> Iterator[GpuSplit]:
         yield from _splits(replace(search, wide=True, settled={}), num_gpus)
 
 
+def splits_near(search: PlanSearch, num_gpus: int, best: Config) -> Iterator[GpuSplit]:
+    """Yield the fitting splits between that of ``best`` and the next ones that ``splits`` tried; none if it tried all.
+
+    Only where servers and trainer work at the same time do their shares have to be even; other schedules gain at most 1 %.
+    """
+    machines, own = num_gpus // search.gpu.per_machine, -(-best.parallel.num_ranks // search.gpu.per_machine)
+    tried = _usual_nodes(machines)
+    if not facts_of(search.config).ahead or NUM_RANKS in search.pinned or own not in tried or len(tried) == machines - 1:
+        return
+    first, last = (tried[min(max(tried.index(own) + step, 0), len(tried) - 1)] for step in (-1, 1))
+    between = range(first, last + 1, max(machines // _MOST_SHARES // _FINER, 1))
+    yield from _separate(search, _shares_of(search, num_gpus, [number for number in between if number not in tried]))
+
+
 def _splits(search: PlanSearch, num_gpus: int) -> Iterator[GpuSplit]:
     if shared := tuple(_colocated(search, num_gpus)):
         yield shared, ()
-    for num_ranks, num_others in _shares(search, num_gpus):
+    yield from _separate(search, _shares(search, num_gpus))
+
+
+def _separate(search: PlanSearch, shares: Sequence[tuple[int, int]]) -> Iterator[GpuSplit]:
+    for num_ranks, num_others in shares:
         servers = tuple(_servers(search, num_ranks, num_others))
         fitting_trainers = tuple(trainers(search, servers[0])) if servers else ()
         if fitting_trainers:
@@ -67,7 +85,8 @@ def fewest_gpus(search: PlanSearch, most: int = 4096) -> int:
     """Return the fewest GPUs that some layout fits, in whole nodes beyond one node; 0 if ``most`` are not enough."""
     counting, per_machine = replace(search, wide=True, refused={}, settled={}), search.gpu.per_machine
     policy = models_of(search.config, search.facts)[0]
-    states = sum(parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
+    settings = policy.settings
+    states = sum(parameter_bytes(policy.dtype, settings.optimizer, settings.vision, settings.lora).least[:3])
     least = states * num_parameters(policy.facts) / search.gpu.hbm_bytes
     if policy.number_bytes * num_parameters(policy.facts) > search.gpu.hbm_bytes * per_machine * MOST_MACHINES:
         return 0
@@ -136,8 +155,7 @@ def anything_fits(search: PlanSearch, num_gpus: int) -> bool:
 def _shares(search: PlanSearch, num_gpus: int) -> list[tuple[int, int]]:
     """Return the pairs (trainer ranks, GPUs of servers) to try.
 
-    Within one node every number; on several nodes whole nodes. Of many nodes at most seven numbers at equal distances, or in a
-    wide search all.
+    Within one node every number; on several nodes whole nodes: those of ``_usual_nodes``, or in a wide search all.
     """
     per_machine = search.gpu.per_machine
     machines = num_gpus // per_machine
@@ -147,10 +165,19 @@ def _shares(search: PlanSearch, num_gpus: int) -> list[tuple[int, int]]:
         return [(number, others)] if (others := max(num_gpus - used, 0) or num_gpus - number) > 0 else []
     if num_gpus <= per_machine:
         return [(number, num_gpus - number) for number in range(search.rank_unit, num_gpus, search.rank_unit)]
-    nodes: Sequence[int] = range(1, machines)
-    if machines > _FEW_MACHINES and not search.wide:
-        nodes = sorted({round(machines * part / _MOST_SHARES) for part in range(1, _MOST_SHARES)})
-    shares = [(_ranks_on(search, number), per_machine * (machines - number)) for number in nodes]
+    return _shares_of(search, num_gpus, range(1, machines) if search.wide else _usual_nodes(machines))
+
+
+def _usual_nodes(machines: int) -> list[int]:
+    """Return the trainer's numbers of nodes to try first: all, or of many seven at equal distances."""
+    if machines <= _FEW_MACHINES:
+        return list(range(1, machines))
+    return sorted({round(machines * part / _MOST_SHARES) for part in range(1, _MOST_SHARES)})
+
+
+def _shares_of(search: PlanSearch, num_gpus: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+    per_machine = search.gpu.per_machine
+    shares = [(_ranks_on(search, number), num_gpus // per_machine * per_machine - per_machine * number) for number in nodes]
     return [share for share in shares if share[0]]
 
 

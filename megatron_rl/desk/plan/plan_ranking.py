@@ -187,7 +187,8 @@ class PlanRanking:
     def _simulated(self, config: Config, works: dict[tuple[int | str, ...], list[StepWork]]) -> RankedPlan:
         scenario, timing, rollout = self._limited(config), estimated_timing(config, self.gpu, self.facts), config.rollout
         key = (config.batch.window_tokens, rollout.tensor_parallel_size, rollout.num_servers, str(scenario.limits))
-        if key not in works and scenario.over_samples:
+        # Which tokens a window has depends on its seconds.
+        if key not in works and (scenario.over_samples or self.workload.waits is not None):
             works[key] = simulated_works(scenario, self.workload, timing, num_steps=_num_steps(scenario), seed=self.seed)
         elif key not in works:
             steps = self._windows[config.batch.window_tokens]

@@ -18,6 +18,7 @@ from megatron_rl.desk.plan.schedule_comparison import SLOTS
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload
 from megatron_rl.desk.simulate.recorded_run import parse_lengths
+from megatron_rl.desk.simulate.tool_waits import parse_waits
 from megatron_rl.errors import UserError
 from megatron_rl.families.family import ModelConfig, families
 from megatron_rl.families.flops import flops_cost
@@ -65,7 +66,7 @@ def make_plan_request(arguments: argparse.Namespace) -> PlanRequest:
     most = config.batch.max_response_tokens
     usual = f"lognormal:median={max(most / 8, 1):g},sigma=1,max={most}"
     lengths = parse_lengths(arguments.lengths) if arguments.lengths else named_lengths(usual)
-    workload = Workload(lengths, parse_lengths(arguments.prompts))
+    workload = Workload(lengths, parse_lengths(arguments.prompts), parse_waits(arguments.tool_times))
     return PlanRequest(config, facts, device, workload, _windows(arguments.windows, config, pinned), frozenset(pinned), frozenset(given))
 
 

@@ -241,7 +241,7 @@ def _placed(search: PlanSearch, config: Config, parallel: ParallelConfig, slowes
 def _is_hopeless(search: PlanSearch, config: Config) -> bool:
     """True if even equal shares of weights and state exceed a GPU by more than the best refused layout; counts the refusal."""
     held, parallel, policy = search.held, config.parallel, config.policy
-    state = parameter_bytes(policy.dtype, policy.optimizer, policy.vision)
+    state = parameter_bytes(policy.dtype, policy.optimizer, policy.vision, policy.lora).least
     dense = held.split / parallel.tensor_parallel_size + held.replicated
     experts = held.experts / (parallel.expert_parallel_size * expert_tensor_size(parallel))
     mean = (state.weight + state.gradient) * (dense + experts) / parallel.pipeline_parallel_size
@@ -339,7 +339,7 @@ def _least_bytes(search: PlanSearch, config: Config) -> float:
 def _policy_ranks(search: PlanSearch, config: Config, num_tokens: int) -> list[RankMemory]:
     """Return the policy's memory in an update with micro-batches of ``num_tokens`` tokens, by pipeline rank."""
     policy = models_of(config, search.facts)[0]
-    states = parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)
+    states = parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision, policy.settings.lora)
     passes = PassSettings(num_tokens, recompute=policy.settings.recompute, number_bytes=policy.number_bytes)
     return memory_by_rank(policy.facts, policy.parallel, passes, num_ranks=config.parallel.num_ranks, states=states)
 

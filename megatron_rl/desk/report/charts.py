@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from megatron_rl.schedule.table import row_of
@@ -86,6 +87,10 @@ def _reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX
     return steps[order], values[order]
 
 
+_PANEL = (370, 210)
+"""Size of a panel's chart: its letters of 10 pixels stay legible in a third of the page, and on a phone."""
+
+
 def _new_figure(width: float, height: float) -> Figure:
     """An empty figure of ``width`` x ``height`` CSS pixels."""
     layout = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02)
@@ -140,7 +145,7 @@ def line_chart(
     x_label: str = "training step",
 ) -> str:
     """Lines over training steps as SVG text. ``references``: dashed horizontal lines as (value, label)."""
-    figure = _new_figure(430, 230)
+    figure = _new_figure(*_PANEL)
     axes = _new_axes(figure)
     _draw_series(axes, series)
     if log:
@@ -149,7 +154,7 @@ def line_chart(
         axes.axhline(value, color=LIGHT["muted"], linewidth=1.0, dashes=(4, 3))
         transform = axes.get_yaxis_transform()
         axes.annotate(label, (1.0, value), xycoords=transform, xytext=(0, 3), textcoords="offset points", ha="right",
-                      va="bottom", fontsize=9.5, color=LIGHT["muted"])
+                      va="bottom", fontsize=9.5, color=LIGHT["muted"], path_effects=[withStroke(linewidth=3, foreground=LIGHT["paper"])])
     axes.set_ylim(*y_range)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=x_label == "training step"))
@@ -248,7 +253,7 @@ def _rows_to_svg(figure: Figure, axes: Axes, rows: Sequence[str], x_label: str) 
 
 def histogram_chart(groups: Sequence[tuple[str, np.ndarray]], x_label: str, *, limit: float = 0.0) -> str:
     """Histogram as SVG text: percentage of values per bin, one line per group (color name, [N] values). ``limit``: x of a dashed line."""
-    figure = _new_figure(430, 230)
+    figure = _new_figure(*_PANEL)
     axes = _new_axes(figure)
     highest = max([limit, *(float(values.max()) for _, values in groups)])
     typical = float(np.median(np.concatenate([values for _, values in groups])))

@@ -78,6 +78,37 @@ def mismatch_of(row: Mapping[str, Any]) -> np.ndarray:
     return np.array(row["trainer_logprobs"], np.float64) - np.array(row["rollout_logprobs"], np.float64)
 
 
+def turn_titles(row: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """(first token, title) of each turn and message of a dialogue, in order; empty for a single text."""
+    parts: list[list[Mapping[str, Any]]] = []
+    for segment in row["segments"]:
+        if segment["num_tokens"] and parts and all(parts[-1][0][name] == segment[name] for name in ("turn", "role")):
+            parts[-1].append(segment)
+        elif segment["num_tokens"]:
+            parts.append([segment])
+    rewards = {turn["turn"]: turn["reward"] for turn in row["turns"]}
+    titles, start = [], 0
+    for part in parts if len(parts) > 1 else []:
+        end = start + sum(segment["num_tokens"] for segment in part)
+        titles.append((start, _turn_title(row, part, start, end, rewards.get(part[0]["turn"]))))
+        start = end
+    return titles
+
+
+def _turn_title(row: Mapping[str, Any], part: Sequence[Mapping[str, Any]], start: int, end: int, reward: float | None) -> str:
+    first, last = part[0], part[-1]
+    if first["role"] == "environment":
+        waited_s = first.get("waited_s")
+        return " · ".join(["message", f"{end - start} tokens", *([] if waited_s is None else [f"after {waited_s:.2g} s"])])
+    steps = str(first["step"]) if first["step"] == last["step"] else f"{first['step']} to {last['step']}"
+    said = [f"turn {first['turn'] + 1}", first["role"], f"{end - start} tokens", f"step {steps}"]
+    said += ["cut"] if last["finish_reason"] != "stop" and end < row["length"] else []
+    values = np.array(row["values"][start:end] if row["values"] is not None else [], np.float64)
+    values = values[np.isfinite(values)]
+    said += [f"value {values[0]:.2g} to {values[-1]:.2g}"] if len(values) else []
+    return " · ".join([*said, *([] if reward is None else [f"reward {reward:.3g}"])])
+
+
 def _scale(sizes: np.ndarray) -> float:
     """Value drawn in full color: nearly the largest, because a single outlier would make all others pale."""
     finite = sizes[np.isfinite(sizes)]
@@ -243,6 +274,7 @@ def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
         "adv": _digits(advantages_of(row)[kept]),
         "lp": _digits(np.array(row["rollout_logprobs"], np.float64)[kept]),
         "diff": _digits(mismatch_of(row)[kept]),
+        "parts": turn_titles(row),
         "ver": [
             [s["num_tokens"], None if s["role"] == "environment" else s["weight_version"], s["step"]] for s in row["segments"]
         ],

@@ -120,7 +120,7 @@
     if (row.type) head.append(made("span", "numbers", ` ${row.type}`));
     const reward = row.reward === null ? (row.error ? "not scored" : row.finished ? "" : "unfinished") : `reward ${number(row.reward)}`;
     button.append(head, made("span", "", reward));
-    button.append(made("span", "numbers", `${row.length} tokens${row.advantage === null ? "" : `, advantage ${number(row.advantage)}`}`), made("span"));
+    button.append(made("span", "numbers", `${row.parts.length ? `${row.num_turns} turns, ` : ""}${row.length} tokens${row.advantage === null ? "" : `, advantage ${number(row.advantage)}`}`), made("span"));
     const end = made("span", "end");
     end.append(made("bdi", "", row.response.slice(-160).replace(/\s+/g, " ")));
     button.append(end);
@@ -168,6 +168,7 @@
       ["answer", row.answer],
       ["reward", reward.filter(Boolean).join(" · ")],
       ...Object.entries(row.metrics).map(([name, value]) => [name, number(value)]),
+      ["dialogue", row.parts.length || row.parent !== null ? [`${row.num_turns} turns`, row.waited_s === null ? "" : `${number(row.waited_s)} s of the environment`, row.parent === null ? "" : `a further row of the episode of response ${row.parent}`].filter(Boolean).join(" · ") : ""],
       ["tokens", `${row.length}, ${ends[row.end]}; ${row.new_tokens} sampled and ${row.trained_tokens} trained in this step`],
       ["advantage", row.advantage === null ? "" : `${number(row.advantage)} (mean of the trained tokens)`],
       ["mismatch", row.mismatch === null ? "" : `${number(row.mismatch)} (mean of |trainer's − server's log-prob|)`],
@@ -200,6 +201,7 @@
     }
     let start = 0;
     let place = 0;
+    const titles = new Map(row.parts);
     let [part, left] = [0, row.ver.length ? row.ver[0][0] : 0];
     ends.forEach((end, index) => {
       if (index === row.head && row.left_out) {
@@ -209,6 +211,7 @@
       }
       while (!left && part + 1 < row.ver.length) { part += 1; left = row.ver[part][0]; }
       left -= 1;
+      if (titles.has(place)) text.append(made("span", "turn", titles.get(place)));
       const [, version, sampled] = row.ver[part] || [0, null, null];
       const span = made("span", "", row.response.slice(start, start + end));
       const value = values[index];

@@ -159,6 +159,14 @@ _METHODS = (
         percent=True,
     ),
     PanelSpec(
+        "Waiting for the environment", "Seconds of its replies: tools, and programs between two requests.", "seconds",
+        (
+            Curve("time/tool_s_mean", "mean", "blue", smoothed=True),
+            Curve("time/tool_s_max", "longest", "orange"),
+        ),
+        log=True,
+    ),
+    PanelSpec(
         "Critic along the response", "Return minus value in the quarters of a response: a slope shows initialization bias.",
         "return - value",
         (

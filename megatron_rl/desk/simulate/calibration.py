@@ -188,7 +188,7 @@ def all_rows(one: RequestRound) -> SlotResponses:
     held, new = one.held[place], one.new[place]
     total = held + new + np.where(one.ended[place], 0, 1)
     unknown = np.zeros_like(new)
-    return SlotResponses(one.prompt[place], held, new, total, unknown, unknown, unknown, unknown)
+    return SlotResponses(one.prompt[place], held, new, total, unknown, unknown, unknown, unknown, np.zeros(len(new)))
 
 
 def decode_costs(

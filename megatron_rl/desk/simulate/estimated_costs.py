@@ -126,7 +126,7 @@ def _copies_s(config: Config, model: ModelConfig, row: StageRow) -> float:
     if is_alone or settings.offload is Offload.never:
         return 0.0
     updates = row.work is DeviceWork.update
-    states = parameter_bytes(config.policy.dtype, settings.optimizer if updates else None, settings.vision)
+    states = parameter_bytes(config.policy.dtype, settings.optimizer if updates else None, settings.vision, settings.lora)
     layout = critic_layout(config) if is_critic else config.parallel
     ranks = memory_by_rank(model, layout, PassSettings(0), num_ranks=config.parallel.num_ranks, is_critic=is_critic, states=states)
     return (1 + updates) * max(rank.weights + rank.optimizer for rank in ranks) / _HOST_BANDWIDTH

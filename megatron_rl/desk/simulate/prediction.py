@@ -13,6 +13,7 @@ from megatron_rl.desk.simulate.lengths import LengthDistribution
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, SlotResponses
 from megatron_rl.desk.simulate.timing import Timing
+from megatron_rl.desk.simulate.tool_waits import ToolWaits
 from megatron_rl.schedule.graph import StageRun
 from megatron_rl.schedule.table import GENERATE, LAST, Cost, row_of
 from megatron_rl.tracking.timeline import Span
@@ -20,11 +21,13 @@ from megatron_rl.tracking.timeline import Span
 
 @dataclass(frozen=True)
 class Workload:
-    """The lengths of responses and prompts."""
+    """The lengths of responses and prompts, and the calls of the environment."""
 
     lengths: LengthDistribution
     """Distribution of response lengths."""
     prompts: LengthDistribution
+    waits: ToolWaits | None = None
+    """Calls of the environment; None: no response waits."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def simulated_works(
 ) -> list[StepWork]:
     """Return the work of each step, which in no mode depends on the seconds of other stages."""
     rng = np.random.default_rng(seed)
-    slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng)
+    slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng, workload.waits)
     return [work_of(slots.generate(step, timing), step) for step in range(num_steps)]
 
 

@@ -51,6 +51,8 @@ class Scenario:
     critic_epochs: int = 1
     critic_warmup_steps: int = 0
     """Number of steps in which the policy is frozen."""
+    step_wait_s: float = 5.0
+    """Seconds that a window waits for the environment after the last token (``environment.step_wait_s``)."""
     save_every_steps: int = 0
     eval_every_steps: int = 0
 
@@ -128,6 +130,7 @@ def make_scenario(config: Config) -> Scenario:
         critic_minibatch_size=batch.critic_minibatch_size,
         critic_epochs=config.critic.num_epochs,
         critic_warmup_steps=config.critic.warmup_steps if facts.critic else 0,
+        step_wait_s=config.environment.step_wait_s,
         save_every_steps=config.run.save_every_steps,
         eval_every_steps=config.eval.every_steps if eval_sets(config) else 0,
     )

@@ -35,6 +35,7 @@ from megatron_rl.desk.simulate.recorded_run import (
 )
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.timing import Timing, read_timing
+from megatron_rl.desk.simulate.tool_waits import parse_waits
 from megatron_rl.errors import UserError
 from megatron_rl.schedule.graph import StageRun
 from megatron_rl.schedule.table import LAST
@@ -99,8 +100,10 @@ def _workload(arguments: argparse.Namespace, run: RecordedRun | None) -> Workloa
             "expected --lengths, for example --lengths lognormal:median=2000,sigma=1,max=24576, or a run that recorded its lengths"
         )
     if arguments.prompts:
-        return Workload(lengths, parse_lengths(arguments.prompts))
-    return Workload(lengths, prompt_lengths(run) if run is not None and run.rounds else named_lengths(DEFAULT_PROMPTS))
+        prompts = parse_lengths(arguments.prompts)
+    else:
+        prompts = prompt_lengths(run) if run is not None and run.rounds else named_lengths(DEFAULT_PROMPTS)
+    return Workload(lengths, prompts, parse_waits(arguments.tool_times))
 
 
 def predicted(arguments: argparse.Namespace, request: SimulationRequest, scenario: Scenario | None = None) -> Prediction:

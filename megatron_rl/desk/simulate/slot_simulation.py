@@ -15,6 +15,8 @@ from megatron_rl.desk.simulate.decoding import ServerRequests, ServerTrace, expe
 from megatron_rl.desk.simulate.lengths import Draw
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.timing import Timing
+from megatron_rl.desk.simulate.tool_waits import ToolWaits, with_waits
+from megatron_rl.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class SlotResponses:
     """The step in which the response started."""
     trained: np.ndarray
     """Response tokens that trained in earlier steps."""
+    wait_s: np.ndarray
+    """[rows] float64: rest of a wait for the environment that the last window did not wait for."""
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -77,8 +81,12 @@ class GeneratedStep:
 class SlotProcess:
     """Owns the slots and the draws; ``generate`` is called once per step, in order."""
 
-    def __init__(self, scenario: Scenario, lengths: Draw, prompts: Draw, rng: np.random.Generator) -> None:
-        self._scenario = scenario
+    def __init__(
+        self, scenario: Scenario, lengths: Draw, prompts: Draw, rng: np.random.Generator, waits: ToolWaits | None = None
+    ) -> None:
+        if waits is not None and scenario.over_samples:
+            raise UserError("--tool-times: not simulated with rollout.over_sampling; set rollout.over_sampling=1")
+        self._scenario, self._waits = scenario, waits
         self._lengths, self._prompts, self._rng = lengths, prompts, rng
         self._next_group = 0
         empty = {item.name: np.zeros(0, dtype=np.int64) for item in fields(SlotResponses)}
@@ -90,13 +98,28 @@ class SlotProcess:
         wanted = np.minimum(rows.total - rows.held, _rooms(rows, scenario))
         served = serve_rows(SlotResponses(**{**vars(rows), "new": wanted}), scenario, timing)
         grown, until_s = self._cut_when_enough(wanted, served) if scenario.over_samples else (wanted, np.inf)
-        done = SlotResponses(**{**vars(rows), "new": grown})
+        wait_s, seconds = rows.wait_s, tuple(min(one.seconds, until_s) for one in served)
+        if self._waits is not None:
+            grown, wait_s, waited_s = self._with_waits(rows, wanted, served)
+            seconds = (waited_s,) * len(served)
+        done = SlotResponses(**{**vars(rows), "new": grown, "wait_s": wait_s})
         trained = finished = trained_rows(done, scenario)
         if scenario.facts.whole_groups:
             trained = self._whole_groups(finished)
         self._slots = self._carried(done)
-        seconds = tuple(min(one.seconds, until_s) for one in served)
         return GeneratedStep(done, trained, seconds, finished if scenario.facts.whole_groups else None)
+
+    def _with_waits(self, rows: SlotResponses, wanted: np.ndarray, served: list[ServerTrace]) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return ([rows] tokens, [rows] rest of a wait, seconds) of a window in which responses wait for their environment."""
+        assert self._waits is not None
+        finish_s = np.zeros(len(wanted))
+        for own, one in zip(spread(len(wanted), self._scenario.num_servers), served, strict=True):
+            finish_s[own] = one.finish_s
+        step_wait_s = self._scenario.step_wait_s if self._scenario.facts.windows else np.inf
+        window = with_waits(
+            wanted, finish_s, rows.held, rows.total, rows.wait_s, self._waits, rng=self._rng, step_wait_s=step_wait_s
+        )
+        return window.grown, window.left_s, window.seconds
 
     def _fill(self, step: int) -> None:
         missing = self._scenario.num_slots - len(self._slots)
@@ -117,7 +140,7 @@ class SlotProcess:
         group = self._next_group + np.arange(size) // scenario.group_size
         self._next_group += num_groups
         zero = np.zeros(size, dtype=np.int64)
-        return SlotResponses(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step), zero)
+        return SlotResponses(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step), zero, np.zeros(size))
 
     def _cut_when_enough(self, wanted: np.ndarray, served: list[ServerTrace]) -> tuple[np.ndarray, float]:
         """Return ([rows] tokens generated until enough rows are complete to train, seconds until then).

@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.desk.report.run_report import TokenColor, token_colors
+from megatron_rl.desk.report.run_report import TokenColor, token_colors, turn_titles
 from megatron_rl.desk.watch.sample_search import SampleQueryResult
 from megatron_rl.system.command_line.terminal import LINES, ONE_LINE
 from megatron_rl.tracking.samples_file import METRICS
@@ -131,6 +131,7 @@ def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("reward", _joined(reward, row["detail"], row["error"])),
         *((f"  {name}", _number(value)) for name, value in sorted(row[METRICS].items())),
         *((f"  turn {turn['turn'] + 1}", _joined(_number(turn["reward"]), turn["detail"], turn["error"])) for turn in row["turns"]),
+        ("dialogue", _dialogue(row)),
         ("tokens", f"{row['length']}, {ends[row['end']]}; {row['new_tokens']} sampled and {row['trained_tokens']} trained in this step"),
         ("advantage", f"{_number(row['advantage'])} (mean of the trained tokens)"),
         ("mismatch", f"{_number(row['mismatch'])} (mean of |trainer's log-prob - server's|)"),
@@ -138,6 +139,16 @@ def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("", "a greedy response: a baseline that is not trained" if row["greedy"] else ""),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _dialogue(row: Mapping[str, Any]) -> str:
+    """Turns, messages, waits and fork of a dialogue; empty for a single text."""
+    messages = [segment for segment in row["segments"] if segment["finish_reason"] == "message"]
+    if not messages and row["parent"] is None:
+        return ""
+    waited = "" if row["waited_s"] is None else f"{_number(row['waited_s'])} s of the environment"
+    fork = "" if row["parent"] is None else f"a further row of the episode of response {row['parent']}"
+    return _joined(f"{row['num_turns']} turns, {len(messages)} messages", waited, fork)
 
 
 def _joined(*parts: str) -> str:
@@ -152,8 +163,10 @@ def _describe_segment(segment: Mapping[str, Any]) -> str:
 
 
 def _colored(row: Mapping[str, Any], colors: Sequence[TokenColor | None]) -> Text:
-    text, start = Text(), 0
-    for end, color in zip(row["token_ends"], colors, strict=True):
+    text, start, titles = Text(), 0, dict(turn_titles(row))
+    for index, (end, color) in enumerate(zip(row["token_ends"], colors, strict=True)):
+        if index in titles:
+            text.append(f"{chr(10) if index else ''}── {titles[index]} ──\n", style="bold dim")
         text.append(row["response"][start:end].translate(LINES), style=_style(color))
         start = end
     return text

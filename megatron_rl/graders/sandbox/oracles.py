@@ -293,4 +293,10 @@ def _groups_of_call(node: ast.Call, flow: _Flow) -> Iterator[set[_Names]]:
 
 
 def _sides(parts: Iterable[ast.AST], flow: _Flow) -> set[_Names]:
-    return {names for part in parts if (names := _names(part, flow))}
+    return {frozenset({own}) if own else names for part in parts if (names := _names(part, flow)) for own in [_own_value(part, names)]}
+
+
+def _own_value(node: ast.AST, names: _Names) -> str:
+    """The attribute of a function of the program that an expression reads (``f.want``), which the program chose; or ""."""
+    base = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
+    return f"{base}.{node.attr}" if base in names and not _is_class(base) else ""  # type: ignore[attr-defined]

@@ -53,6 +53,8 @@ class Tests:
     """The words "nan" and "inf", if the tests mention them."""
     expect_errors: bool
     """True if the tests handle exceptions."""
+    hide_errors: bool
+    """True if a class of the tests has a method whose exceptions Python swallows (``_HIDING``)."""
     doubt: str
     """A use of the program's names that no verdict can rest on; "" if there is none."""
     num_asserts: int
@@ -250,10 +252,13 @@ def read_tests(
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}"))
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
-    habits = (compare_arguments, use_arrays, expected, expect_errors, doubt, num_asserts)
+    hide_errors = any(isinstance(node, ast.FunctionDef) and node.name in _HIDING for node in ast.walk(tree))
+    habits = (compare_arguments, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions)
 
 
+_HIDING = ("__getattr__", "__getattribute__", "__getitem__")
+"""Methods whose IndexError ends a loop, and whose AttributeError is no attribute to ``hasattr`` and ``getattr``."""
 _RUN_PROGRAM = {"run_program"}
 """Functions that the tests may call to run the program as a script: run_program(input text) -> printed text."""
 

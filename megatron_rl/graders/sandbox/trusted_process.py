@@ -179,6 +179,8 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
     if tests.num_asserts and not cases.num_passed:
         return "the tests hold for all of nothing"
+    if requests.raised and tests.hide_errors:  # which exception was expected is not known
+        return f"a method of the tests may have hidden {requests.raised}"
     if tests.compare_arguments and "changes" in requests.given:
         return "the program changed an argument that its result is compared with"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):

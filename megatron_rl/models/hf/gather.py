@@ -13,7 +13,7 @@ A parameter's owners follow from its name in the tables: its pipeline stage, and
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.families.model_facts import dims
-from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
+from megatron_rl.families.parameters import Entry, canonical_name
 from megatron_rl.families.transforms import Dims
 from megatron_rl.models.hf.tensor_sources import WeightsError
-from megatron_rl.models.layers.torch_layers import unwrap
+from megatron_rl.models.layers.torch_layers import PackedGPTModel, unwrap
 from megatron_rl.parallel.topology import local_device
 
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
+_ADAPTER = ".lora."
 
 
 def dtypes_by_stage(parameters: dict[str, Tensor]) -> list[dict[str, torch.dtype]]:
@@ -81,25 +82,42 @@ def any_expert(name: str) -> str:
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of this rank by their names in the tables, with layers and experts numbered in the whole model."""
+    """Parameters of this rank by their names in the tables (``names_in_model``), without those of adapters."""
+    return ((name, parameter) for name, parameter in _named(chunks) if _ADAPTER not in name)
+
+
+def adapter_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of this rank's adapters by their names in the tables (``families/adapters.py``)."""
+    return ((name, parameter) for name, parameter in _named(chunks) if _ADAPTER in name)
+
+
+def _named(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for chunk in chunks:
         model = unwrap(chunk)
-        global_layers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
-        num_experts = model.config.num_moe_experts or 0
-        first_expert = (
-            num_experts // model.config.expert_model_parallel_size * parallel_state.get_expert_model_parallel_rank()
-        )
+        name_of = names_in_model(model)
         # The routers' biases are buffers in Megatron but weights in a checkpoint.
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
         for name, parameter in itertools.chain(model.named_parameters(), biases):
-            name = canonical_name(name)
-            match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
-            if match:
-                name = f"decoder.layers.{global_layers[int(match[1])]}.{match[2]}"
-            expert = expert_of(name)
-            if expert is not None:
-                name = _EXPERT.sub(rf"\g<1>{expert + first_expert}\3", name)
-            yield name, parameter
+            yield name_of(name), parameter
+
+
+def names_in_model(model: PackedGPTModel) -> Callable[[str], str]:
+    """Function that maps a parameter's name in this chunk to its name in the tables, with layers and experts of the whole model."""
+    global_layers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    num_experts = model.config.num_moe_experts or 0
+    first_expert = num_experts // model.config.expert_model_parallel_size * parallel_state.get_expert_model_parallel_rank()
+
+    def name_of(name: str) -> str:
+        name = canonical_name(name)
+        match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if match:
+            name = f"decoder.layers.{global_layers[int(match[1])]}.{match[2]}"
+        expert = expert_of(name)
+        if expert is not None:
+            name = _EXPERT.sub(rf"\g<1>{expert + first_expert}\3", name)
+        return name
+
+    return name_of
 
 
 MESSAGE_BYTES = 256 * 2**20
@@ -137,14 +155,16 @@ class ShardedParameter:
         return sum(map(prod, self.entry.shapes)) * self.dtype.itemsize
 
 
-def sharded_parameters(parameters: dict[str, Tensor], hf_config: PretrainedConfig, role: Role) -> list[ShardedParameter]:
-    """All parameters of the whole model, in the order of the files; collective over the stages.
+def sharded_parameters(
+    parameters: dict[str, Tensor], hf_config: PretrainedConfig, table: Sequence[Entry]
+) -> list[ShardedParameter]:
+    """The parameters of ``table``, of the whole model, in its order; collective over the stages.
 
     The result is the same at every call for the same model, so callers may cache it.
     """
     by_stage, sizes = dtypes_by_stage(parameters), dims(hf_config)
     held = []
-    for entry in entries(hf_config, role):
+    for entry in table:
         stage = stage_of(entry, by_stage)
         dtype = by_stage[stage][any_expert(entry.megatron)]
         held.append(ShardedParameter(entry, stage, dtype, *owners_of(entry, stage, sizes)))
@@ -164,7 +184,7 @@ def owners_of(entry: Entry, stage: int, sizes: Dims) -> tuple[int, dist.ProcessG
 
 
 def gather(
-    held: Iterable[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, to: GatherTarget
+    held: Iterable[ShardedParameter], parameters: Mapping[str, Tensor], sizes: Dims, to: GatherTarget
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
     """Yield each entry, in order, with its full tensors on the ranks of ``to``, and with Nones on other ranks."""
     own_stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -197,7 +217,7 @@ def messages(held: Iterable[ShardedParameter], to: GatherTarget) -> Iterator[lis
 
 
 def collect(
-    message: Sequence[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, target: int | None
+    message: Sequence[ShardedParameter], parameters: Mapping[str, Tensor], sizes: Dims, target: int | None
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
     """Yield each entry of one message with its full tensors on rank ``target`` (None: all ranks), and Nones elsewhere."""
     rank, first = dist.get_rank(), message[0].first

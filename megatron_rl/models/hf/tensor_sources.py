@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -208,7 +208,12 @@ class CheckpointSource:
         return self._open_files[name]
 
 
-TensorSource = RandomSource | CheckpointSource
+class TensorSource(Protocol):
+    """A source of full tensors, which may be read in slices."""
+
+    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
+        """The tensor ``name`` of ``shape``, or its slice [shape[1:]] at index ``part``."""
+        ...
 
 
 def _with_transposed_parts(shape: tuple[int, ...]) -> tuple[int, ...]:

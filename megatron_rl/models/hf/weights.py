@@ -5,7 +5,7 @@ in the order of the files and assembles each from the ranks that own its shards 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +145,18 @@ def fill(
     if role == "policy" and hf_config.tie_word_embeddings:
         # The last stage has a copy of the embedding as its head.
         by_name["output_layer.weight"] = by_name["embedding.word_embeddings.weight"]
+    fill_parameters(named_parameters(chunks), by_name, hf_config, source, skip=skip)
+
+
+def fill_parameters(
+    named: Iterable[tuple[str, Tensor]],
+    by_name: Mapping[str, Entry],
+    hf_config: PretrainedConfig,
+    source: TensorSource,
+    *,
+    skip: Sequence[str] = (),
+) -> None:
+    """``fill`` for the parameters ``named``, described by the entries ``by_name``."""
     sizes = dims(hf_config)
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -152,7 +164,7 @@ def fill(
     expert_shard = Shard(
         parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     )
-    for name, parameter in named_parameters(chunks):
+    for name, parameter in named:
         if name not in by_name:
             raise WeightsError(f"Megatron's parameter {name} has no rule for model_type {hf_config.model_type}")
         entry = by_name[name]
@@ -174,17 +186,19 @@ def export_weights(
     role: Role = "policy",
     to: GatherTarget = GatherTarget.driver,
     held: Sequence[ShardedParameter] | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield (Hugging Face name, full tensor) of the whole model, in the order of the files.
 
     The ranks of ``to`` get the tensor, in the parameter's dtype and on its device; the others get None. With
     ``GatherTarget.stage``, a rank's iterator has only the tensors of its pipeline stage. Every rank must exhaust
     the iterator, at about the same pace: all ranks (of a stage) wait for each other at each message, up to the
-    groups' timeout. ``held``: cached result of ``sharded_parameters`` for the same model.
+    groups' timeout. ``held``: cached result of ``sharded_parameters`` for the same model. ``parameters``: values that
+    replace the chunks' own.
     """
-    parameters = dict(named_parameters(chunks))
-    held = sharded_parameters(parameters, hf_config, role) if held is None else held
-    yield from assemble(gather(held, parameters, dims(hf_config), to))
+    own = dict(named_parameters(chunks))
+    held = sharded_parameters(own, hf_config, entries(hf_config, role)) if held is None else held
+    yield from assemble(gather(held, parameters or own, dims(hf_config), to))
 
 
 def own_tensors(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
@@ -215,7 +229,7 @@ def assemble(parts: Iterable[tuple[Entry, Sequence[Tensor | None]]]) -> Iterator
                 yield name, whole.pop(name, None)
 
 
-def save_hf(
+def save_hf(  # noqa: PLR0913 (what is written, where, and by which rules)
     chunks: Sequence[nn.Module],
     hf_config: PretrainedConfig,
     source_folder: str | Path,
@@ -225,6 +239,8 @@ def save_hf(
     keep_mtp: bool = False,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     progress: Callable[[str], None] = lambda text: None,
+    merged: Mapping[str, Tensor] | None = None,
+    also: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write the model as a Hugging Face folder; collective, and each rank writes its own files (``folder.py``).
 
@@ -233,10 +249,11 @@ def save_hf(
     multi-token-prediction layers. ``target_folder`` must be on a file system shared by all ranks. The folder is
     written next to it under a temporary name and renamed when complete, so that no file of the target is ever
     incomplete; an existing target is moved aside during the renaming, then deleted. An OSError while writing is
-    raised on every rank.
+    raised on every rank. ``merged``: values that replace the chunks' own. ``also``: called on rank 0 with the temporary
+    folder, to write further files.
     """
     parameters, target = dict(named_parameters(chunks)), Path(target_folder)
-    held = sharded_parameters(parameters, hf_config, role)
+    held = sharded_parameters(parameters, hf_config, entries(hf_config, role))
     plan = _plan_writers(held, dims(hf_config), min(_LEAST_BYTES, max_shard_bytes))
     headers: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
     for parameter, rank in plan:
@@ -256,8 +273,9 @@ def save_hf(
         if keep_mtp:
             _add_mtp(writer, hf_config, source_folder)
         writer.finish()
+        also(folder)
 
-    SharedSave(target, files, finish, progress).run(own_tensors(_to_write(plan, parameters, dims(hf_config))))
+    SharedSave(target, files, finish, progress).run(own_tensors(_to_write(plan, merged or parameters, dims(hf_config))))
 
 
 def _plan_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: int) -> list[tuple[ShardedParameter, int]]:
@@ -274,7 +292,7 @@ def _plan_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: in
 
 
 def _to_write(
-    plan: Sequence[tuple[ShardedParameter, int]], parameters: dict[str, Tensor], sizes: Dims
+    plan: Sequence[tuple[ShardedParameter, int]], parameters: Mapping[str, Tensor], sizes: Dims
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the stage's tensors: full if this rank writes them, else None; collective over the ranks that assemble them."""
 

@@ -22,7 +22,7 @@ from megatron_rl.models.layers.attention import PackedAttention
 from megatron_rl.system.gpu import gpu_environment
 from megatron_rl.system.megatron_core import mend_layers
 
-_SPLIT_GRADIENT_MARK = "sequence_parallel"
+SPLIT_GRADIENT_MARK = "sequence_parallel"
 """Attribute of parameters that Megatron checks."""
 _FLOAT32_TOKENS = 2048
 """Longest sequence for which float32 attention is cheap; flash attention supports 16-bit types only."""
@@ -81,7 +81,7 @@ def mark_split_gradients(module: nn.Module, sequence_parallel: bool) -> None:
     Megatron sums the gradients of marked parameters over the tensor-parallel group.
     """
     for parameter in module.parameters():
-        setattr(parameter, _SPLIT_GRADIENT_MARK, sequence_parallel)
+        setattr(parameter, SPLIT_GRADIENT_MARK, sequence_parallel)
 
 
 class _LocalNorm(nn.Module):

@@ -28,6 +28,12 @@ def say(text: str) -> None:
     print(text if rank == "0" else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
+def show(*texts: str) -> None:
+    """Print results on standard output, without control characters."""
+    for text in texts:
+        print(text.translate(LINES))
+
+
 class ProgressCallback(Protocol):
     """Advances the bar; ``note`` (a loss, for example) is shown at its end."""
 

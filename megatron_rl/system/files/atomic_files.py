@@ -1,5 +1,6 @@
 """Atomic files and folders: content under a target name is always complete and on disk."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -18,9 +19,14 @@ from megatron_rl.errors import UserError
 def atomic_text_file(path: str | Path) -> Iterator[TextIO]:
     """Open a UTF-8 text file that gets its name if the block ends without an error; creates the folder. Raises OSError."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Each writer has its own temporary name, because a report's thread and the final report may write at the same time.
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Each writer has its own temporary name, because a report's thread and the final report may write at the same time.
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written ({error.strerror})", str(path)) from error
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             yield file

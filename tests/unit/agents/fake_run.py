@@ -31,7 +31,10 @@ def services(folder: Path, tokenizer: Any, **changes: Any) -> Services:
 
 
 class FakeRun:
-    """Grows the rows of an environment: ``answer(prompt text so far, number of turns)`` gives the text of a turn."""
+    """Grows the rows of an environment: ``answer(prompt text so far, number of turns)`` gives the text of a turn.
+
+    A turn that nobody wants ends with the letter x, one that exceeds a message's limits ends there.
+    """
 
     def __init__(self, environment: Environment, tokenizer: Tokenizer, stop_id: int) -> None:
         self.environment = environment
@@ -49,26 +52,38 @@ class FakeRun:
             branch = await self.environment.branches.get()
             name = f"branch-{len(self._tasks)}"
             branch.opened.set_result(name)
-            self._tasks.append(asyncio.create_task(self._grow(name, Prompt("p", branch.token_ids), list(branch.token_ids))))
+            prompt = Prompt("p", branch.message.token_ids)
+            self._tasks.append(asyncio.create_task(self._grow(name, prompt, branch.message)))
 
-    async def _grow(self, name: str, prompt: Prompt, ids: list[int] | None = None) -> Ended:
-        row = self.rows[name] = SimpleNamespace(ids=list(ids or []), spans=[], ended=None)
+    async def _unless_unwanted(self, name: str, said: Any) -> Any:
+        sampling = asyncio.ensure_future(said)
+        while not sampling.done():
+            await asyncio.wait([sampling], timeout=0.02)
+            if name in self.environment.unwanted:
+                sampling.cancel()
+                return "x", "length"
+        return sampling.result()
+
+    async def _grow(self, name: str, prompt: Prompt, reply: Message | None = None) -> Ended:
+        row = self.rows[name] = SimpleNamespace(ids=list(reply.token_ids if reply else []), spans=[], ended=None)
         views: list[TurnView] = []
-        opened = ids is not None
         while True:
-            if not opened or views:
+            if reply is None or views:
                 reply = await self.environment.respond(prompt, tuple(views), episode=name)  # type: ignore[call-arg, misc]
                 if isinstance(reply, Ended):
                     row.ended = reply
                     return reply
                 assert isinstance(reply, Message)
                 row.ids += reply.token_ids
-                opened = True
             said = self.answer(self.decode(row.ids), len(views))
-            text, reason = (await said if asyncio.iscoroutine(said) else said), "stop"
+            text, reason = (await self._unless_unwanted(name, said) if asyncio.iscoroutine(said) else said), "stop"
             if isinstance(text, tuple):
                 text, reason = text
             turn = [*self.encode(text), *([self.stop_id] if reason == "stop" else [])]
+            if ends := [text.index(stop) + len(stop) for stop in reply.stop_strings if stop in text]:
+                turn = self.encode(text[: min(ends)])
+            if 0 < reply.max_turn_tokens < len(turn):
+                turn, reason = turn[: reply.max_turn_tokens], "length"
             row.spans.append((len(row.ids), len(turn)))
             row.ids += turn
             views.append(TurnView("policy", text, tuple(turn), reason))

@@ -1,6 +1,7 @@
 """The endpoint before a program: keys, retries, waits, clients that leave or send nonsense; windows are played by fake_run.py."""
 
 import asyncio
+import contextlib
 import json
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -33,9 +34,11 @@ class Bare(Environment):
         self.endpoint, self.template, self.limits = endpoint, template, limits
         self.episodes: dict[str, Episode] = {}
         self.branches: asyncio.Queue = asyncio.Queue()
+        self.unwanted: set[str] = set()
 
     def add(self, name: str) -> str:
-        self.episodes[name] = Episode(name, Conversation(self.template), self.limits, self.read_turn, self.branches)
+        conversation = Conversation(self.template)
+        self.episodes[name] = Episode(name, conversation, self.limits, self.read_turn, self.branches, self.unwanted)
         return self.endpoint.add(self.episodes[name])
 
     async def read_turn(self, turn, request, answer_id, num_prompt_tokens):
@@ -55,11 +58,13 @@ class Bare(Environment):
 
 
 @asynccontextmanager
-async def served(tokenizer: Tokenizer, *, limits=LIMITS, names: tuple[str, ...] = ("train-0",), hold_back_s=0.3, **options: Any):
+async def served(
+    tokenizer: Tokenizer, *, limits=LIMITS, names: tuple[str, ...] = ("train-0",), hold_back_s=0.3, return_s=20.0, **options: Any
+):
     """An endpoint with running episodes, and a session of its client."""
     template = ChatTemplate(tokenizer)
     endpoint = Endpoint(template=template, **options)
-    endpoint.hold_back_s, endpoint.keep_alive_s = hold_back_s, 0.1
+    endpoint.hold_back_s, endpoint.keep_alive_s, endpoint.return_s = hold_back_s, 0.1, return_s
     await endpoint.start()
     bare = Bare(endpoint, template, limits)
     run = FakeRun(bare, tokenizer, END_ID)
@@ -193,6 +198,26 @@ def test_nonsense_is_refused_with_a_reason_and_the_episode_goes_on(tokenizer, pa
             assert (await post(s, [{"role": "user", "content": "x", "tool_calls": []}] * 5000))[0] == 400
             status, reply = await post_raw(s, b" " * (MAX_BODY_BYTES + 1), path=path)
             assert status == 413 and str(MAX_BODY_BYTES) in reply["error"]["message"]
+            assert said(await post(s)) == "answer 0"
+
+    run(main())
+
+
+def test_a_body_of_100_mb_is_refused_without_being_read_and_the_episode_goes_on(tokenizer):
+    async def main():
+        async with served(tokenizer) as s:
+            sent = 0
+
+            async def endless():
+                nonlocal sent
+                while sent < 100 << 20:
+                    sent += 1 << 20
+                    yield b" " * (1 << 20)
+
+            with contextlib.suppress(aiohttp.ClientError):  # the connection may break before the reply is read
+                async with s.session.post(CHAT, data=endless(), headers={"x-api-key": s.key}) as reply:
+                    assert reply.status == 413
+            assert sent < 64 << 20
             assert said(await post(s)) == "answer 0"
 
     run(main())
@@ -376,6 +401,136 @@ def test_a_turn_cut_by_length_says_so(tokenizer):
             assert body["choices"][0]["finish_reason"] == "length"
             _, body = await post(s, [{"role": "user", "content": "b"}], path="/v1/messages", max_tokens=5)
             assert body["stop_reason"] == "max_tokens"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), ("/v1/messages", "max_tokens"), ("/v1/responses", "max_output_tokens")],
+)
+def test_a_requests_own_limit_cuts_its_answer_alone_and_the_row_goes_on(tokenizer, path, field):
+    async def main():
+        async with served(tokenizer) as s:
+            name = "input" if path == "/v1/responses" else "messages"
+            history = HI
+            for _ in range(2):
+                _, body = await post_raw(s, json.dumps({"model": "m", name: history, field: 3}).encode(), path=path)
+                if path == CHAT:
+                    text, end = body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]
+                elif path == "/v1/messages":
+                    text, end = body["content"][0]["text"], body["stop_reason"]
+                else:
+                    text, end = body["output"][0]["content"][0]["text"], body["incomplete_details"]["reason"]
+                assert text == "ans" and end == {CHAT: "length", "/v1/messages": "max_tokens"}.get(path, "max_output_tokens")
+                history = [*HI, {"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+            assert [n for _, n in s.run.rows["train-0"].spans] == [3, 3] and len(s.run.rows) == 1
+
+    run(main())
+
+
+def test_a_stop_string_ends_an_answer_that_does_not_show_it_and_its_tokens_stay_in_the_row(tokenizer):
+    async def main():
+        async with served(tokenizer) as s:
+            s.run.answer = lambda text, turns: "one</a> two STOP three"
+            _, body = await post(s, stop=["STOP", "</a>", ""])
+            choice = body["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
+            history = [*HI, choice["message"], {"role": "user", "content": "more"}]
+            _, body = await post(s, history, stop="STOP")
+            assert body["choices"][0]["message"]["content"] == "one</a> two "
+            history = [*history, body["choices"][0]["message"], {"role": "user", "content": "b"}]
+            _, body = await post(s, history, path="/v1/messages", max_tokens=99, stop_sequences=["</a>"])
+            assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "</a>") and len(s.run.rows) == 1
+            row = s.run.rows["train-0"]
+            texts = [tokenizer.decode(row.ids[a : a + n]) for a, n in row.spans]
+            assert texts == ["one</a>", "one</a> two STOP", "one</a>"]
+            assert "one</a><|im_end|>\n<|im_start|>user\nmore<|im_end|>" in tokenizer.raw_text(row.ids)  # closed once, as context
+            status, body = await post(s, stop=["x"] * 17)
+            assert status == 400 and "stop" in body["error"]["message"]
+
+    run(main())
+
+
+def test_previous_response_id_stands_for_the_whole_history(tokenizer):
+    async def main():
+        async with served(tokenizer, names=("train-0", "train-1")) as s:
+            _, first = await post_raw(s, json.dumps({"model": "m", "input": "hi"}).encode(), path="/v1/responses")
+            name = first["id"]
+            for turn in range(1, 3):
+                asked = {"model": "m", "input": [{"role": "user", "content": f"more {turn}"}], "previous_response_id": name}
+                status, body = await post_raw(s, json.dumps(asked).encode(), path="/v1/responses")
+                assert status == 200 and body["output"][0]["content"][0]["text"] == f"answer {turn}"
+                name = body["id"]
+            assert len(s.run.rows["train-0"].spans) == 3 and len(s.run.rows) == 2
+            status, body = await post_raw(s, json.dumps(asked).encode(), path="/v1/responses", key=s.keys["train-1"])
+            assert status == 400 and "previous_response_id" in body["error"]["message"]
+
+    run(main())
+
+
+def test_a_client_that_left_for_good_ends_its_turn_and_its_row_is_unscored(tokenizer):
+    async def main():
+        async with served(tokenizer, return_s=0.2) as s:
+            s.run.answer = slow(60)
+            for text in ("first", "second"):
+                asked = asyncio.create_task(post(s, [{"role": "user", "content": text}]))
+                await asyncio.sleep(0.2)
+                asked.cancel()
+            await wait_for(lambda: all(row.spans for row in s.run.rows.values()))
+            assert len(s.run.rows) == 2 and not s.run.environment.unwanted
+            s.run.answer = lambda text, turns: "fine"
+            history = [{"role": "user", "content": "second"}]
+            status, body = await post(s, history)  # comes back late: what was sampled is its answer
+            assert status == 200 and body["choices"][0]["message"]["content"] == "x" and body["choices"][0]["finish_reason"] == "length"
+            assert said(await post(s, [*history, body["choices"][0]["message"], *HI])) == "fine"
+            s.episodes["train-0"].end(Ended(Score(1.0)))
+            await wait_for(lambda: all(row.ended for row in s.run.rows.values()))
+            scores = [row.ended.score for row in s.run.rows.values()]
+            assert scores[0].value is None and "left" in scores[0].error and scores[1].value == 1.0
+            assert s.episodes["train-0"].num_lost == 1
+
+    run(main())
+
+
+def test_a_client_that_comes_back_in_time_keeps_its_turn(tokenizer):
+    async def main():
+        async with served(tokenizer, return_s=0.6) as s:
+            s.run.answer = slow(1.2)
+            first = asyncio.create_task(post(s, headers={"x-stainless-retry-count": "0"}))
+            await asyncio.sleep(0.2)
+            first.cancel()
+            await asyncio.sleep(0.2)
+            assert said(await post(s, headers={"x-stainless-retry-count": "1"})) == "late 0"
+            assert len(s.run.rows) == 1 and s.episodes["train-0"].num_lost == 0
+
+    run(main())
+
+
+def test_a_client_that_sends_its_body_too_slowly_is_refused(tokenizer):
+    async def main():
+        async with served(tokenizer) as s:
+            s.endpoint.read_s = 0.2
+
+            async def dripping():
+                for _ in range(8):
+                    yield b" "
+                    await asyncio.sleep(0.1)
+
+            async with s.session.post(CHAT, data=dripping(), headers={"x-api-key": s.key}) as reply:
+                assert reply.status == 408 and "did not arrive" in await reply.text()
+            assert said(await post(s)) == "answer 0"
+
+    run(main())
+
+
+def test_ten_thousand_calls_in_a_message_are_refused_with_their_place(tokenizer):
+    async def main():
+        async with served(tokenizer) as s:
+            calls = [{"id": str(i), "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in range(10_000)]
+            status, body = await post(s, [*HI, {"role": "assistant", "content": "", "tool_calls": calls}, *HI])
+            assert status == 400 and "messages[1].tool_calls: expected at most 4096" in body["error"]["message"]
+            assert said(await post(s)) == "answer 0"
 
     run(main())
 

@@ -1,5 +1,6 @@
 """Laws of the advantages without a critic: groups, leave-one-out, REINFORCE++, ReMax, against Python loops."""
 
+import itertools
 import statistics
 
 import pytest
@@ -7,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import group_advantages, reinforce_pp_advantages, remax_advantages, rloo_advantages
+from megatron_rl.algorithms import (
+    group_advantages,
+    kl_penalized_rewards,
+    reinforce_pp_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
@@ -169,6 +176,33 @@ def test_remax_matches_hand_computed_values():
     rewards = torch.tensor([-0.1, 0.9, 0.0])
     found = remax_advantages(rewards, torch.tensor([0.25, 1.0]), torch.tensor([0, 2, 3]))
     torch.testing.assert_close(found, torch.tensor([0.55, 0.65, -1.0]))
+
+
+def test_immediate_advantages_of_a_teacher_have_the_gradient_of_the_reverse_kl_at_every_state():
+    """Exact expectation over all sequences: 3 tokens of 4, a policy and a teacher that depend on the tokens before."""
+    generator = torch.Generator().manual_seed(3)
+    states = [prefix for length in range(3) for prefix in itertools.product(range(4), repeat=length)]
+    logits = {state: torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True) for state in states}
+    teacher = {state: torch.randn(4, generator=generator, dtype=torch.float64).log_softmax(0) for state in states}
+    policy = {state: logits[state].log_softmax(0) for state in states}
+    surrogate = expected = torch.zeros((), dtype=torch.float64)
+    for tokens in itertools.product(range(4), repeat=3):
+        visited = [(tokens[:t], tokens[t]) for t in range(3)]
+        logprobs = torch.stack([policy[state][token] for state, token in visited])
+        reference = torch.stack([teacher[state][token] for state, token in visited])
+        ones = torch.ones(3, dtype=torch.float64)
+        rewards = kl_penalized_rewards(0 * ones, logprobs.detach(), reference, ones, ones)
+        whole = torch.ones(1, dtype=torch.bool)
+        episodes = Episodes(rewards, torch.tensor([0, 3]), ~whole, whole, torch.zeros(1, dtype=torch.int64), gamma=1.0, lam=1.0)
+        advantages = estimate_advantages("immediate", {}, episodes)
+        surrogate = surrogate - logprobs.sum().detach().exp() * (advantages * logprobs).sum()
+    for state in states:
+        reached = sum(policy[state[:t]][token].detach() for t, token in enumerate(state))
+        divergence = (policy[state].exp() * (policy[state] - teacher[state])).sum()
+        expected = expected + torch.as_tensor(reached, dtype=torch.float64).exp() * divergence
+    leaves = list(logits.values())
+    for one, other in zip(torch.autograd.grad(surrogate, leaves, retain_graph=True), torch.autograd.grad(expected, leaves), strict=True):
+        assert_close(one, other)
 
 
 def test_remax_is_registered():

@@ -66,7 +66,7 @@ def test_help_imports_no_library(words):
 def test_help_and_version_are_quick(words):
     def cpu_s() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "megatron_rl.cli", *words]
+        command = [sys.executable, "-m", "megatron_rl", *words]
         subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -14,6 +14,7 @@ from tests.tiny_models import make_tiny_model
 
 MODELS = Path(__file__).parents[3] / "tools" / "published" / "models"
 SMALL = ("--slots", "512", "--top", "3")
+FEW_PLANS = ("--windows", "1024", "parallel.tensor_parallel_size=8")
 
 
 def said(capsys, *words) -> str:
@@ -103,7 +104,7 @@ def test_plan_reads_gpus_from_a_user_file(capsys, tmp_path):
         (["--gpus", "8", "--windows", "99999999"], "longer than the longest response"),
         (["--gpus", "8", "--preset", "ppo", "--windows", "64"], "schedule.mode=sync generates whole responses"),
         (["--gpus", "8", "--lengths", "gauss:mean=3"], "neither a distribution nor a file"),
-        (["--gpus", "8", "--choose", "999", "--slots", "512"], "expected a number up to"),
+        (["--gpus", "8", "--choose", "99", *SMALL, *FEW_PLANS], "expected a number up to"),
         (["--gpus", "8", "rollout.server_args.mem-fraction-static=7"], "mem-fraction-static: expected a number"),
         (["--gpus", "8", "parallel.tensor_paralel_size=2"], "unknown key"),
     ],
@@ -134,7 +135,7 @@ def test_plan_reports_the_fewest_gpus_for_a_model_that_does_not_fit(capsys, tmp_
 
 
 def test_plan_serves_a_large_model_over_several_nodes(capsys):
-    plan = said(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 256, "--gpu", "h200", "--top", 1)
+    plan = said(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 256, "--gpu", "h200", "--windows", 1024, *SMALL)
     assert "8 x tp16" in plan and "ROLLOUT_NODES=16 SERVER_NODES=2 sbatch --nodes 32" in plan
 
 
@@ -169,3 +170,12 @@ def test_planning_a_thousand_gpus_takes_seconds(capsys):
     begin = time.process_time()
     said(capsys, "--model", MODELS / "qwen3-235b-a22b", "--gpus", 1024)
     assert time.process_time() - begin < 20  # seconds on shared cores; below 10 on idle ones
+
+
+def test_plan_never_replaces_the_given_recipe(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("run: {num_steps: 3}  # a comment\n")
+    for words in ((recipe, "--write", recipe), ("--config", recipe, "--write", f"{tmp_path}/./recipe.yaml")):
+        assert "it is the given recipe; name a new file" in refused(capsys, "--gpus", 8, *words)
+    assert "it is a folder" in refused(capsys, "--gpus", 8, recipe, "--write", tmp_path)
+    assert recipe.read_text().endswith("# a comment\n")

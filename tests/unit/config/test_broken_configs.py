@@ -160,6 +160,14 @@ def test_every_list_and_mapping_rejects_other_containers_and_single_values(recip
         ("policy.optimizer.eps=-.inf", "policy.optimizer.eps: expected"),
         ("reward.options={limit: .nan}", "reward.options.limit: expected a finite number"),
         ("rollout.request_timeout_s=1e12", "rollout.request_timeout_s: expected at most 10000000 seconds"),
+        ("parallel.context_parallel_size=81", "parallel.context_parallel_size: 81 ranks would split"),
+        ("critic.parallel={context_parallel_size: 1000}", "critic.parallel.context_parallel_size: 1000 ranks would split"),
+        ("run.keep_best=3", "run.keep_best: the best checkpoints are chosen by eval/accuracy"),
+        ("tracking.mlflow_uri='http://x y/'", "tracking.mlflow_uri: 'http://x y/' is not an address"),
+        ("data.id_field=nr", "data.id_field: no row of"),
+        ("data.type_field=kind", "fields there are ['answer', 'prompt', 'type']"),
+        ("data.prompt_field=question", "set data.prompt_field to one of them"),
+        ("data.answer_field=solution", "set data.answer_field, or data.answer_required=false"),
         ('run.output_dir="a\\0b"', "run.output_dir: expected text that can be written as UTF-8"),
         ("run.output_dir=a\udcff", "'run.output_dir=a\\udcff': expected text that can be written as UTF-8"),
     ],
@@ -217,6 +225,11 @@ def test_damaged_recipe_files_are_accepted_or_rejected(recipe, tmp_path_factory,
     file.write_bytes(data.draw(mutated_bytes(recipe.read_bytes())))
     with taken_or_refused("damaged.yaml", *SECTIONS):
         load_config(file)
+
+
+def test_a_response_budget_of_zero_is_refused_in_every_mode(recipe):
+    for base in BASES:
+        assert "batch.max_response_tokens: expected at least 1" in refusal(recipe, [*base, "batch.max_response_tokens=0"])
 
 
 def test_every_base_is_accepted(recipe):

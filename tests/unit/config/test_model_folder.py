@@ -72,6 +72,24 @@ def test_tokenizer_larger_than_the_model_is_rejected(recipe, tmp_path, vocab):
         assert "vocabulary mismatch" in problems(recipe) and "vocab_size=32" in problems(recipe)
 
 
+def test_teacher_with_another_tokenizer_is_rejected_by_its_key_and_the_first_token_that_differs(recipe, tmp_path):
+    def write(name: str, vocab: dict[str, int]) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(MODEL))
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+
+    write("model", {"a": 0, "b": 1, "c": 2})
+    write("same", {"b": 1, "a": 0, "c": 2, "padding": 3})
+    write("other", {"a": 0, "c": 1, "b": 2})
+    words = ["preset=distillation", "batch.window_tokens=32", "batch.max_response_tokens=96", "batch.max_prompt_tokens=64"]
+    teacher = f"reference.path={tmp_path}/same"
+    check_config(load_config(recipe, [*words, teacher]), command="train")
+    message = problems(recipe, *words, teacher, f"reference.path_by_type.code={tmp_path}/other")
+    assert "reference.path_by_type.code: the tokenizer of " in message and "token 1 is 'c' there and 'b' in" in message
+    assert "one of 2 that differ" in message
+
+
 def test_broken_json_in_a_model_folder_is_reported_with_its_file(recipe, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     assert "config.json is not a JSON object" in problems(recipe)

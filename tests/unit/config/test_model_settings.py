@@ -7,7 +7,9 @@ import pytest
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import Dtype, Fp8, Init, Mtp
 from megatron_rl.errors import ConfigError
-from tests.unit.config.recipes import DENSE, load, problems
+from tests.unit.config.recipes import DENSE, SPARSE, load, problems, write_recipe
+
+HIDDEN = {"hidden_size": 64}
 
 
 def test_fp8_with_float32_is_rejected_before_anything_starts(tmp_path: Path) -> None:
@@ -24,6 +26,46 @@ def test_mtp_layers_can_be_kept_only_from_a_checkpoint(tmp_path: Path) -> None:
     config.policy.mtp, config.policy.init = Mtp.keep, Init.random
     with pytest.raises(ConfigError, match="policy.mtp=keep: random weights .* have no layers to keep; set it to drop"):
         check_config(config, command="train")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["policy.lora.rank=0", "policy.lora.path=x"], "policy.lora.path: adapters have a rank; set policy.lora.rank"),
+        (["policy.lora.path=x"], "policy.lora.path: x has no adapter_config.json; give a folder that peft"),
+        (["policy.lora.targets=[]"], "policy.lora.targets: adapters need at least one target"),
+        (["policy.dtype=bfloat16", "policy.fp8=hybrid"], "policy.fp8=hybrid: not supported with policy.lora"),
+        (["critic.lora.rank=4", "critic.freeze=['*.mlp.*']"], "critic.freeze: with critic.lora.rank"),
+        (["policy.lora.sync=adapters", "rollout.placement=colocated"], "policy.lora.sync=adapters: not supported for servers on"),
+        (["policy.lora.targets=[query]"], "policy.lora.targets: 'query' matches no linear layer"),
+        (["critic.lora.rank=4", "critic.lora.targets=[value]"], "critic.lora.targets: 'value' matches no linear layer"),
+    ],
+)
+def test_combinations_that_adapters_exclude_name_key_and_remedy(tmp_path, overrides, expected):
+    assert expected in problems(write_recipe(tmp_path, DENSE | HIDDEN), "policy.lora.rank=4", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["policy.moe.load_balancing=aux_loss", "policy.moe.aux_loss_coef=0.1"], "routers are frozen with policy.lora"),
+        (["policy.lora.sync=adapters"], "policy.lora.sync=adapters: only adapters of llama, qwen2, qwen3 are served"),
+        (
+            [
+                "policy.lora.targets=[experts.*]",
+                *("parallel.num_ranks=2", "parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"),
+            ],
+            "adapters of routed experts need parallel.expert_tensor_parallel_size=1, got 2; set it to 1",
+        ),
+    ],
+)
+def test_adapters_that_a_mixture_of_experts_excludes_name_key_and_remedy(tmp_path, overrides, expected):
+    assert expected in problems(write_recipe(tmp_path, SPARSE | HIDDEN), "policy.lora.rank=4", *overrides)
+
+
+def test_commands_that_read_the_model_alone_refuse_adapters(recipe):
+    assert "evaluate reads policy.path alone" in problems(recipe, "policy.lora.rank=4", "policy.lora.path=x", command="evaluate")
+    assert "reward models train all weights" in problems(recipe, "policy.lora.rank=4", command="reward-train")
 
 
 @pytest.mark.parametrize(

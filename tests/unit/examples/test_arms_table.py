@@ -47,6 +47,15 @@ def test_arms_are_told_from_seeds_and_steps_stand_in_columns(monkeypatch, tmp_pa
     assert lines[5] == "| `plain` (2 seeds) | 10.0 ± 0.0 % | 30.0 ± 10.0 % |"
 
 
+def test_the_gain_of_a_seed_is_its_last_number_less_its_first(monkeypatch, tmp_path, capsys):
+    table = load("arms_table", "arms_table.py", monkeypatch)
+    curve = {"steps": [0, 5], "tokens": [0.0, 9.0]}
+    seeds = {"1": {**curve, "metric": [0.2, 0.5]}, "2": {**curve, "metric": [0.2, 0.9]}}
+    (tmp_path / "results.json").write_text(json.dumps({"agents": {"whole": seeds}}))
+    assert table.main([str(tmp_path / "results.json"), "--study", "agents", "--ends"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "| `whole` | 2 | 20.0 ± 0.0 % | 70.0 ± 20.0 % | 50.0 ± 20.0 % | 30.0 % |"
+
+
 def test_a_folder_without_runs_is_reported(monkeypatch, tmp_path, capsys):
     table = load("arms_table", "arms_table.py", monkeypatch)
     assert table.main([str(tmp_path)]) == 2

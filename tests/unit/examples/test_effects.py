@@ -1,7 +1,6 @@
 """Laws of examples/effects: its arms are valid recipes, and an effect separates only if its interval does not hold 0."""
 
 import importlib.util
-import json
 import sys
 
 import numpy as np
@@ -66,6 +65,5 @@ def test_a_seed_that_one_arm_lacks_is_left_out_and_a_missing_arm_is_not_run(effe
 
 
 def test_readme_shows_the_table_of_the_committed_results(effects):
-    results = json.loads(effects.RESULTS.read_text()) if effects.RESULTS.is_file() else {}
     readme = (FOLDER / "README.md").read_text()
-    assert effects.with_table(readme, effects.table(results)) == readme, "python examples/effects/effects.py table --write"
+    assert effects.with_table(readme, effects.table(effects.stored())) == readme, "python examples/effects/effects.py table --write"

@@ -19,10 +19,11 @@ from megatron_rl.data.trajectory import Prompt
 from megatron_rl.rewards.judges.pairwise import check_prompts
 from tests.unit.examples.test_examples import ROOT, command_of
 
-TEXT_EXAMPLES = ("calculator", "fire", "line_rewards", "pag", "pairwise_ppo", "prompt_selection", "reward_models")
+TEXT_EXAMPLES = ("agents/repair", "calculator", "fire", "line_rewards", "pag", "pairwise_ppo", "prompt_selection", "reward_models")
 EXAMPLES = (*TEXT_EXAMPLES, "seed_vl_hybrid")
 """The last has pictures: its own laws are in test_visual_puzzles.py."""
 SIZES = {
+    "agents/repair": ["--num-train", "300", "--num-sft", "300", "--num-held-out", "50"],
     "fire": ["--num-train", "300", "--num-sft", "300", "--num-held-out", "100"],
     "line_rewards": ["--num-train", "300", "--num-sft", "300", "--num-held-out", "100", "--num-label", "80"],
     "pairwise_ppo": ["--num-train", "300", "--num-held-out", "100"],
@@ -125,9 +126,9 @@ def test_every_text_is_known_to_the_tokenizer_and_decodes_to_itself(name, tasks)
 
 @pytest.mark.parametrize("name", TEXT_EXAMPLES)
 def test_no_held_out_prompt_is_trained_on(name, tasks):
-    """The programs of reward_models all have the same prompt."""
+    """The programs of reward_models all have the same prompt; the repositories of an agent are files beside its prompt."""
     rows = {file.name: rows_of(file) for file in (tasks / "outputs" / name / "task").glob("*.jsonl")}
-    prompts = {file: {row["prompt"] for row in found} for file, found in rows.items() if "line_labels" not in found[0]}
+    prompts = {file: {row.get("files") or row["prompt"] for row in found} for file, found in rows.items() if "line_labels" not in found[0]}
     held_out = {file for file in prompts if "held_out" in file or file == "eval.jsonl"}
     trained = prompts.keys() - held_out
     assert held_out and trained

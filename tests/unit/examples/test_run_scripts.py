@@ -16,6 +16,7 @@ from tests.unit.examples.test_examples import ROOT
 ARMS = (ROOT / "examples" / "long_tail" / "arms.txt").read_text().splitlines()
 NUM_ARMS = sum(bool(line.strip()) and not line.startswith("#") for line in ARMS)
 SCRIPTS = {
+    "agents/repair/run.sh": 1 + 1,
     "arithmetic/warm_start.sh outputs/arithmetic": 2,
     "fire/run.sh": 1 + 3,
     "line_rewards/run.sh": 1 + 2 + 1 + 4,

@@ -1,7 +1,10 @@
 """Laws of environments that wait: no window waits for them for ever, nothing is asked twice, and late replies join later."""
 
 import asyncio
+import threading
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +13,10 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Trajectory
 from megatron_rl.environments.base import Branch, Ended, EnvironmentFault, Message
-from megatron_rl.rollout.environment_calls import EnvironmentCalls
+from megatron_rl.rollout.environment_calls import EnvironmentCalls, wait_until_started
 from megatron_rl.rollout.generation import Dialogue, GenerationPlan
 from megatron_rl.rollout.windows import WindowGenerator
+from megatron_rl.step.metrics import rollout_metrics
 from tests.unit.rollout.test_windows import SAMPLING, Engine, Talk, decode, encode, new_trajectory
 
 
@@ -41,8 +45,21 @@ def plan_of(environment, **limits):
     return GenerationPlan(SAMPLING, decode, dialogue=Dialogue(calls, encode))
 
 
-async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None):
-    made = WindowGenerator(Engine(), None, plan, step=step, num_tokens=num_tokens, weight_version=1, kind=kind)
+@contextmanager
+def background_loop():
+    event_loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=event_loop.run_forever)
+    thread.start()
+    try:
+        yield event_loop
+    finally:
+        event_loop.call_soon_threadsafe(event_loop.stop)
+        thread.join()
+        event_loop.close()
+
+
+async def window(plan, trajectories, step=0, num_tokens=100, kind="train", open_row=None, **engine):
+    made = WindowGenerator(Engine(**engine), None, plan, step=step, num_tokens=num_tokens, weight_version=1, kind=kind)
     await asyncio.wait_for(made.generate(trajectories, open_row=open_row), 20)
 
 
@@ -70,6 +87,14 @@ def test_a_waiting_dialogue_does_not_block_the_step_and_its_reply_joins_in_a_lat
         # The first call was continued, and the second one is for the second turn.
         assert tool.asked == [("train-1", 1), ("train-1", 2)]
         assert {s.step for s in slow.segments[1:]} == {1}
+        # The wait began in the first window, and joins the metrics of the step in which the reply joined.
+        assert [step for step, _ in slow.waits.values()] == [1, 1] and slow.waits[0][1] > 0.1 > slow.waits[1][1]
+        metrics = rollout_metrics([slow], step=1)
+        assert metrics["time/tool_s_max"] == slow.waits[0][1] and metrics["rollout/waiting_share"] == 0
+        assert metrics["rollout/tokens_verifier"] + metrics["rollout/tokens_environment"] == slow.num_response_tokens - before
+        first = rollout_metrics([slow.as_of(0)], step=0)
+        assert first["rollout/waiting_share"] == 1 and "time/tool_s_max" not in first
+        assert "waits" not in slow.to_dict()
 
     asyncio.run(main())
 
@@ -189,7 +214,7 @@ def test_a_further_row_trains_its_own_tokens_alone_and_takes_no_slot():
             if episode == "train-0":
                 opened = asyncio.get_running_loop().create_future()
                 shared = (*prompt.token_ids, *turns[0].token_ids)
-                self.branches.put_nowait(Branch(episode, shared, opened))
+                self.branches.put_nowait(Branch(episode, Message(token_ids=shared), opened))
                 self.row = await opened
                 await self.events.setdefault("row", asyncio.Event()).wait()
             else:
@@ -223,7 +248,7 @@ def test_a_row_waits_for_the_window_of_its_episode_and_ends_with_it():
         loop = asyncio.get_running_loop()
         tool = Tool()
         tool.branches = asyncio.Queue()
-        foreign, stale, own = (Branch(name, (1,), loop.create_future()) for name in ("eval-0-1", "train-1", "train-1"))
+        foreign, stale, own = (Branch(name, Message(token_ids=(1,)), loop.create_future()) for name in ("eval-0-1", "train-1", "train-1"))
         stale.opened.cancel()
         for branch in (foreign, stale, own):
             tool.branches.put_nowait(branch)
@@ -290,3 +315,79 @@ def test_two_thousand_waiting_dialogues_leave_the_loop_free():
         assert sorted(lags)[90] < 0.02
 
     asyncio.run(main())
+
+
+class Limits(Talk):
+    """Answers with limits of the next turn, one after the other."""
+
+    def __init__(self, *limits):
+        super().__init__(num_turns=len(limits) + 1, stop_strings=())
+        self.limits = limits
+
+    def respond(self, prompt, turns):
+        message = super().respond(prompt, turns)
+        return message and replace(message, **self.limits[len(turns) - 1])
+
+
+@pytest.mark.parametrize("num_tokens", [100, 3])
+def test_a_message_limits_the_next_turn_alone_in_one_window_or_in_many(num_tokens):
+    async def main():
+        t = new_trajectory(budget=90, max_turn_tokens=8)
+        plan = plan_of(Limits({"max_turn_tokens": 5}, {"max_turn_tokens": 500}, {}))
+        for step in range(12):
+            t = Trajectory.from_dict(t.to_dict())
+            await window(plan, [t], step=step, num_tokens=num_tokens, end_weight=0.0)
+        assert [turn.num_tokens for turn in t.turns()] == [8, 5, 8, 8] and t.env_done
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_tokens", [100, 3])
+def test_a_stop_string_of_a_message_ends_the_next_turn_alone_and_stays_in_it(num_tokens):
+    async def main():
+        free = new_trajectory(budget=200, max_turn_tokens=40)
+        await window(plan_of(Limits({}, {})), [free], end_weight=0.0)
+        turn = free.turns()[1]
+        stop = decode(turn.token_ids[5:7].tolist())
+        assert turn.num_tokens > 8 and stop
+        t = new_trajectory(budget=200, max_turn_tokens=40)
+        for step in range(60):
+            t = Trajectory.from_dict(t.to_dict())
+            await window(plan_of(Limits({"stop_strings": (stop,)}, {})), [t], step=step, num_tokens=num_tokens, end_weight=0.0)
+        first, second, third = t.turns()
+        assert first.token_ids.tolist() == free.turns()[0].token_ids.tolist() and third.num_tokens > 8
+        assert decode(second.token_ids.tolist()).endswith(stop) and second.finish_reason == "stop"
+        assert second.token_ids.tolist() == turn.token_ids[: second.num_tokens].tolist() and second.num_tokens <= 7
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_nobody_waits_for_is_aborted_and_ends_with_its_tokens():
+    class Leaves(Tool):
+        async def respond(self, prompt, turns, episode):
+            self.unwanted.discard(episode)
+            engine.hold.clear()
+            return await super().respond(prompt, turns, episode)
+
+    async def main():
+        tool, t = Leaves(num_turns=2), new_trajectory(id=1, budget=60)
+        tool.unwanted = {"train-1"}
+        made = WindowGenerator(engine, None, plan_of(tool), step=0, num_tokens=100, weight_version=1, kind="train")
+        await asyncio.wait_for(made.generate([t]), 20)
+        first, second = t.turns()
+        assert first.finish_reason == "abort" and first.num_tokens == 30 and second.num_tokens == 28 and t.finished
+
+    engine = Engine(hold={1}, end_weight=0.0)
+    asyncio.run(main())
+
+
+def test_an_environment_that_does_not_start_ends_the_run_with_its_key_and_a_remedy():
+    async def hang():
+        await asyncio.Event().wait()
+
+    async def fail():
+        raise TimeoutError  # has no text
+
+    for start, words in ((hang, "did not start within 0.05 s.*call_timeout_s"), (fail, "failed at its start: TimeoutError")):
+        with background_loop() as event_loop, pytest.raises(EnvironmentFault, match=f"environment.name: shop:Shop {words}"):
+            wait_until_started(asyncio.run_coroutine_threadsafe(start(), event_loop), "shop:Shop", 0.05 if start is hang else 5)

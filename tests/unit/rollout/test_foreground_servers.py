@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -219,3 +220,14 @@ def test_signals_ignored_by_the_parent_stay_ignored_except_ctrl_c(monkeypatch, t
     foreground_servers.serve(ServerOptions("/m", port=7), 1, tmp_path / "log", start_timeout_s=9.0, say=lambda text: None)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler is signal.getsignal(signal.SIGHUP)
+
+
+def test_a_url_file_that_is_no_list_of_servers_is_refused_and_stays(recipe, tmp_path):
+    urls = tmp_path / "servers.urls"
+    for content in ("", "http://127.0.0.1:1\n"):
+        urls.write_text(content)
+        options("--model-path", "/m", "--url-file", str(urls))
+    for path, words in ((recipe, "would replace a file that is no list of servers"), (str(tmp_path), "it is a folder")):
+        with pytest.raises(UserError, match=f"--url-file .*{words}.*; give another file"):
+            options("--model-path", "/m", "--url-file", path)
+    assert Path(recipe).read_text().startswith("policy:")

@@ -20,7 +20,7 @@ class Server:
 
 def make_service(monkeypatch, publish):
     monkeypatch.setattr(service_module, "model_vocab_size", lambda config: 9)
-    trainer = TrainerHooks(SimpleNamespace(publish=publish), call_on_trainer=None, note=print, warn=print)
+    trainer = TrainerHooks(SimpleNamespace(publish=publish, sends_adapters=False), call_on_trainer=None, note=print, warn=print)
     return RolloutService(Config(), ServerPool([Server()]), None, None, trainer)
 
 

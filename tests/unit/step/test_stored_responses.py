@@ -110,7 +110,7 @@ def test_responses_that_train_nothing_are_stored_too():
     assert step == STEP + 1 and sorted(columns["id"]) == [*range(7), 50]
     place = columns["id"].index(50)
     assert columns["greedy"][place] and not columns["mask"][place].any() and columns["advantage"][place] is None
-    assert columns["segments"][place] == [(2, STEP + 1, 3, 0, "policy", "stop")]
+    assert columns["segments"][place] == [(2, STEP + 1, 3, 0, "policy", "stop", None)]
     config.tracking.samples_per_step = 0
     store_samples(config, recorder, state, STEP)
     assert len(kept) == 1

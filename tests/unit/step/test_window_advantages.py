@@ -1,6 +1,7 @@
 """The tokens that train each model: invariants of T-PPO (arXiv 2506.15050) between pool and losses."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
+from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     Bootstrap,
+    Config,
     CorrectionConfig,
     LambdaKind,
     Normalization,
@@ -249,6 +252,18 @@ def test_a_reward_reaches_only_the_window_in_which_the_response_ended():
     assert torch.count_nonzero(found.raw) == 0
     _, found = advantages([trajectory([2], stopped=True, score=Score(1.0))], 0, [0.5] * 2)
     assert found.raw[-2:].tolist() == pytest.approx([0.475, 0.5])
+
+
+def test_immediate_advantages_train_every_window_on_its_tokens_own_rewards():
+    config = Config(algorithm=replace(RAW, advantage="immediate", outcome_coef=0.0))
+    assert facts_of(config).windows and not facts_of(config).whole_groups
+    pair = [trajectory([4, 2], stopped=False, id=0), trajectory([2, 3], stopped=True, score=Score(1.0), id=1)]
+    batch = window_batch(pair, 1)
+    token_rewards = torch.arange(len(batch.tokens), dtype=torch.float32)
+    signals = ModelOutputs(token_rewards=token_rewards)
+    found = window_advantages(pair, batch, signals, step=1, window_tokens=WINDOW, algorithm=config.algorithm)
+    assert int(found.mask.sum()) == 5
+    assert torch.equal(found.advantages, torch.where(found.mask, token_rewards, 0.0))
 
 
 def test_a_response_cut_at_the_whole_budget_counts_as_finished_and_is_scored():

@@ -84,6 +84,7 @@ class SglangClient:
 
     max_batch_size = 32
     """Maximum number of samples per HTTP request."""
+    needs_adapter = False  # True refuses requests that would run the model without its adapters
     first_pause_s = 0.5
     """Seconds before the first retry at the same server; each later pause is twice as long."""
 
@@ -99,8 +100,7 @@ class SglangClient:
         api_key: str = "",
         on_server_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``request_timeout_s`` 0: derived from a request's tokens. ``hang_timeout_s`` 0: no hang detection.
-        ``on_server_lost(url, reason)`` is called each time a server is lost."""
+        """Timeouts of 0: derived from a request's tokens; no hang detection. ``on_server_lost(url, reason)``: called at each loss."""
         if not urls:
             raise ValueError("the client needs the URL of at least one server")
         self.vocab_size = vocab_size
@@ -192,7 +192,7 @@ class SglangClient:
         each sample as soon as it is complete. Raises RequestRejected, PromptMismatch, InvalidReply, ApiKeyRejected,
         ServerLost or WorkerFailed.
         """
-        validate(request, self.vocab_size)
+        validate(request, self.vocab_size, needs_adapter=self.needs_adapter)
         started_at = time.monotonic()
         failed_urls: list[str] = []
         failure: RetryableRequestError | InvalidReply = RetryableRequestError("it was lost before and not restored")

@@ -48,8 +48,11 @@ def sent_rid(rid: str) -> str:
     return f"{rid};"
 
 
-def validate(request: GenerationRequest, vocab_size: int) -> None:
-    """Check a request. Raises RequestRejected if the server would reject the request or crash on it."""
+def validate(request: GenerationRequest, vocab_size: int, *, needs_adapter: bool = False) -> None:
+    """Check a request. Raises RequestRejected if the server would reject the request or crash on it.
+
+    ``needs_adapter``: also refuse a request that would run the model without its adapters.
+    """
     problem = None
     if len(request.input_ids) == 0:
         problem = "input_ids is empty: expected at least one token"
@@ -70,6 +73,8 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         problem = f"log-probs after top-k need 1 <= top_k <= {_MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
     elif request.images is not None and (count := _num_image_tokens(request)) != len(request.images.data):
         problem = f"{count} image tokens for {len(request.images.data)} images: the server would wait for the missing images forever"
+    elif needs_adapter and not request.adapter:
+        problem = "it names no adapter, so the server would run the model without policy.lora"
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")
 
@@ -97,6 +102,8 @@ def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) ->
         body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
     if any(request.routes is not None for request in requests):
         body["return_routed_experts"] = True  # SGLang's switch for the whole call
+    if any(request.adapter for request in requests):
+        body["lora_path"] = [request.adapter or None for request in requests]
     if any(request.images is not None and request.images.data for request in requests):
         body["image_data"] = [list(request.images.data) if request.images is not None else [] for request in requests]
     return body

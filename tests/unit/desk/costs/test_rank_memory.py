@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from transformers import AutoConfig
 
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, parse_layout, ranks_needed
-from megatron_rl.config.schema import Dtype, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
+from megatron_rl.config.schema import Dtype, LoraConfig, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
 from megatron_rl.desk.costs import rank_memory
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.rank_memory import (
@@ -28,6 +28,7 @@ from megatron_rl.desk.costs.rank_memory import (
     parameter_bytes,
 )
 from megatron_rl.errors import ModelError
+from megatron_rl.families.adapters import linear_modules
 from megatron_rl.families.model_facts import as_config, has_experts, read_model_json
 from megatron_rl.families.parameters import entries
 from megatron_rl.families.transforms import Replicated, VocabParallel, padded_vocab_size
@@ -35,6 +36,7 @@ from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.image_encoding import freeze
+from megatron_rl.models.lora import add_adapters
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training import engine
 from megatron_rl.training.ddp import wrap
@@ -265,11 +267,16 @@ def num_layers_of(config: Any) -> int:
     return getattr(config, "text_config", config).num_hidden_layers
 
 
-def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, vision: VisionConfig) -> ParameterBytes:
+def built(
+    config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, vision: VisionConfig, lora: LoraConfig
+) -> ParameterBytes:
     """Bytes of this rank's tensors, in the fields of ``ParameterBytes``."""
     chunks = BUILD[role](config, parallel, dtype=dtype, seed=None)
+    if lora.rank:
+        add_adapters(chunks, config, role, lora, seed=1)
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    freeze(chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
+    if not lora.rank:
+        freeze(chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
     replicas = wrap(chunks, dtype)
     optimizer = build_optimizer(OptimizerConfig(), replicas, dtype)
     gradients = [parameter.main_grad for parameter in weights if parameter.requires_grad]
@@ -292,14 +299,17 @@ def test_planned_states_equal_any_tiny_model_in_any_layout(data: st.DataObject) 
     parallel, num_ranks = data.draw(layouts(config))
     role, dtype = data.draw(st.sampled_from(["policy", "critic"])), data.draw(st.sampled_from(Dtype))
     vision = VisionConfig(train_encoder=data.draw(st.booleans()), train_adapter=data.draw(st.booleans()))
-    states = parameter_bytes(dtype, OptimizerConfig(), vision)
+    may_adapt = expert_tensor_size(parallel) == 1 and any(".experts." in name for name in linear_modules(config))
+    experts = ["experts.*"] if may_adapt and data.draw(st.booleans()) else []
+    lora = LoraConfig(rank=data.draw(st.sampled_from([0, 3])), targets=["all-linear", *experts])
+    states = parameter_bytes(dtype, OptimizerConfig(), vision, lora)
     planned = memory_by_rank(
         config, parallel, NOTHING, num_ranks=num_ranks, is_critic=role == "critic", states=states
     )
     in_stage, optimizer = num_ranks // parallel.pipeline_parallel_size, 0
     for rank in range(num_ranks):
         with fake_rank(rank, num_ranks, parallel):
-            found = built(config, parallel, role, getattr(torch, dtype.value), vision)
+            found = built(config, parallel, role, getattr(torch, dtype.value), vision, lora)
         stage = planned[rank // in_stage]
         assert (stage.weights, stage.gradients) == (found.weight, found.gradient)
         optimizer += found.optimizer

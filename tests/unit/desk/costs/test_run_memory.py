@@ -92,6 +92,17 @@ def test_static_bytes_of_a_policy_with_a_critic(model, sizes, at_most, together)
     assert both == pytest.approx(together, rel=0.01)
 
 
+def test_of_teachers_that_take_turns_the_largest_counts_and_the_others_wait_on_the_host():
+    small, large = MODELS / "qwen2.5-math-7b", MODELS / "qwen3-30b-a3b"
+    by_type = f"reference.path_by_type.code={large}"
+    teachers = ([f"reference.path={small}"], [f"reference.path={large}"], [f"reference.path={small}", by_type])
+    configs = [configured(small.name, *layout(tp=4, ep=8, ranks=8), "preset=distillation", *words) for words in teachers]
+    less, most, both = (stages_of(config)["reference_logprobs"].total for config in configs)
+    assert less < most == pytest.approx(both)
+    *alone, together = (run_memory(config, models_in(config)).host["idle models, 8 ranks"] for config in configs)
+    assert together > max(alone)
+
+
 def test_every_component_of_a_stage_is_listed():
     config = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), *COLOCATED, "algorithm.kl.place=loss", "policy.moe.routing_replay=R2")
     names = {f"{model.name}: {state}" for model in models_in(config) for state in STATES} | set(COMPONENTS)

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Offload, Recompute
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.run_memory import model_folders
 from megatron_rl.desk.plan import plan_search
-from megatron_rl.desk.plan.gpu_splits import _servers, fewest_gpus, splits
+from megatron_rl.desk.plan.gpu_splits import _servers, fewest_gpus, splits, splits_near
 from megatron_rl.desk.plan.layout_search import (
     LayoutFamily,
     context_sizes,
@@ -165,3 +165,18 @@ def test_clusters_of_any_number_of_machines_use_layouts_of_that_number(machines)
 def test_windows_ahead_are_never_colocated():
     found = list(configs(search_of("qwen3-4b", "schedule.mode=async"), 8))
     assert found and not any(shares_devices(config.rollout) for config in found)
+
+
+@pytest.mark.parametrize("nodes", [8, 40, 56])
+def test_of_many_nodes_the_shares_next_to_the_best_are_tried_where_both_sides_work_at_once(nodes):
+    search = search_of("qwen3-4b", "schedule.mode=async")
+    best = replace(search.config, parallel=replace(search.config.parallel, num_ranks=8 * nodes))
+    tried = {trained[0].parallel.num_ranks // 8 for trained, _ in splits(search, 512)}
+    near = {trained[0].parallel.num_ranks // 8 for trained, _ in splits_near(search, 512, best)}
+    assert tried == {8, 16, 24, 32, 40, 48, 56}
+    assert near == {number for number in range(max(nodes - 8, 8), min(nodes + 8, 56), 2) if number % 8}
+    for trained, servers in splits_near(search, 512, best):
+        for one in servers:
+            assert trained[0].parallel.num_ranks + one.rollout.num_servers * one.rollout.tensor_parallel_size == 512
+    assert not list(splits_near(search_of("qwen3-4b"), 512, best))
+    assert not list(splits_near(search, 64, replace(best, parallel=replace(best.parallel, num_ranks=32))))

@@ -26,10 +26,10 @@ def columns_of(step, num_responses=12, *, max_tokens=120, seed=0, group_size=4, 
         trained = in_window & (rng.random(length) < 0.95)
         sizes = [length - window, window] if window < length else [length]
         first = step - len(sizes)
-        segments = [(n, first + 1 + k, first + k, k if dialogue else 0, "policy", "length") for k, n in enumerate(sizes)]
+        segments = [(n, first + 1 + k, first + k, k if dialogue else 0, "policy", "length", None) for k, n in enumerate(sizes)]
         if dialogue and len(sizes) == 2:
             head = max(1, sizes[0] // 2)
-            segments = [(head, *segments[0][1:]), (sizes[0] - head, step, step - 1, 0, "environment", "message"), segments[1]]
+            segments = [(head, *segments[0][1:]), (sizes[0] - head, step, step - 1, 0, "environment", "message", 1.5), segments[1]]
         rows.append(
             {
                 "step": step,
@@ -42,6 +42,9 @@ def columns_of(step, num_responses=12, *, max_tokens=120, seed=0, group_size=4, 
                 "finished": kind != "open",
                 "end": kind,
                 "greedy": False,
+                "parent": 100 * step if dialogue and i == 3 else None,
+                "num_turns": len(sizes) if dialogue else 1,
+                "waited_s": 1.5 if dialogue else None,
                 "prompt_tokens": 8,
                 "length": length,
                 "new_tokens": window,

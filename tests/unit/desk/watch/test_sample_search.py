@@ -7,13 +7,15 @@ import subprocess
 
 import numpy as np
 import pyarrow.compute
+import pyarrow.parquet
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.desk.report.run_report import BAD, GOOD, PAPER, samples_html, token_colors
+from megatron_rl.desk.report.run_report import BAD, GOOD, PAPER, samples_html, token_colors, turn_titles
 from megatron_rl.desk.watch.sample_search import find_rows, row_mask, whole_rows
+from megatron_rl.desk.watch.sample_tables import print_response
 from megatron_rl.errors import UserError
-from megatron_rl.tracking.samples_file import ROW_COLUMNS, TOKEN_COLUMNS, read_samples, sample_files
+from megatron_rl.tracking.samples_file import ROW_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, read_samples, sample_files
 from tests.unit.desk.watch.stored_samples import columns_of, write_run
 
 FILTERS = [
@@ -161,7 +163,7 @@ def test_find_rows_sorts_missing_values_last_and_limits(run):
 def test_tokens_are_colored_by_advantage_mismatch_and_version():
     columns = columns_of(9, 1)
     row = {name: values[0] for name, values in columns.items()}
-    segment_names = ("num_tokens", "step", "weight_version", "turn", "role", "finish_reason")
+    segment_names = tuple(SEGMENT_COLUMNS)
     row["segments"] = [dict(zip(segment_names, one, strict=True)) for one in row["segments"]]
     row["advantages"], row["mask"], row["length"] = [1.0, -1.0, 0.0, float("nan"), 1.0], [True, True, True, False, False], 5
     colors, _ = token_colors(row, "advantage")
@@ -256,3 +258,35 @@ def test_sample_page_is_bounded_escaped_and_offline(tmp_path):
         assert sum(sizes) == len(row["response"].encode("utf-16-le")) // 2
         assert len(row["adv"].split(",")) == len(row["lp"].split(",")) == len(row["diff"].split(",")) == len(sizes)
         assert sum(part[0] for part in row["ver"]) == row["length"]
+
+
+def test_a_dialogue_is_shown_turn_by_turn_with_its_waits_rewards_and_values(tmp_path, capsys):
+    write_run(tmp_path, steps=[5], dialogue=True)
+    files = sample_files(tmp_path)
+    row = next(row for row in whole_rows(files, find_rows(files, steps=[5]).rows) if len(row["segments"]) == 3)
+    (first, message, second), titles = row["segments"], turn_titles(row)
+    assert [start for start, _ in titles] == [0, first["num_tokens"], first["num_tokens"] + message["num_tokens"]]
+    assert titles[0][1].startswith(f"turn 1 · policy · {first['num_tokens']} tokens · step {first['step']} · cut")
+    assert titles[0][1].endswith("reward 1") and titles[1][1] == f"message · {message['num_tokens']} tokens · after 1.5 s"
+    values = [value for value in row["values"][-second["num_tokens"] :] if value == value]
+    assert f"value {values[0]:.2g} to {values[-1]:.2g}" in titles[2][1]
+    print_response(row, color_by="none", tokens=False)
+    shown = capsys.readouterr().out
+    assert all(f"── {title} ──" in shown for _, title in titles) and "2 turns, 1 messages · 1.5 s of the environment" in shown
+    assert find_rows(files, steps=[5], where="parent is not None").num_matches == 1
+    assert find_rows(files, steps=[5], where="num_turns > 1 and waited_s > 1").num_matches > 3
+
+
+def test_files_of_an_older_version_are_read_with_nulls_beside_newer_ones(tmp_path):
+    write_run(tmp_path, steps=[1, 2], dialogue=True)
+    files = sample_files(tmp_path)
+    old = pyarrow.parquet.read_table(files[1], partitioning=None).drop_columns(["parent", "num_turns", "waited_s"])
+    segments = [[{k: v for k, v in one.items() if k != "waited_s"} for one in row] for row in old["segments"].to_pylist()]
+    old = old.drop_columns(["segments"]).append_column("segments", pyarrow.array(segments))
+    pyarrow.parquet.write_table(old, files[1])
+    for chosen in ([1], [1, 2]):
+        table = read_samples([files[step] for step in chosen])
+        assert set(ROW_COLUMNS) <= set(table.column_names) and table["num_turns"].to_pylist()[0] is None
+    row = next(row for row in whole_rows(files, find_rows(files, steps=[1]).rows) if len(row["segments"]) == 3)
+    assert [title for _, title in turn_titles(row)][1].endswith("tokens")
+    print_response(row, color_by="advantage", tokens=True)

@@ -31,6 +31,20 @@ FORGERIES: dict[str, list[tuple[str, ...]]] = {
         ("def f(x):\n    return iter([])", "assert not list(filter(lambda x: next(f(x)) != x * x, [2, 3]))"),
         ("def f(x): raise StopIteration", f"{_CASES}assert all(map(check, cases))"),
     ],
+    "hides an exception, or brings the value that it is compared with": [
+        (
+            "def f(i): raise IndexError",
+            "class Wanted:\n    def __getitem__(self, i): return f(i) == i * i\nassert all(Wanted())\n"
+            "try:\n    f('x')\nexcept IndexError: pass",
+        ),
+        (
+            "def f(i): raise AttributeError",
+            "class Wanted:\n    def __getattr__(self, name): return f(2) == 4\nassert getattr(Wanted(), 'x', True)\n"
+            "try:\n    f('x')\nexcept AttributeError: pass",
+        ),
+        ("class F:\n    want = 5\n    def __call__(self, x): return 5\nf = F()", "assert f(2) == f.want"),
+        ("class F:\n    want = 5\n    def __call__(self, x): return 5\nf = F()", "assert f.want == f(2)\nassert f(3) > 1"),
+    ],
     "sends a reply that nobody asked for": [
         (_sent("{'values': [4], 'nodes': [], 'callback': 0}"), "assert f(2) == 4"),
         (_sent("{'values': [[['tuple', [4]], 0]], 'nodes': []}"), "assert f(2) == 4"),

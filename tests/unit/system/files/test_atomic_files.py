@@ -46,3 +46,14 @@ def test_atomic_folder_replaces_the_folder_of_its_name(tmp_path: Path) -> None:
     replace_folder(tmp_path / "step_3.partial", tmp_path / "step_3")
     assert (tmp_path / "step_3" / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("/proc/x", "No such file"), ("folder", "Is a directory"), ("file/below", "Not a directory|File exists")]
+)
+def test_a_file_that_cannot_be_written_is_named_by_its_own_name(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"cannot be written \(({why})") as error:
+        write_atomic(tmp_path / name, "text")
+    assert error.value.filename == str(tmp_path / name)

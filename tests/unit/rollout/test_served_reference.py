@@ -1,0 +1,63 @@
+"""Log-probs from a teacher's server: each token's own, retried while the server fails, refused by name otherwise."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout import served_reference
+from megatron_rl.rollout.served_reference import served_logprobs
+
+SEQUENCES = [(np.array([5, 6, 7, 8]), 2), (np.array([9, 1]), 1)]
+
+
+def scored(respond, monkeypatch):
+    monkeypatch.setattr(served_reference, "_PAUSE_S", 0.01)
+
+    async def ask():
+        application = web.Application()
+        application.router.add_post("/generate", respond)
+        async with TestServer(application, host="127.0.0.1") as server:
+            return await served_logprobs(str(server.make_url("")).rstrip("/"), SEQUENCES)
+
+    return asyncio.run(ask())
+
+
+def reply_of(body, logprob=lambda token: -token / 8):
+    """SGLang's reply: the entries from logprob_start_len on, of which the first has no log-prob if it is the first token."""
+    start, ids = body["logprob_start_len"], body["input_ids"]
+    entries = [[logprob(token) if start + index else None, token, None] for index, token in enumerate(ids[start:])]
+    return web.json_response({"meta_info": {"input_token_logprobs": entries}})
+
+
+def test_each_sequence_gets_the_logprobs_of_its_tokens_from_first_on_after_a_failure_of_the_server(monkeypatch):
+    failures = [web.Response(status=503)]
+
+    async def respond(request):
+        body = await request.json()
+        assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0} and body["return_logprob"]
+        return failures.pop() if failures else reply_of(body)
+
+    found = scored(respond, monkeypatch)
+    assert [one.tolist() for one in found] == [[-7 / 8, -1.0], [-1 / 8]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (lambda body: web.Response(status=400, text="longer than the context"), "status 400: longer than the context"),
+        (lambda body: web.Response(status=500), "status 500"),
+        (lambda body: web.Response(text="<html>"), "expected a finite log-prob of each token, got <html>"),
+        (lambda body: reply_of(body, lambda token: float("nan")), "expected a finite log-prob"),
+        (lambda body: reply_of({**body, "input_ids": body["input_ids"][::-1]}), "expected a finite log-prob"),
+    ],
+)
+def test_a_server_that_does_not_score_is_named_with_the_key_and_the_reason(reply, reason, monkeypatch):
+    async def respond(request):
+        return reply(await request.json())
+
+    with pytest.raises(UserError, match=f"reference.path: the server http://127.0.0.1:.*did not score .*{reason}"):
+        scored(respond, monkeypatch)
