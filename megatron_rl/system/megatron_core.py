@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,13 @@ def mend_layers(*, has_transformer_engine: bool) -> None:
 
 def _without_padding(layer: Any, query: Any, value: Any, params: Any) -> tuple[Any, bool, None, None]:
     return value, False, None, None
+
+
+def experts_sorted() -> AbstractContextManager[Any]:
+    """Context in which Megatron sorts a token's experts by score. 0.19 does so only where autograd records: sums over them would differ."""
+    import torch
+
+    return torch.enable_grad() if release() == "0.19" else nullcontext()
 
 
 def config_fields() -> dict[str, Any]:

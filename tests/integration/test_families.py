@@ -378,7 +378,7 @@ def interrupt(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "failure", "code"),
     [
-        ("torch_dist.TorchCommonSaveStrategy.save_common", fill_the_disk, 2),
+        ("torch_dist.write_common", fill_the_disk, 2),
         ("torch_dist.save_config", fill_the_disk, 2),
         ("conversion.copy_files", interrupt, 130),
     ],

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megatron_rl.data.batch import moved
+from megatron_rl.system.megatron_core import experts_sorted
 
 _TRACE = "routing_trace"
 """Attribute of a pack's sequence parameters, which Megatron passes to every layer, also when it recomputes the layer."""
@@ -168,7 +169,8 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
-        top_scores, ids = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        with experts_sorted():
+            top_scores, ids = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.wanted is not None:
             top_scores, ids = replay(scores, ids, self.wanted)
         self.chosen = ids

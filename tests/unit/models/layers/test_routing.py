@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
 from megatron_rl.config.schema import Dispatcher, GroupedGemm, LoadBalancing, MoeConfig, ParallelConfig, RoutingReplay
@@ -16,6 +17,7 @@ from megatron_rl.errors import ModelError
 from megatron_rl.models.layers.moe import check_moe
 from megatron_rl.models.layers.routing import (
     RoutingStats,
+    _Choice,
     load_metrics,
     new_trace,
     normalized_scores,
@@ -249,3 +251,11 @@ def test_default_moe_settings_fit_every_model():
         check_moe(MoeConfig(), config_of(model_type), ParallelConfig())
     check_moe(MoeConfig(load_balancing=LoadBalancing.bias), config_of("deepseek_v3"), ParallelConfig())
     check_moe(MoeConfig(dispatcher=Dispatcher.allgather), config_of("qwen3_moe"), ParallelConfig())
+
+
+def test_experts_are_chosen_best_first_also_without_gradients() -> None:
+    """Sums over a token's experts then round as they do in an update."""
+    choice, logits = _Choice(), torch.randn(200, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        topk_routing_with_score_function(logits, 6, score_function="sigmoid", router_replay=choice)
+    assert (logits.gather(1, choice.chosen).diff() <= 0).all()

@@ -1,5 +1,6 @@
 """Layers for machines without Transformer Engine, with and without a GPU."""
 
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_rl.cpu import megatron as cpu
 from megatron_rl.models.layers import torch_layers as layers
@@ -21,6 +23,13 @@ def test_megatrons_names_are_fixed_without_transformer_engine() -> None:
     assert torch.equal(logits, torch.full((2, 4), 3.0))
     # The fix must not depend on the absence of a GPU.
     assert "te_general_gemm" not in inspect.getsource(cpu)
+
+
+def test_layers_inside_partial_calls_are_replaced_too() -> None:
+    spec = functools.partial(dict, [torch.nn.Linear], submodules=ModuleSpec(module=torch.nn.Linear), size=3)
+    swapped = layers.swap_layers(spec, {torch.nn.Linear: torch.nn.Identity, dict: list})
+    assert swapped.func is list and swapped.keywords["size"] == 3
+    assert swapped.keywords["submodules"].module is torch.nn.Identity
 
 
 @pytest.mark.parametrize(
