@@ -20,8 +20,8 @@ for arm in ${ARMS:-sao}; do
     case $arm in
         sao) train_arm sao "$@" ;;
         whole) train_arm whole preset=ppo schedule.mode=sync "$@" ;;
-        # About as many tokens: 20 steps of 64 windows, of which an episode has two or three; its critic learns beside as many episodes.
-        windows) train_arm windows preset=tppo schedule.mode=tppo run.num_steps=20 eval.every_steps=10 critic.warmup_steps=5 \
+        # About as many tokens: 30 steps of 64 windows, of which an episode has two or three; its critic learns beside as many episodes.
+        windows) train_arm windows preset=tppo schedule.mode=tppo run.num_steps=30 eval.every_steps=10 critic.warmup_steps=5 \
             batch.window_tokens=16 batch.window_jitter_tokens=8 batch.policy_minibatch_size=32 algorithm.ignore_boundary_tokens=1 "$@" ;;
         groups) train_arm groups preset=rloo schedule.mode=sync critic.warmup_steps=0 algorithm.kl.place=none \
             batch.num_prompts_per_step=16 batch.num_samples_per_prompt=4 "$@" ;;
