@@ -1,4 +1,4 @@
-"""What trains is what SGLang returned: a proxy at its port records ids and log-probs, while programs speak three protocols."""
+"""Trained tokens are those that SGLang returned: a proxy at its port records ids and log-probs, while programs speak three protocols."""
 
 import asyncio
 import json
