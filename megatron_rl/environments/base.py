@@ -83,7 +83,7 @@ class Branch:
     parent: str
     """Episode of the first row."""
     message: Message
-    """The prompt of the new row. Tokens shared with another row train there, and nowhere else."""
+    """Message with the prompt of the new row. What it shares with another row trains there, and nowhere else."""
     opened: "asyncio.Future[str]"
     """Receives the episode of the new row, when a window of the parent's step starts it."""
 

@@ -1,4 +1,4 @@
-"""The tokens that train are those that SGLang returned: a proxy records ids and log-probs while programs speak three protocols."""
+"""Trained tokens are those that SGLang returned: a proxy at its port records ids and log-probs, while programs speak three protocols."""
 
 import asyncio
 import json
