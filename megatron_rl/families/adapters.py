@@ -19,6 +19,8 @@ ALL_LINEAR = "all-linear"
 """Target that stands for all linear layers of attention, dense MLPs and shared experts, but not of routed experts."""
 PEFT_PREFIX = "base_model.model."
 """Prefix of the names in an adapter's files."""
+ADAPTER_FOLDER = "adapter"
+"""Subfolder of a saved model (merged) with the adapters."""
 SERVED_FAMILIES = ("llama", "qwen2", "qwen3")
 """Families (``model_type``) whose adapters SGLang serves on every device: dense models."""
 _ADAPTABLE = (QKV, ColumnParallel, GatedMLP, RowParallel, Replicated)

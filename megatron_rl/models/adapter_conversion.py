@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import LoraConfig
-from megatron_rl.families.adapters import PEFT_PREFIX, adapted_linears
+from megatron_rl.families.adapters import ADAPTER_FOLDER, PEFT_PREFIX, adapted_linears
 from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import entries, stacked_shapes
 from megatron_rl.models.hf.adapter_folder import (
-    ADAPTER_FOLDER,
     CONFIG_FILE,
     read_adapter,
     read_adapter_config,

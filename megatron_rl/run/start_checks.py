@@ -14,6 +14,7 @@ from megatron_rl.config.load import flat_params
 from megatron_rl.config.schema import Config
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.families.adapters import ADAPTER_FOLDER
 from megatron_rl.system.files.atomic_files import is_locked
 from megatron_rl.system.files.probes import probe_folder
 from megatron_rl.system.http.addresses import host_problem, listen_problem
@@ -67,7 +68,8 @@ def _check_replaced(key: str, folder: Path, run_folder: Path) -> None:
     if folder.resolve() in (here, *here.parents, run, *run.parents):
         raise UserError(f"{key}: the export replaces {folder}, which contains the working folder or run.output_dir; give another folder")
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    is_model = any(one.suffix == ".safetensors" for one in found) and not any(one.is_dir() for one in found)
+    folders = [one.name for one in found if one.is_dir()]
+    is_model = any(one.suffix == ".safetensors" for one in found) and folders in ([], [ADAPTER_FOLDER])
     if found and not is_model:
         names = ", ".join(one.name for one in found[:_MAX_NAMED])
         raise UserError(f"{key}: the export replaces {folder}, which is no exported model and contains {names}; give another folder")

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import LoraConfig
+from megatron_rl.families.adapters import ADAPTER_FOLDER
 from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import Role, entries
-from megatron_rl.models.hf.adapter_folder import ADAPTER_FOLDER, adapter_config, adapter_shapes, write_adapter
+from megatron_rl.models.hf.adapter_folder import adapter_config, adapter_shapes, write_adapter
 from megatron_rl.models.hf.gather import (
     GatherTarget,
     ShardedParameter,

@@ -15,8 +15,6 @@ from megatron_rl.families.adapters import adapted_linears, linear_modules
 from megatron_rl.models.hf.tensor_sources import WeightsError
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
-ADAPTER_FOLDER = "adapter"
-"""Subfolder of a saved model (merged) with the adapters."""
 _GIVE = "give a folder that peft or this trainer has written"
 
 

@@ -81,9 +81,10 @@ def test_an_export_replaces_only_an_empty_folder_or_a_model(tmp_path: Path, monk
         with pytest.raises(UserError, match=f"{command.replace('-', '_')}.output_path: the export replaces"):
             check(path)
     (folder / "model.safetensors").touch()
+    (folder / "adapter").mkdir()  # of a policy with adapters
     check("folder")
     (folder / "more").mkdir()
-    with pytest.raises(UserError, match="contains model.safetensors, more, thesis.txt"):
+    with pytest.raises(UserError, match="contains adapter, model.safetensors, more"):
         check("folder")
 
 
