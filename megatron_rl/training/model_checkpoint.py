@@ -54,6 +54,8 @@ _FORMAT = {"singleton_local_shards": False}
 _SMALLEST_BYTES = 1 << 20
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _COPY_MARGIN = 1.25
+_FILES_PER_RANK = 2
+"""Written at a time; Megatron's default differs between its releases."""
 _CHECKSUMS_FILE = "checksums.json"
 
 
@@ -218,9 +220,9 @@ def _plan(
     # Megatron's own queue belongs to a helper process, which would outlive a killed rank. Here only this process reads the
     # queue, one per save.
     filesystem_async._results_queue = queue.Queue()
-    strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist"), _data_parallel_group(), do_cache_distribution=False
-    )
+    files = get_default_save_sharded_strategy("torch_dist")
+    files.thread_count = _FILES_PER_RANK
+    strategy = FullyParallelSaveStrategyWrapper(files, _data_parallel_group(), do_cache_distribution=False)
     common = {"num_optimizer_steps": scheduler.num_steps}
     state = {**_sharded_state(chunks, optimizer), **common}
     request = dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT, **save_options())
