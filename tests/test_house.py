@@ -29,8 +29,8 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           73040   467     634
-core            54281   363     505
+whole           73042   467     634
+core            54283   363     505
 .                 181     4       5
 agents           3214    19      38
 algorithms       3332    24      17
@@ -49,7 +49,7 @@ step             4063    39      29
 supervised        744     5       6
 system           3242    33      33
 tracking         1819    10      15
-training         4121    18      27
+training         4122    18      27
 weights          2060    12      28
 commands         1364    22       0
 desk                1     1       0
