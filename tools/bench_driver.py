@@ -467,7 +467,7 @@ class Ranks:
         from megatron_rl.parallel.topology import Topology
 
         size = arguments.ranks_per_replica
-        self.role, self.hf_config = role, as_config(MODEL)
+        self.role, self.hf_config, self.memory = role, as_config(MODEL), object()
         self._joined = meter.inner(_OWN_SHARE, lambda one: one.joined())
         self.parallel = ParallelConfig(tensor_parallel_size=size, num_ranks=size * arguments.replicas)
         self.topology = Topology(

@@ -51,7 +51,7 @@ def check_outputs(config: Config, command: str) -> None:
     outputs = {"run.output_dir": folder} if writes_run else {}
     if command in RL_COMMANDS and is_locked(folder / ".lock"):
         raise UserError(f"run.output_dir: another run is writing to {folder} right now; give another folder")
-    if output := output_of(config, command):
+    if (output := output_of(config, command)) and output[1]:
         key, path = output[0], Path(output[1])
         outputs[key] = path.parent if command in _FILE_OUTPUTS else path
         if command not in _FILE_OUTPUTS:

@@ -53,9 +53,9 @@ def fail(rank: TrainerRank, engine: Engine, batch: list[PackedBatch]) -> None:
 def failing(engine: Engine, export: Callable[..., Iterator]) -> Callable[..., Iterator]:
     """The next stream ends in an error, after all of its collectives."""
 
-    def stream(*arguments: Any) -> Iterator:
+    def stream(*arguments: Any, **keywords: Any) -> Iterator:
         engine.export_weights = export
-        items = export(*arguments)
+        items = export(*arguments, **keywords)
         yield next(items)
         for _ in items:
             pass
@@ -109,9 +109,9 @@ class Driver:
         """The next publish finds one server gone after its first tensors; returns that server's URL."""
         victim, export = self.servers.servers[1], self.group.export_weights
 
-        def killing(*arguments: Any) -> Iterator:
+        def killing(*arguments: Any, **keywords: Any) -> Iterator:
             self.group.export_weights = export
-            for i, item in enumerate(export(*arguments)):
+            for i, item in enumerate(export(*arguments, **keywords)):
                 if i == 20:
                     os.killpg(victim.pid, signal.SIGKILL)
                 yield item

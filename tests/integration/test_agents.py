@@ -114,7 +114,7 @@ def test_an_unmodified_client_loop_is_trained_in_windows_and_its_failures_are_ma
 SLOW_AGENT = AGENT.replace("for turn in range(3):", "import time\nfor turn in range(3):\n    time.sleep(0.4)")
 KILLED = (
     "batch.window_tokens=12",
-    "run.num_steps=6",
+    "run.num_steps=9",
     "run.save_every_steps=2",
     "run.resume=auto",
     "schedule.mode=tppo",
@@ -155,7 +155,7 @@ def test_programs_survive_the_kill_of_server_and_worker_and_end_unscored_with_a_
     status, output = run(own, "train", *KILLED)
     assert status == 0 and "resumes after step" in output, output
     metrics = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
-    assert sorted(metrics) == [1, 2, 3, 4, 5, 6] and metrics[3]["rollout/num_server_restarts"] >= 1
+    assert sorted(metrics) == [*range(1, 10)] and metrics[3]["rollout/num_server_restarts"] >= 1
     assert {row["rollout/num_slots"] for row in metrics.values()} == {8.0}
     outputs = {path.parent.name: path.read_text() for path in (output_dir / "agents").glob("*/output.txt")}
     assert not any("Traceback" in text for text in outputs.values()), outputs
@@ -191,7 +191,7 @@ def test_a_killed_run_whose_environment_waits_for_a_tool_resumes_bit_for_bit(fol
     (own / "waiting_environment.py").write_text(WAITS)
     before, _, after = RECIPE.partition("environment:")
     recipe = (
-        before + "environment: {name: waiting_environment:Waits, max_turn_tokens: 12, step_wait_s: 30}\n" + after[after.index("data:") :]
+        before + "environment: {{name: waiting_environment:Waits, max_turn_tokens: 12, step_wait_s: 30}}\n" + after[after.index("data:") :]
     )
     (own / "recipe.yaml").write_text(recipe.format(folder=folder, preset="tppo", python=sys.executable, argument="") + WINDOWS)
     monkeypatch.setenv("PYTHONPATH", f"{own}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

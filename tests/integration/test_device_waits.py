@@ -31,7 +31,7 @@ READS = set(
 MODELS = {"policy": "qwen2", "critic": "qwen2", "experts": "qwen3_moe"}
 GATHER, FREED = ("ddp", "start of the weights' all-gather"), ("model_memory", "synchronize")
 NEEDED = [
-    ("megatron_rl.training.engine", "tolist"),
+    ("megatron_rl.training.ddp", "tolist"),
     ("megatron.core.utils", "__float__"),
     ("megatron_rl.cpu.megatron", "tensor"),
     ("megatron.core.optimizer.clip_grads", "item"),

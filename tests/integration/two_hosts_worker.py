@@ -107,8 +107,8 @@ def second() -> None:
     from megatron_rl.parallel import topology as topologies
 
     topology = topologies.initialize(ParallelConfig(num_ranks=2, pipeline_parallel_size=2), seed=1)
-    engine = SimpleNamespace(export_weights=lambda to: iter(OTHER.items()), topology=topology)
-    WeightExport(config()).run(engine, GatherTarget.stage)
+    engine = SimpleNamespace(export_weights=lambda to, merged: iter(OTHER.items()), topology=topology)
+    WeightExport(config()).run(engine, GatherTarget.stage, merged=True)
 
 
 def config() -> Config:
