@@ -29,8 +29,8 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           73042   467     634
-core            54283   363     505
+whole           73043   467     634
+core            54284   363     505
 .                 181     4       5
 agents           3214    19      38
 algorithms       3332    24      17
@@ -45,7 +45,7 @@ rollout          6386    34      55
 run              1478     9       8
 schedule          447     3       7
 selection        1283     5      10
-step             4063    39      29
+step             4064    39      29
 supervised        744     5       6
 system           3242    33      33
 tracking         1819    10      15

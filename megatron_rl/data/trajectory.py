@@ -402,8 +402,7 @@ class Trajectory:
     def copy(self) -> Self:
         """A copy that later changes of this trajectory do not affect; immutable parts are shared."""
         lists: dict[str, Any] = {name: list(getattr(self, name)) for name in ("segments", *_BY_WINDOW)}
-        mappings = {name: dict(getattr(self, name)) for name in ("turn_grades", "turn_scores", "waits")}
-        return replace(self, **lists, **mappings)
+        return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores), waits=dict(self.waits))
 
     def to_dict(self, prompt_index: int | None = None) -> dict[str, Any]:
         """State for checkpoints: JSON values, and arrays that are shared with this trajectory.

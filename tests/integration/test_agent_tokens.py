@@ -205,8 +205,8 @@ def test_trained_ids_and_logprobs_are_those_that_sglang_returned_each_once(tmp_p
     assert all(num_rows[i] == 3 for i in range(linear, len(modes)))
     texts = {i: [tokenizer.decode(turn.token_ids.tolist()) for turn in rows[i].turns()] for i in range(len(LINEAR), linear)}
     assert max(turn.num_tokens for turn in rows[len(LINEAR)].turns()) == 7
-    for i in (len(LINEAR) + 1, len(LINEAR) + 2):
-        assert all("e" not in text[:-1] for text in texts[i]) and sum(text.endswith("e") for text in texts[i]) > 0
+    stopped = [text for i in (len(LINEAR) + 1, len(LINEAR) + 2) for text in texts[i]]
+    assert all("e" not in text[:-1] for text in stopped) and any(text.endswith("e") for text in stopped)
     # Otherwise the run has not tried what it is for.
     turns = [turn for row in rows.values() for turn in row.turns()]
     assert {turn.finish_reason for turn in turns} == {"stop", "length"}

@@ -198,6 +198,7 @@ def test_a_killed_run_whose_environment_waits_for_a_tool_resumes_bit_for_bit(fol
     options = ServerOptions(str(folder / "model"), deterministic=True, load_weights=False)
     with SglangServer(options, own / "sglang.log", start_timeout_s=400.0) as server:
         words = ("schedule.mode=tppo", "batch.window_tokens=8", "run.num_steps=4", "run.save_every_steps=2", f"rollout.urls=[{server.url}]")
+        words += ("algorithm.ignore_boundary_tokens=1",)
         status, output = run(own, "train", f"run.output_dir={own}/whole", *words)
         assert status == 0, output
         kill_and_resume(own, own / "killed", *words)
