@@ -29,12 +29,12 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           73043   467     634
-core            54284   363     505
+whole           73050   467     634
+core            54291   363     505
 .                 181     4       5
 agents           3214    19      38
 algorithms       3332    24      17
-config           4109    22      76
+config           4116    22      76
 data             3872    18      27
 environments      553     4      10
 families         1801    22      21

@@ -79,13 +79,18 @@ def needs_reference(config: Config) -> bool:
     return config.algorithm.kl.place is not KlPlace.none
 
 
-def reference_folders(config: Config) -> dict[str, str]:
-    """Map the names of the references that the trainer loads to their folders; ``reference.TYPE`` is that of a prompt type."""
+def references(config: Config) -> dict[str, str]:
+    """Map the names of the run's references to their folders or servers; ``reference.TYPE`` is that of a prompt type."""
     if not needs_reference(config):
         return {}
     own = {f"reference.{name}": path for name, path in config.reference.path_by_type.items()}
-    paths = {"reference": config.reference.path or config.policy.path, **own}
-    return {name: path for name, path in paths.items() if not (is_served(path) or (name == "reference" and shares_base(config)))}
+    return {"reference": config.reference.path or config.policy.path, **own}
+
+
+def reference_folders(config: Config) -> dict[str, str]:
+    """The part of ``references`` that the trainer loads."""
+    found = references(config).items()
+    return {name: path for name, path in found if not (is_served(path) or (name == "reference" and shares_base(config)))}
 
 
 def shares_base(config: Config) -> bool:

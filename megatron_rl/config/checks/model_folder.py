@@ -42,7 +42,8 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
     if family is None:
         yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(families())}"
         return
-    yield from _lengths(config, command, model, path)
+    tokens = _tokens(path.parent / "tokenizer.json", "policy.path")
+    yield from _lengths(config, command, model, path, max(tokens, default=-1))
     if command in SERVED_COMMANDS:
         yield from engine_problems(model, path)
         yield from cpu_problems(model, path) if on_cpu else ()
@@ -54,7 +55,7 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
         if family.vision is None and settings != VisionConfig():
             yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
     if command in RL_COMMANDS:
-        yield from _other_tokens(config)
+        yield from _other_tokens(config, tokens)
         served = [key for key, reference in references(config).items() if is_served(reference)]
         if family.vision is not None and served:
             yield f"{served[0]}: a server gets tokens, and no images of {model_type}; give the reference's folder"
@@ -69,9 +70,11 @@ def problems(config: Config, command: str, *, on_cpu: bool = False) -> Iterator[
         yield from (of_critic(problem) for problem in _divisions(config.critic.parallel, model, path))
 
 
-def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) -> Iterator[str]:
-    """Yield a problem for a token id outside the vocabulary, and for prompt plus response longer than the model's context."""
-    largest = max(_tokens(path.parent / "tokenizer.json", "policy.path"), default=-1)
+def _lengths(config: Config, command: str, model: dict[str, Any], path: Path, largest: int) -> Iterator[str]:
+    """Yield a problem for a token id outside the vocabulary, and for prompt plus response longer than the model's context.
+
+    ``largest``: the tokenizer's largest token id; -1 if it is unknown.
+    """
     if largest >= model.get("vocab_size", largest + 1):
         yield (
             f"policy.path: vocabulary mismatch: the largest id in {path.parent / 'tokenizer.json'} is {largest}, but {path} "
@@ -150,9 +153,8 @@ def _adapters(name: str, lora: LoraConfig, layout: ParallelConfig, model: dict[s
         )
 
 
-def _other_tokens(config: Config) -> Iterator[str]:
-    """Yield the references whose tokenizer is not the policy's: the divergence is taken token by token."""
-    own = _tokens(Path(config.policy.path) / "tokenizer.json", "policy.path")
+def _other_tokens(config: Config, own: dict[int, str]) -> Iterator[str]:
+    """Yield the references whose tokenizer is not the policy's, ``own``: the divergence is taken token by token."""
     for key, folder in references(config).items():
         other = _tokens(Path(folder) / "tokenizer.json", key) if folder else {}
         if differing := [token_id for token_id in sorted(own.keys() & other.keys()) if own[token_id] != other[token_id]]:
