@@ -7,7 +7,7 @@ attention and experts) and experts; rank 0 writes OUT/results.pt, a dict by scen
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -233,6 +233,20 @@ class Trial:
 def set_overlap(overlaps: bool) -> None:
     ddp._can_overlap = lambda chunks: overlaps
     ddp._BUCKET_SIZE = 2000 if overlaps else None
+
+
+def run_cases(cases: Mapping[int, Sequence[Any]], run_case: Callable[[Any, Path, Path, topologies.Topology], Any]) -> None:
+    """Run the cases of this number of ranks, each in its layout; the arguments are MODELS and OUT, and rank 0 writes OUT/results.pt."""
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    results = {}
+    for case in cases[int(os.environ.get("WORLD_SIZE", "1"))]:
+        set_overlap(case.overlaps)
+        place = topologies.initialize(parse_layout(case.layout, ParallelConfig(collective_timeout_s=120.0))[0], seed=1)
+        results[case.name] = run_case(case, models, out, place)
+        topologies.destroy()
+    if place.rank == 0:
+        torch.save(results, out / "results.pt")
 
 
 def parallel_of(scenario: Scenario) -> ParallelConfig:

@@ -3,8 +3,6 @@
 Usage: freeze_worker.py MODELS OUT; rank 0 writes OUT/results.pt, a dict by case.
 """
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ import torch
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
-from tests.integration.engine_worker import ALGORITHM, LENGTHS, make_batch, set_overlap
+from tests.integration.engine_worker import ALGORITHM, LENGTHS, make_batch, run_cases
 
 NUM_STEPS = 7
 ATTENTION = ("*.self_attn.*",)
@@ -110,18 +107,5 @@ def run_case(case: Case, models: Path, out: Path, place: Topology) -> dict[str, 
     return {**results, "norms": norms, "after": run.weights(run.engine)}
 
 
-def main() -> None:
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    results = {}
-    for case in CASES[int(os.environ.get("WORLD_SIZE", "1"))]:
-        set_overlap(case.overlaps)
-        place = topologies.initialize(parse_layout(case.layout, ParallelConfig(collective_timeout_s=120.0))[0], seed=1)
-        results[case.name] = run_case(case, models, out, place)
-        topologies.destroy()
-    if place.rank == 0:
-        torch.save(results, out / "results.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES, run_case)

@@ -3,8 +3,6 @@
 Usage: lora_worker.py MODELS OUT; rank 0 writes OUT/results.pt, a dict by case. MODELS has a folder for each model of the cases.
 """
 
-import os
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ import torch
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import Dtype, Init, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.families.parameters import Role
-from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
-from tests.integration.engine_worker import ALGORITHM, LENGTHS, make_batch, set_overlap
+from tests.integration.engine_worker import ALGORITHM, LENGTHS, make_batch, run_cases
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3, max_grad_norm=0.5)
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -142,21 +139,5 @@ def run_case(case: Case, models: Path, out: Path, place: Topology) -> dict[str, 
     return results
 
 
-def main() -> None:
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    only = sys.argv[3:]
-    torch.set_num_threads(1)
-    results = {}
-    for case in CASES[int(os.environ.get("WORLD_SIZE", "1"))]:
-        if only and case.name not in only:
-            continue
-        set_overlap(case.overlaps)
-        place = topologies.initialize(parse_layout(case.layout, ParallelConfig(collective_timeout_s=120.0))[0], seed=1)
-        results[case.name] = run_case(case, models, out, place)
-        topologies.destroy()
-    if place.rank == 0:
-        torch.save(results, out / "results.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES, run_case)
