@@ -29,7 +29,7 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           73050   467     634
+whole           73053   467     634
 core            54291   363     505
 .                 181     4       5
 agents           3214    19      38
@@ -55,7 +55,7 @@ commands         1364    22       0
 desk                1     1       0
 desk/costs       1264     8      13
 desk/doctor      3060    17      13
-desk/plan        2099    11      11
+desk/plan        2102    11      11
 desk/report      1776     9       8
 desk/simulate    2844    16      26
 desk/watch        879     5       5

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TRL = "_trl"
+from bench_trl import TRL, refuse_without_trl
+
 RANK, LEARNING_RATE = 16, 1.0e-4
 KINDS = ("all weights", "adapters")
 
@@ -61,8 +62,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not Path(arguments.start, "task", "sft.jsonl").is_file():
         parser.error(f"--start: expected task/sft.jsonl in {arguments.start}; make it with examples/arithmetic/warm_start.sh")
-    if not arguments.trl_python:
-        parser.error("--trl-python: expected the Python of an environment with trl and peft")
+    refuse_without_trl(parser, arguments.trl_python)
     return arguments
 
 

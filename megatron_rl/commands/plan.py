@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.config.derived import shares_devices
     from megatron_rl.desk.plan.gpu_splits import splits, splits_near
-    from megatron_rl.desk.plan.plan_ranking import PlanRanking
+    from megatron_rl.desk.plan.plan_ranking import PlanRanking, in_order
     from megatron_rl.desk.plan.plan_request import make_plan_request
     from megatron_rl.desk.plan.plan_search import PlanSearch
     from megatron_rl.desk.plan.plan_tables import PlanReport, no_plan_message, print_plans, recipe_text
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     request = make_plan_request(arguments)
     search = PlanSearch(request.config, request.facts, request.gpu, request.pinned)
     ranking = PlanRanking(request.config, request.facts["policy"], request.gpu, request.workload, request.windows, arguments.seed)
-    found = list(splits(search, arguments.gpus))
-    layouts = ranking.by_bound(found)
-    if best := next((one for one in layouts if not shares_devices(one.rollout)), None):
-        layouts = ranking.by_bound([*found, *splits_near(search, arguments.gpus, best)])
+    bounds = list(ranking.bounds(splits(search, arguments.gpus)))
+    if best := next((one for one in in_order(bounds) if not shares_devices(one.rollout)), None):
+        bounds += ranking.bounds(splits_near(search, arguments.gpus, best))
+    layouts = in_order(bounds)
     plans = ranking.rank(layouts, max(arguments.top, arguments.choose))
     if not plans:
         raise UserError(no_plan_message(search, arguments.gpus, arguments.gpu))

@@ -3,7 +3,6 @@
 Tensors of the base model are read, merged and written one at a time.
 """
 
-import math
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from megatron_rl.models.hf.adapter_folder import (
 )
 from megatron_rl.models.hf.folder import FolderWriter
 from megatron_rl.models.hf.tensor_sources import CheckpointSource, WeightsError
+from megatron_rl.models.lora import scale_of
 from megatron_rl.models.torch_dist import MegatronCheckpoint
 from megatron_rl.system.files.atomic_files import atomic_folder
 
@@ -48,7 +48,7 @@ def merge_adapters(
     )
     is_checkpoint = (source / "metadata.json").is_file()
     adapters = _from_checkpoint(config, source, lora) if is_checkpoint else read_adapter(source, config, lora)
-    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    scale = scale_of(lora)
     weights, num_tensors = CheckpointSource(base, stacked_shapes(config)), 0
     with atomic_folder(target) as folder:
         writer = FolderWriter(base, folder, target=target, max_shard_bytes=max_shard_bytes)

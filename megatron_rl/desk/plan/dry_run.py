@@ -23,7 +23,7 @@ from megatron_rl.config.schema import Config, Dtype, ParallelConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.plan.memory_table import print_memory
-from megatron_rl.families.adapters import adapted_linears
+from megatron_rl.models.hf.adapter_folder import adapter_shapes
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import make_graph
 from megatron_rl.system.command_line.terminal import LINES
@@ -80,9 +80,7 @@ def _lora_notes(config: Config, command: str) -> Iterator[str]:
     lora, model = config.policy.lora, load_hf_config(config.policy.path)
     number_bytes = 4 if config.policy.dtype is Dtype.float32 else 2
     whole = number_bytes * num_parameters(model)
-    linears = adapted_linears(model, lora.targets, lora.rank)
-    shapes = [shape for linear in linears for entry in (linear.a, linear.b) for shape in linear.adapted(entry).values()]
-    adapters = number_bytes * sum(math.prod(shape) for shape in shapes)
+    adapters = number_bytes * sum(math.prod(shape) for shape in adapter_shapes(model, lora.targets, lora.rank).values())
     yield f"policy.lora: adapters of {adapters / number_bytes:,.0f} parameters train, {adapters / whole:.2%} of the model"
     if command not in RL_COMMANDS:
         return

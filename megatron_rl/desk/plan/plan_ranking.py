@@ -96,7 +96,7 @@ class PlanRanking:
 
     def by_bound(self, found: Iterable[GpuSplit]) -> list[Config]:
         """Return all plans, those with the lowest bounds first."""
-        return [config for _, config in sorted(self._bounds(found), key=lambda pair: _order(*pair))]
+        return in_order(self.bounds(found))
 
     def rank(self, configs: Sequence[Config], number: int, more: int = _MORE) -> list[RankedPlan]:
         """Return the ``number`` fastest of ``configs``, which are in the order of their bounds; ``more`` others are simulated too."""
@@ -114,7 +114,7 @@ class PlanRanking:
         passes = 3.0 + 4.0 * needs_critic(self.config) + needs_reference(self.config)
         return response_gpu_seconds(self.facts, self.gpu, responses=responses, prompts=prompts, passes=passes)
 
-    def _bounds(self, found: Iterable[GpuSplit]) -> Iterator[tuple[float, Config]]:
+    def bounds(self, found: Iterable[GpuSplit]) -> Iterator[tuple[float, Config]]:
         """Yield (lower bound on the seconds per finished response, plan).
 
         The publish may be shorter than in the bound: its seconds are taken from the trainer's first server configuration.
@@ -196,6 +196,11 @@ class PlanRanking:
             served = [replace(step, server_s=server_s) for step, server_s in zip(steps, seconds, strict=True)]
             works[key] = [work_of(one, step) for step, one in enumerate(served)]
         return RankedPlan(config, compute_means(on_clock(scenario, works[key], timing)))
+
+
+def in_order(bounds: Iterable[tuple[float, Config]]) -> list[Config]:
+    """Return the plans of ``PlanRanking.bounds``, those with the lowest bounds first."""
+    return [config for _, config in sorted(bounds, key=lambda pair: _order(*pair))]
 
 
 def _num_steps(scenario: Scenario) -> int:
