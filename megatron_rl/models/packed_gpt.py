@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -109,6 +110,10 @@ def _build_chunk(
         **model_kwargs,
     )
     install_rope(model, hf_config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("softmax_offset"):
+            # Split over the ranks, which neither Megatron nor Transformer Engine marks: norms would count one rank's heads.
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     model.real_vocab_size = text_config(hf_config).vocab_size
     follow_traces(model)
     model.to(dtype)
