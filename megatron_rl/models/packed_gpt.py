@@ -6,12 +6,12 @@ parameters, and the attention plan.
 """
 
 import functools
+import re
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from megatron_rl.models.layers.moe import check_moe, install_dispatcher, moe_kwa
 from megatron_rl.models.layers.rope import install_rope
 from megatron_rl.models.layers.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 from megatron_rl.models.layers.torch_layers import (
+    SPLIT_GRADIENT_MARK,
     PackedGPTModel,
     block_spec,
     has_transformer_engine,
@@ -49,6 +50,8 @@ from megatron_rl.parallel.topology import local_device
 
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
 
+_OWN_OF_RANK = re.compile(r"\.softmax_offset$|\.experts\..*linear_fc2\.bias\d*$")
+"""Vectors that differ between tensor-parallel ranks, which Megatron and Transformer Engine mark as copies: sinks and experts' biases."""
 PAD_TOKEN_ID = 0
 """Token that pads the pack under sequence parallelism; the padding is a separate sequence without results."""
 
@@ -111,9 +114,10 @@ def _build_chunk(
     )
     install_rope(model, hf_config)
     for name, parameter in model.named_parameters():
-        if name.endswith("softmax_offset"):
-            # Split over the ranks, which neither Megatron nor Transformer Engine marks: norms would count one rank's heads.
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        if _OWN_OF_RANK.search(name):
+            # Without the first mark norms count those of one rank only; by the second, ranks with other experts would sum the gradients.
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+            setattr(parameter, SPLIT_GRADIENT_MARK, False)
     model.real_vocab_size = text_config(hf_config).vocab_size
     follow_traces(model)
     model.to(dtype)
