@@ -24,7 +24,7 @@ from tests.integration.models_worker import pack
 from tests.vision_batches import hf_logits, make_vision_batch
 
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 ATOL = 2e-4
@@ -115,6 +115,18 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             del text["norm_topk_prob"]
     elif family == "mixtral":
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
+    elif family == "gpt_oss":
+        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
+        text |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": chosen,
+            "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
+            "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
+        }
+        if draw.random() < 0.7:
+            text["layer_types"] = kinds
+        if draw.random() < _ODD:
+            text["swiglu_alpha"] = 1.5
     elif family in ("deepseek_v3", "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {

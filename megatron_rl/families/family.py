@@ -123,6 +123,14 @@ class Family:
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """True if the family reads ``partial_rotary_factor``, which other families do not know."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Supported values in ``layer_types``."""
+    window: Callable[[ModelConfig, int], int | None] = lambda config, layer: None
+    """Function (config, layer index) that returns the number of tokens that a token attends to, itself included; None: all."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Maps keys of ``parallel`` that must be 1 to the reason."""
+    reads_mxfp4: bool = False
+    """True if the family's files may store experts in 4-bit floating point with shared scales (MXFP4)."""
     num_mtp_layers: str = ""
     """Field of config.json with the number of multi-token-prediction layers; empty if the family has none."""
     served: SGLangSupport = field(default_factory=SGLangSupport)
