@@ -81,6 +81,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
         from sglang.srt.runtime_context import get_lora
 
+        from megatron_rl.cpu import sglang_delta_net
+
+        sglang_delta_net.install(model)
         # The fused decoder does not run SGLang's layers, and so no adapter.
         if get_lora().enable_lora:
             from megatron_rl.cpu import sglang_layers, sglang_lora

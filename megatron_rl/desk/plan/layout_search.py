@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.config.layout import expert_tensor_size, first_chunk_layers, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.family import ModelConfig, family_of
-from megatron_rl.families.model_facts import as_config, dims, split_sizes, text_config
+from megatron_rl.families.model_facts import as_config, dims, has_linear_attention, split_sizes, text_config
 from megatron_rl.families.vision_encoder import num_deepstack
 
 _MOST_CONTEXTS = 32
@@ -54,7 +54,7 @@ def shape_of(facts: ModelConfig) -> ModelShape:
     sizes, vision = dims(facts), getattr(facts, "vision_config", None)
     images = num_deepstack(as_config(vision) if isinstance(vision, dict) else vision) if vision else 0
     shared = tuple(split_sizes(facts).items())
-    needs_sequence = bool(sizes["experts"]) or family_of(facts).is_latent
+    needs_sequence = bool(sizes["experts"]) or family_of(facts).is_latent or has_linear_attention(facts)
     return ModelShape(text_config(facts).num_hidden_layers, sizes["experts"], sizes["expert_ffn"], shared, images, needs_sequence)
 
 

@@ -1,0 +1,74 @@
+"""Qwen3-Next: linear and gated attention, experts with a gated shared expert."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
+from megatron_rl.families.layer_rules import DENSE_MLP, EXPERTS, NORMS, gated_mlp, moe_kwargs
+from megatron_rl.families.linear_attention import (
+    FRESH,
+    GATED_ATTENTION,
+    INTERLEAVED,
+    attention_kwargs,
+    is_linear,
+    sizes,
+)
+from megatron_rl.families.model_facts import as_config, dims, layer_kinds
+from megatron_rl.families.qwen3_moe import NUM_EXPERTS, in_layer
+from megatron_rl.families.sglang_limits import OTHERWISE, rope_of
+from megatron_rl.families.transforms import Replicated
+
+SHARED_EXPERT = (
+    *gated_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_ffn"),
+    Rule("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": ("one", "hidden")}, Replicated()),
+)
+
+
+def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:
+    has_experts, linear = layer_kinds(config)[index]
+    attention = INTERLEAVED if linear else GATED_ATTENTION
+    return (*NORMS, *attention, *((*EXPERTS, *SHARED_EXPERT) if has_experts else DENSE_MLP))
+
+
+def expert_kwargs(config: ModelConfig) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig for experts with a gated shared expert."""
+    return dict(
+        moe_kwargs(config),
+        moe_shared_expert_intermediate_size=dims(config)["shared_ffn"],
+        moe_shared_expert_gate=True,
+    )
+
+
+def _transformer_kwargs(config: ModelConfig) -> dict[str, Any]:
+    return attention_kwargs(config) | expert_kwargs(config) | dict(moe_router_pre_softmax=not config.norm_topk_prob)
+
+
+def _problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
+    """SGLang's own configuration of the model reads other fields than transformers."""
+    text, interval = as_config(model), model.get("full_attention_interval")
+    layers = range(model["num_hidden_layers"])
+    if interval is None or any(is_linear(text, index) is not bool((index + 1) % interval) for index in layers):
+        yield (
+            f"{where}: full_attention_interval={interval} and layer_types: SGLang's qwen3_next reads the interval alone; write one that "
+            f"gives the same layers, or {OTHERWISE}"
+        )
+    rotated, read = rope_of(model).get("partial_rotary_factor"), model.get("partial_rotary_factor", 0.25)
+    if rotated not in (None, read):
+        yield (
+            f"{where}: partial_rotary_factor {rotated} in rope_parameters: SGLang's qwen3_next reads {read} next to them; write "
+            f"partial_rotary_factor={rotated} there"
+        )
+
+
+FAMILY = Family(
+    layer=_layer,
+    transformer_kwargs=_transformer_kwargs,
+    forbidden={"attention_bias": False, "use_sliding_window": False},
+    experts=Experts(in_layer=in_layer, number=NUM_EXPERTS),
+    takes_partial_rotary=True,
+    is_linear=is_linear,
+    sizes=sizes,
+    fresh=FRESH,
+    mtp_prefix="mtp.",
+    served=SGLangSupport(omitted="self_attn.", is_sparse_everywhere=True, is_never_tied=True, problems=_problems),
+)
