@@ -131,11 +131,11 @@ LINEAR_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(
         model_type="qwen3_next",
         **LINEAR,
-        num_hidden_layers=5,
+        num_hidden_layers=4,
         head_dim=16,
-        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+        layer_types=["linear_attention", "linear_attention", "full_attention", "full_attention"],
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 44},
-        **{"mlp_only_layers": [1, 4], "norm_topk_prob": False},
+        **{"mlp_only_layers": [1, 3], "norm_topk_prob": False},
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
     ),
     # one value head per key head, of another width; whole heads rotate

@@ -31,7 +31,7 @@ _TIMEOUT_S = 1800.0
 """Time limit of one launch."""
 _MAX_RANKS_PER_CORE = 16
 _LAYOUT_WIDTH = len("reference")
-_SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
+_SP_ADDED = "run with sp: this model's experts, latent or linear attention need it with tensor parallelism"
 
 
 @dataclass(frozen=True)
