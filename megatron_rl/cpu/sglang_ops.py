@@ -46,6 +46,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.disable_overlap_schedule = True
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
+        if server_args.dtype == "float32":
+            # Linear attention keeps the convolution's last inputs in bfloat16 otherwise.
+            os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         sglang_start.skip_unserved_models(server_args)
 
     def init_backend(self) -> None:

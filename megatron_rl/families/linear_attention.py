@@ -6,12 +6,13 @@ head's output, and a part of each head rotates. All norms scale by 1 + weight, e
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.families.family import ModelConfig, Rule
 from megatron_rl.families.layer_rules import QK_NORM
-from megatron_rl.families.model_facts import has_linear_attention, layer_kinds, text_config
+from megatron_rl.families.model_facts import as_config, has_linear_attention, layer_kinds, text_config
+from megatron_rl.families.sglang_limits import OTHERWISE, rope_of
 from megatron_rl.families.transforms import ColumnParallel, GatedQKV, Replicated, RowParallel, Sections, Transform
 
 GATED_ATTENTION = (
@@ -105,6 +106,24 @@ def sizes(text: ModelConfig) -> dict[str, int]:
         "in_proj_b_rows": heads,
         "in_proj_a_rows": heads,
     }
+
+
+def served_problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield a message for each field that SGLang's own configuration of these models reads differently from transformers."""
+    text, rope, interval = as_config(model), rope_of(model), model.get("full_attention_interval")
+    layers = range(model["num_hidden_layers"])
+    if not interval or any(is_linear(text, index) is not bool((index + 1) % interval) for index in layers):
+        yield (
+            f"{where}: full_attention_interval={interval}: SGLang's {model['model_type']} reads it instead of layer_types; write one "
+            f"that gives the same layers, or {OTHERWISE}"
+        )
+    for name, default in (("partial_rotary_factor", 0.25), ("rope_theta", 10000.0)):
+        served = model.get(name, default)
+        if rope.get(name, served) != served:
+            yield (
+                f"{where}: {name}={rope[name]} in rope_parameters: SGLang's {model['model_type']} takes {served}, from beside "
+                f"rope_parameters; write {name}={rope[name]} there too"
+            )
 
 
 def attention_kwargs(config: ModelConfig) -> dict[str, Any]:

@@ -2,7 +2,15 @@
 
 from megatron_rl.families.family import JOINED, Family, ModelConfig, Rule, SGLangSupport
 from megatron_rl.families.layer_rules import DENSE_MLP, NORMS
-from megatron_rl.families.linear_attention import FRESH, GATED_ATTENTION, SEPARATE, attention_kwargs, is_linear, sizes
+from megatron_rl.families.linear_attention import (
+    FRESH,
+    GATED_ATTENTION,
+    SEPARATE,
+    attention_kwargs,
+    is_linear,
+    served_problems,
+    sizes,
+)
 from megatron_rl.families.model_facts import layer_kinds
 
 
@@ -27,6 +35,7 @@ FAMILY = Family(
             "in_proj_z": ("in_proj_qkvz", 1),
             "in_proj_b": ("in_proj_ba", 0),
             "in_proj_a": ("in_proj_ba", 1),
-        }
+        },
+        problems=served_problems,
     ),
 )

@@ -1,6 +1,5 @@
 """Qwen3-Next: linear and gated attention, experts with a gated shared expert."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
@@ -11,11 +10,11 @@ from megatron_rl.families.linear_attention import (
     INTERLEAVED,
     attention_kwargs,
     is_linear,
+    served_problems,
     sizes,
 )
-from megatron_rl.families.model_facts import as_config, dims, layer_kinds
+from megatron_rl.families.model_facts import dims, layer_kinds
 from megatron_rl.families.qwen3_moe import NUM_EXPERTS, in_layer
-from megatron_rl.families.sglang_limits import OTHERWISE, rope_of
 from megatron_rl.families.transforms import Replicated
 
 SHARED_EXPERT = (
@@ -43,23 +42,6 @@ def _transformer_kwargs(config: ModelConfig) -> dict[str, Any]:
     return attention_kwargs(config) | expert_kwargs(config) | dict(moe_router_pre_softmax=not config.norm_topk_prob)
 
 
-def _problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
-    """SGLang's own configuration of the model reads other fields than transformers."""
-    text, interval = as_config(model), model.get("full_attention_interval")
-    layers = range(model["num_hidden_layers"])
-    if interval is None or any(is_linear(text, index) is not bool((index + 1) % interval) for index in layers):
-        yield (
-            f"{where}: full_attention_interval={interval} and layer_types: SGLang's qwen3_next reads the interval alone; write one that "
-            f"gives the same layers, or {OTHERWISE}"
-        )
-    rotated, read = rope_of(model).get("partial_rotary_factor"), model.get("partial_rotary_factor", 0.25)
-    if rotated not in (None, read):
-        yield (
-            f"{where}: partial_rotary_factor {rotated} in rope_parameters: SGLang's qwen3_next reads {read} next to them; write "
-            f"partial_rotary_factor={rotated} there"
-        )
-
-
 FAMILY = Family(
     layer=_layer,
     transformer_kwargs=_transformer_kwargs,
@@ -70,5 +52,5 @@ FAMILY = Family(
     sizes=sizes,
     fresh=FRESH,
     mtp_prefix="mtp.",
-    served=SGLangSupport(omitted="self_attn.", is_sparse_everywhere=True, is_never_tied=True, problems=_problems),
+    served=SGLangSupport(omitted="self_attn.", is_sparse_everywhere=True, is_never_tied=True, problems=served_problems),
 )

@@ -32,6 +32,8 @@ class ModelShape:
     """Number of layers with images, in the first stage at least."""
     needs_sequence_parallel: bool = False
     """True if tensor parallelism needs sequence parallelism."""
+    linear_heads: int = 0
+    """Key heads of linear attention, which tensor and context parallelism split; 0 without linear attention."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ def shape_of(facts: ModelConfig) -> ModelShape:
     images = num_deepstack(as_config(vision) if isinstance(vision, dict) else vision) if vision else 0
     shared = tuple(split_sizes(facts).items())
     needs_sequence = bool(sizes["experts"]) or family_of(facts).is_latent or has_linear_attention(facts)
-    return ModelShape(text_config(facts).num_hidden_layers, sizes["experts"], sizes["expert_ffn"], shared, images, needs_sequence)
+    linear = sizes["linear_key_heads"] if has_linear_attention(facts) else 0
+    layers = text_config(facts).num_hidden_layers
+    return ModelShape(layers, sizes["experts"], sizes["expert_ffn"], shared, images, needs_sequence, linear)
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -139,4 +143,6 @@ def _rules(shape: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[bool, 
     yield ep > 1 and (not shape.experts or shape.experts % ep > 0), "EP does not divide the experts"
     yield shape.experts > 0 and shape.expert_ffn % expert_tp > 0, "ETP does not divide moe_intermediate_size"
     few = first_chunk_layers(parallel, shape.layers) < shape.layers_with_images
+    over_heads = tp * parallel.context_parallel_size
+    yield shape.linear_heads % over_heads > 0, "TP x CP does not divide linear_num_key_heads"
     yield few, "the first stage has too few layers for the image features"
