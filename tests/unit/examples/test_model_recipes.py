@@ -17,6 +17,7 @@ from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank
 from megatron_rl.desk.costs.run_memory import model_folders
 from megatron_rl.desk.plan.memory_fit import check_fit
+from megatron_rl.desk.simulate import slot_simulation
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.models import policy
@@ -58,8 +59,22 @@ def test_a_config_counts_what_is_published(name):
     assert flops_cost(facts).per_token / 2e9 == pytest.approx(active, rel=0.01)
 
 
+@pytest.fixture
+def simulated_once(monkeypatch):
+    """A server of the same requests, times and limits is simulated once for all commands of a README."""
+    real, traces = slot_simulation.serve, {}
+
+    def serve(requests, timing, limits):
+        same = (*(array.tobytes() for array in vars(requests).values()), timing.decode, timing.prefill, limits)
+        if same not in traces:
+            traces[same] = real(requests, timing, limits)
+        return traces[same]
+
+    monkeypatch.setattr(slot_simulation, "serve", serve)
+
+
 @pytest.mark.parametrize("name", SIZES)
-def test_recipe_and_readme_are_what_the_plan_gives(name):
+def test_recipe_and_readme_are_what_the_plan_gives(name, simulated_once):
     for file, text in plan_models.planned(name).items():
         assert (plan_models.MODELS / name / file).read_text() == text, f"python tools/plan_models.py --write {name}"
 
