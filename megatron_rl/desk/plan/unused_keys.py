@@ -11,6 +11,7 @@ _OTHER_COMMANDS = ("sft", "critic_pretrain", "reward_train", "dpo", "label_lines
 """Sections that one command reads; a recipe may serve several commands."""
 _OF_CRITIC = ("critic.", "algorithm.lambda_critic", "algorithm.critic_", "algorithm.value_clip_", "batch.critic_", "schedule.critic_")
 _OF_SERVERS = ("num_servers", "port", "start_timeout_s", "max_restarts")
+_OF_WEIGHTS = tuple(f"algorithm.correction.{name}" for name in ("max_weight", "icepop_", "normalize"))
 _OF_WINDOWS = ("batch.window_jitter_tokens", "algorithm.ignore_boundary_tokens", "algorithm.bootstrap", "schedule.training_window_tokens")
 
 
@@ -43,7 +44,7 @@ def _unread(config: Config) -> list[tuple[str, tuple[str, ...]]]:
         (overlap_of(config.schedule) is Overlap.nothing, "full responses have no windows", _OF_WINDOWS),
         (algorithm.overlong is not Overlong.soft, f"algorithm.overlong={algorithm.overlong.value}", ("algorithm.overlong_",)),
         (not algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false", ("algorithm.dynamic_sampling.max_",)),
-        (correction.weight == "none", "algorithm.correction.weight=none", ("algorithm.correction.max_", "algorithm.correction.icepop_")),
+        (correction.weight == "none", "algorithm.correction.weight=none", _OF_WEIGHTS),
         (correction.rejection == "none", "algorithm.correction.rejection=none", ("algorithm.correction.rejection_",)),
         (not eval_sets(config), "there are neither data.eval_files nor eval.sets", ("eval.",)),
         (not config.policy.lora.rank, "policy.lora.rank=0", ("policy.lora.",)),
