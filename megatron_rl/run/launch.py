@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.checks.servers import Node
-from megatron_rl.config.derived import pretraining_folder, uses_attached_servers
+from megatron_rl.config.derived import key_in, pretraining_folder, uses_attached_servers
 from megatron_rl.config.layout import fewest_ranks
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RolloutConfig
@@ -153,7 +153,7 @@ def _attached_urls(rollout: RolloutConfig) -> list[str]:
     from megatron_rl.rollout.sglang.process.attached_server import attached_urls
 
     with contextlib.suppress(OSError):  # the source of the URLs is not up yet
-        return attached_urls(rollout.urls, rollout.urls_file, os.environ.get(rollout.api_key_env, ""))
+        return attached_urls(rollout.urls, rollout.urls_file, key_in(rollout.api_key_env))
     return []
 
 
