@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="RUN", help="a run's folder (run.output_dir)")
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
     parser.add_argument("--every", type=positive_number, default=1.0, metavar="SECONDS", help="refresh interval in seconds (default: 1)")
-    parser.add_argument("--width", type=positive_int, metavar="COLUMNS", help="with --once: width of the output (default: the terminal's, COLUMNS or 100)")
+    width = "with --once: width of the output (default: the terminal's, $COLUMNS or 100)"
+    parser.add_argument("--width", type=positive_int, metavar="COLUMNS", help=width)
 
 
 def run(arguments: argparse.Namespace) -> int:

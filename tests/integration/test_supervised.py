@@ -56,7 +56,8 @@ sft:
     record = json.loads((tmp_path / "sft" / "sft_training.json").read_text())
     # A digit that counted would cost log(10) = 2.3 nats.
     assert record["num_sequences"] == 400 and record["history"][-1]["train/loss"] <= 0.2, output
-    (stopped,) = re.findall(r"sft: stopped after (\d+) of 400 steps: the mean loss of the last 10 is 0.[12]\d*, at most sft.stop_at_loss=0.2", output)
+    said = r"sft: stopped after (\d+) of 400 steps: the mean loss of the last 10 is 0.[12]\d*, at most sft.stop_at_loss=0.2"
+    (stopped,) = re.findall(said, output)
     assert record["history"][-1]["step"] == int(stopped) < 100 and f"sft step {stopped}/400" in output
 
 

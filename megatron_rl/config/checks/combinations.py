@@ -26,6 +26,7 @@ from megatron_rl.config.schema import (
     AlgorithmConfig,
     Config,
     CorrectionConfig,
+    CriticPretrainConfig,
     FireLoss,
     KlPlace,
     OldPolicy,
@@ -37,6 +38,8 @@ from megatron_rl.config.schema import (
 from megatron_rl.system.http.addresses import server_problem
 from megatron_rl.system.plugins import PluginError, parameters
 
+_MAX_SLOTS = 2**20
+"""Largest number of responses per step, far above what the KV caches of the largest clusters hold."""
 _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
 """Options below 1 let SGLang accept drafted tokens with more than their probability."""
 
@@ -55,6 +58,13 @@ def unknown_plugins(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def problems(config: Config, command: str = "train") -> Iterator[str]:
+    if (slots := num_responses_per_step(config)) > _MAX_SLOTS:
+        yield (
+            f"batch.num_samples_per_prompt: {slots:,} responses per step (times batch.num_prompts_per_step), of which the largest "
+            f"clusters hold {_MAX_SLOTS:,}; lower one of the two"
+        )
+    if command == "critic-pretrain":
+        yield from _convergence(config.critic_pretrain)
     yield from _windows(config)
     yield from _overlap(config)
     yield from _full_responses(config)
@@ -70,6 +80,19 @@ def problems(config: Config, command: str = "train") -> Iterator[str]:
         yield from _untrained_critic(config)
     yield from _dialogue(config)
     yield from _whole_distribution(config.rollout)
+
+
+def _convergence(pretrain: CriticPretrainConfig) -> Iterator[str]:
+    """Refuse a convergence that num_steps are too few to notice."""
+    window = pretrain.settle_window
+    needed = 2 * window + max(1, window // 2) - 1
+    if window and needed > pretrain.num_steps:
+        yield (
+            f"critic_pretrain.settle_window: windows of {window} steps can converge after {needed} steps, and critic_pretrain.num_steps="
+            f"{pretrain.num_steps}; raise num_steps, or set 0 for always num_steps"
+        )
+    if pretrain.min_steps > pretrain.num_steps:
+        yield f"critic_pretrain.min_steps: expected at most critic_pretrain.num_steps={pretrain.num_steps}, got {pretrain.min_steps}"
 
 
 def _windows(config: Config) -> Iterator[str]:

@@ -143,6 +143,8 @@ def _frozen(patterns: list[str], model: dict[str, Any], path: Path) -> Iterator[
 def _adapters(name: str, lora: LoraConfig, layout: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
     if not lora.rank:
         return
+    if lora.rank > model.get("hidden_size", lora.rank):
+        yield f"{name}.lora.rank: expected at most hidden_size={model['hidden_size']} of {path}, or 0 (all weights train), got {lora.rank}"
     try:
         linears = adapted_linears(as_config(model), lora.targets, lora.rank)
     except ModelError as error:

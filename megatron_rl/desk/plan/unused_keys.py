@@ -11,6 +11,7 @@ _OTHER_COMMANDS = ("sft", "critic_pretrain", "reward_train", "dpo", "label_lines
 """Sections that one command reads; a recipe may serve several commands."""
 _OF_CRITIC = ("critic.", "algorithm.lambda_critic", "algorithm.critic_", "algorithm.value_clip_", "batch.critic_", "schedule.critic_")
 _OF_SERVERS = ("num_servers", "port", "start_timeout_s", "max_restarts")
+_OF_WEIGHTS = tuple(f"algorithm.correction.{name}" for name in ("max_weight", "icepop_", "normalize"))
 _OF_WINDOWS = ("batch.window_jitter_tokens", "algorithm.ignore_boundary_tokens", "algorithm.bootstrap", "schedule.training_window_tokens")
 
 
@@ -27,39 +28,27 @@ def unused_keys(config: Config, command: str) -> Iterator[str]:
         yield f"{', '.join(sections)}: read by other commands than `megatron-rl {command}`, which check them"
 
 
-def _unread(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (reason, beginnings of the keys that are not read because of it)."""
-    algorithm, rollout = config.algorithm, config.rollout
-    if not needs_critic(config) and not config.reward.process.path:
-        yield f"algorithm.advantage={algorithm.advantage} has no critic", _OF_CRITIC
-    if not needs_reference(config):
-        yield "algorithm.kl.place=none", ("reference.", "algorithm.kl.")
-    if not config.environment.name:
-        yield "environment.name is empty", ("environment.",)
-    if not config.reward.process.path:
-        yield "reward.process.path is empty", ("reward.process.",)
-    if config.reward.by_type:
-        yield "reward.by_type has the rewards of all types", ("reward.name", "reward.options")
-    if not rollout.fire.temperature:
-        yield "rollout.fire.temperature=0", ("rollout.fire.",)
-    if uses_attached_servers(rollout):
-        yield "its servers are attached", tuple(f"rollout.{name}" for name in _OF_SERVERS)
-    if config.schedule.mode is not Mode.async_:
-        yield f"schedule.mode={config.schedule.mode.value}", ("schedule.max_staleness", "schedule.weight_update")
-    if overlap_of(config.schedule) is Overlap.nothing:
-        yield "full responses have no windows", _OF_WINDOWS
-    if algorithm.overlong is not Overlong.soft:
-        yield f"algorithm.overlong={algorithm.overlong.value}", ("algorithm.overlong_",)
-    if not algorithm.dynamic_sampling.enabled:
-        yield "algorithm.dynamic_sampling.enabled=false", ("algorithm.dynamic_sampling.max_rounds",)
-    if algorithm.correction.weight == "none":
-        yield "algorithm.correction.weight=none", ("algorithm.correction.max_weight", "algorithm.correction.icepop_")
-    if algorithm.correction.rejection == "none":
-        yield "algorithm.correction.rejection=none", ("algorithm.correction.rejection_",)
-    if not eval_sets(config):
-        yield "there are neither data.eval_files nor eval.sets", ("eval.",)
-    for name, model in (("policy", config.policy), ("critic", config.critic)):
-        if not model.lora.rank:
-            yield f"{name}.lora.rank=0", (f"{name}.lora.",)
-    if not config.profile.steps:
-        yield "profile.steps is empty", ("profile.",)
+def _unread(config: Config) -> list[tuple[str, tuple[str, ...]]]:
+    """(reason, beginnings of the keys that are not read because of it) of each reason that holds."""
+    algorithm, rollout, process = config.algorithm, config.rollout, config.reward.process
+    correction, mode = algorithm.correction, config.schedule.mode
+    rows: list[tuple[bool, str, tuple[str, ...]]] = [
+        (not needs_critic(config) and not process.path, f"algorithm.advantage={algorithm.advantage} has no critic", _OF_CRITIC),
+        (not needs_reference(config), "algorithm.kl.place=none", ("reference.", "algorithm.kl.")),
+        (not config.environment.name, "environment.name is empty", ("environment.",)),
+        (not process.path, "reward.process.path is empty", ("reward.process.",)),
+        (bool(config.reward.by_type), "reward.by_type has the rewards of all types", ("reward.name", "reward.options")),
+        (not rollout.fire.temperature, "rollout.fire.temperature=0", ("rollout.fire.",)),
+        (uses_attached_servers(rollout), "its servers are attached", tuple(f"rollout.{name}" for name in _OF_SERVERS)),
+        (mode is not Mode.async_, f"schedule.mode={mode.value}", ("schedule.max_staleness", "schedule.weight_update")),
+        (overlap_of(config.schedule) is Overlap.nothing, "full responses have no windows", _OF_WINDOWS),
+        (algorithm.overlong is not Overlong.soft, f"algorithm.overlong={algorithm.overlong.value}", ("algorithm.overlong_",)),
+        (not algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false", ("algorithm.dynamic_sampling.max_",)),
+        (correction.weight == "none", "algorithm.correction.weight=none", _OF_WEIGHTS),
+        (correction.rejection == "none", "algorithm.correction.rejection=none", ("algorithm.correction.rejection_",)),
+        (not eval_sets(config), "there are neither data.eval_files nor eval.sets", ("eval.",)),
+        (not config.policy.lora.rank, "policy.lora.rank=0", ("policy.lora.",)),
+        (not config.critic.lora.rank, "critic.lora.rank=0", ("critic.lora.",)),
+        (not config.profile.steps, "profile.steps is empty", ("profile.",)),
+    ]
+    return [(reason, starts) for holds, reason, starts in rows if holds]

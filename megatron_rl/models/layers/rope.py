@@ -52,18 +52,59 @@ def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
 
 
 def rotate_pack(
-    rows: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: dist.ProcessGroup | None = None, **kwargs: Any
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Rotate rows [T, heads, d] of this rank, given cu_seqlens [N+1] of the whole pack and freqs [positions, 1, 1, d].
 
     ``freqs`` has one entry per position of the longest sequence, or one entry per row of the pack.
     """
     group = cp_group or parallel_state.get_context_parallel_group()
-    angles = _angles_of_rows(freqs, cu_seqlens, len(rows), group.size(), group.rank())
-    return rope_utils._apply_rotary_pos_emb_bshd(rows.unsqueeze(1), angles, *args, **kwargs).squeeze(1)
+    pack = (freqs, cu_seqlens, len(rows), group.size(), group.rank())
+    plain = freqs.shape[-1] == rows.shape[-1] and not (rotary_interleaved or multi_latent_attention)
+    if plain and rows.device.type == "cpu":
+        rotated: Tensor = _Rotation.apply(rows, *_factors_of_rows(*pack, mscale, rows.dtype))
+        return rotated
+    angles, options = _angles_of_rows(*pack), (rotary_interleaved, multi_latent_attention, mscale)
+    return rope_utils._apply_rotary_pos_emb_bshd(rows.unsqueeze(1), angles, *options).squeeze(1)
 
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotates the halves (a, b) of rows to (a cos - b sin, b cos + a sin), in less than half of the time of Megatron's on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor, swapped_sin: Tensor) -> Tensor:
+        ctx.factors = cos, swapped_sin
+        return (rows * cos).addcmul_(_swapped(rows), sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, swapped_sin = ctx.factors
+        return (grad * cos).addcmul_(_swapped(grad), swapped_sin), None, None, None
+
+
+def _swapped(rows: Tensor) -> Tensor:
+    first, second = rows.chunk(2, -1)
+    return torch.cat((second, first), -1)
+
+
+@functools.lru_cache(maxsize=1)
+def _factors_of_rows(
+    freqs: Tensor, cu_seqlens: Tensor, num_rows: int, cp_size: int, cp_rank: int, mscale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines, sines with the signs of the halves, and these with swapped halves, each [num_rows, 1, d]; cached as the angles."""
+    angles = _angles_of_rows(freqs, cu_seqlens, num_rows, cp_size, cp_rank).squeeze(1)
+    sin = angles.sin() * mscale
+    sin.chunk(2, -1)[0].neg_()
+    return (angles.cos() * mscale).to(dtype), sin.to(dtype), _swapped(sin).to(dtype)
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,7 +1,8 @@
 """Client of the fork server: starts the server, requests forks and kills of workers, and stops the server.
 
 Every method runs on the runner's event loop and waits for the fork server at most ``_REPLY_TIMEOUT_S``
-(``start_timeout_s`` while the server imports the reward). A later reply raises ForkServerLost.
+(``start_timeout_s`` while the server imports the reward). A later reply raises ForkServerLost. One request, or one start, is in
+progress at a time, so that none reads another one's reply.
 """
 
 import asyncio
@@ -71,6 +72,10 @@ class ForkServerClient:
         Raises:
             RewardError: the import failed, or took longer than ``start_timeout_s``.
         """
+        async with self._asking:
+            await self._start()
+
+    async def _start(self) -> None:
         # Packets keep the messages apart, so that requests need no length.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -117,12 +122,14 @@ class ForkServerClient:
         """Kill a worker and all processes that it started. Returns the worker's wait status."""
         # Not close(), which would wait for a worker that reads no more.
         worker.writer.transport.abort()
-        if worker.fork_server_pid != self._process.pid:
-            raise ForkServerLost("the fork server of the reward was restarted")  # which killed its workers
-        return (await self._ask({"do": "kill", "pid": worker.pid}))["status"]
+        return (await self._ask({"do": "kill", "pid": worker.pid}, of=worker.fork_server_pid))["status"]
 
-    async def _ask(self, request: dict[str, Any], *files: int) -> dict[str, Any]:
+    async def _ask(self, request: dict[str, Any], *files: int, of: int | None = None) -> dict[str, Any]:
+        """Send a request and wait for its reply. ``of``: the process that it concerns; None: any."""
         async with self._asking:
+            # Only here, because the server may be restarted while the lock is awaited.
+            if of not in (None, self._process.pid):
+                raise ForkServerLost("the fork server of the reward was restarted")  # which killed its workers
             try:
                 socket.send_fds(self._control, [json.dumps(request).encode()], files)
             except OSError as error:

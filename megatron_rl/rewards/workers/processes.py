@@ -168,9 +168,12 @@ class RewardRunner(CallQueue):
         """Keep one worker busy; replace a worker that exits, hangs or reports that it must be replaced."""
         worker: RewardWorker | None = None
         chunk: list[Item] = []
+        generation = 0
         try:
             while True:
-                generation = self._num_restarts  # before the fork: another task may restart the server meanwhile
+                if worker is None:
+                    # Of the server that forks it, so before the fork: another task may restart the server meanwhile.
+                    generation = self._num_restarts
                 try:
                     worker = worker or await self._fork_server.fork(slot_index)
                     chunk, frame = _frame(await self._take_chunk())

@@ -14,6 +14,9 @@ import psutil
 
 from megatron_rl.errors import UserError
 
+_TEMPORARY = "megatron_rl-"
+"""Beginning of a temporary folder's name; purpose, process id and random characters follow."""
+
 
 @contextmanager
 def atomic_text_file(path: str | Path) -> Iterator[TextIO]:
@@ -103,11 +106,14 @@ def remove_unfinished(parent: Path, pattern: str) -> None:
 
 
 def new_temporary_folder(purpose: str) -> Path:
-    """Create a temporary folder, which the caller removes. Folders of killed processes with the same ``purpose`` are
-    removed first."""
-    prefix = f"megatron_rl-{purpose}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        pid = left.name.removeprefix(prefix).partition("-")[0]
+    """Create a temporary folder, which the caller removes; those of killed processes are removed first."""
+    remove_abandoned_folders()
+    return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{purpose}-{os.getpid()}-"))
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the temporary folders of processes that were killed before they could."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*-*-*"):
+        pid = left.name.removeprefix(_TEMPORARY).split("-")[1]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_rl.system.files.atomic_files import new_temporary_folder
+from megatron_rl.system.files.atomic_files import new_temporary_folder, remove_abandoned_folders
 from megatron_rl.system.processes.signals import INTERRUPTED, STOP_SIGNALS, STOPPED, StopRequested
 
 if TYPE_CHECKING:
@@ -127,12 +127,13 @@ def _ranks() -> dict[int, psutil.Process]:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Create a folder and remove it at the end, together with folders that killed launchers have left."""
+    """Create a folder and remove it at the end, together with folders that killed launchers and ranks have left."""
     folder = new_temporary_folder("ranks")
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        remove_abandoned_folders()
 
 
 def _killed_by(rank: int, number: int) -> str:

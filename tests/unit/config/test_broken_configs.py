@@ -166,6 +166,9 @@ def test_every_list_and_mapping_rejects_other_containers_and_single_values(recip
         ("reward.num_workers=1000", "reward.num_workers: expected at most"),
         ("rollout.num_workers=1000", "rollout.num_workers: expected at most"),
         ("reward.memory_limit_mb=1", "reward.memory_limit_mb: expected at least 64"),
+        ("batch.num_samples_per_prompt=1000000", "batch.num_samples_per_prompt: 512,000,000 responses per step"),
+        ("policy.lora.rank=65", "policy.lora.rank: expected at most hidden_size=64"),
+        ("critic.lora.rank=1000000", "critic.lora.rank: expected at most hidden_size=64"),
         ("run.keep_best=3", "run.keep_best: the best checkpoints are chosen by eval/accuracy"),
         ("tracking.mlflow_uri='http://x y/'", "tracking.mlflow_uri: 'http://x y/' is not an address"),
         ("data.id_field=nr", "data.id_field: no row of"),
@@ -178,6 +181,15 @@ def test_every_list_and_mapping_rejects_other_containers_and_single_values(recip
 )
 def test_impossible_values_are_rejected_with_their_key(recipe, override, words):
     assert words in refusal(recipe, [override])
+
+
+def test_a_convergence_that_no_step_can_reach_is_refused(recipe):
+    for values, words in {
+        ("settle_window=10", "num_steps=23"): "windows of 10 steps can converge after 24 steps",
+        ("min_steps=24", "num_steps=23"): "min_steps: expected at most critic_pretrain.num_steps=23",
+    }.items():
+        assert words in refusal(recipe, [f"critic_pretrain.{value}" for value in values], command="critic-pretrain")
+    dry_run(recipe, ["critic_pretrain.settle_window=10", "critic_pretrain.num_steps=24"], command="critic-pretrain")
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.yaml/below"])

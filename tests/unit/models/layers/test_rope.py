@@ -41,6 +41,21 @@ def test_rotate_pack_equals_megatron(
         assert torch.equal(rotate_pack(rows, cu_seqlens, freqs, **options), expected)
 
 
+@pytest.mark.parametrize("mscale", [1.0, 1.2])
+def test_whole_rows_on_a_cpu_rotate_as_megatrons_do_with_their_gradients(mscale: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    cu_seqlens = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    # Queries are slices of a larger tensor. The two halves of the angles need not be equal.
+    rows = torch.randn(8, 3, 24, dtype=torch.float64, generator=generator)[..., 8:16].requires_grad_()
+    freqs = torch.randn(6, 1, 1, 8, dtype=torch.float64, generator=generator)
+    grad = torch.randn(8, 3, 8, dtype=torch.float64, generator=generator)
+    options = dict(mscale=mscale, cp_group=group(1, 0))
+    ours, theirs = rotate_pack(rows, cu_seqlens, freqs, **options), MEGATRONS(rows, cu_seqlens, freqs, **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(one, rows, grad) for one in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_rotate_pack_replaces_megatrons_function() -> None:
     assert rope_utils._apply_rotary_pos_emb_thd is rotate_pack is not MEGATRONS
 

@@ -96,8 +96,8 @@ def test_bfloat16_on_a_cpu_is_reported_because_a_gpu_may_be_hidden() -> None:
 @pytest.mark.parametrize("shape", [(7, 1, 64), (5, 4, 16), (1, 3)])
 def test_rms_norm_on_a_cpu_equals_pytorchs_with_its_gradients(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(len(shape))
-    norm = layers._LocalNorm(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"), shape[-1], 1e-6)
-    norm = norm.double()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm")
+    norm = layers._LocalNorm(config, shape[-1], 1e-6).double()
     torch.nn.init.normal_(norm.weight, generator=generator)
     # Heads are slices of a larger tensor, and their gradients are transposed.
     rows = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64, generator=generator)[..., : shape[-1]].requires_grad_()

@@ -2,12 +2,20 @@
 
 import os
 import stat
+import subprocess
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.system.files.atomic_files import atomic_text_file, replace_folder, write_atomic
+from megatron_rl.system.files.atomic_files import (
+    atomic_text_file,
+    new_temporary_folder,
+    remove_abandoned_folders,
+    replace_folder,
+    write_atomic,
+)
 
 
 def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
@@ -57,3 +65,19 @@ def test_a_file_that_cannot_be_written_is_named_by_its_own_name(tmp_path: Path, 
     with pytest.raises(OSError, match=rf"cannot be written \(({why})") as error:
         write_atomic(tmp_path / name, "text")
     assert error.value.filename == str(tmp_path / name)
+
+
+def test_temporary_folders_of_killed_processes_are_removed_and_those_of_running_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for left in (f"megatron_rl-sglang-{gone.pid}-a1", f"megatron_rl-ranks-{gone.pid}-b2"):
+        (tmp_path / left / "sockets").mkdir(parents=True)
+    others = [tmp_path / name for name in ("megatron_rl-notes", f"other-sglang-{gone.pid}-a1", "megatron_rl-sglang-x-a1")]
+    for other in others:
+        other.mkdir()
+    own = new_temporary_folder("ranks")
+    remove_abandoned_folders()
+    assert sorted(tmp_path.iterdir()) == sorted([own, *others])
