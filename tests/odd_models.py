@@ -115,18 +115,6 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             del text["norm_topk_prob"]
     elif family == "mixtral":
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
-    elif family == "gpt_oss":
-        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
-        text |= {
-            "num_local_experts": experts,
-            "num_experts_per_tok": chosen,
-            "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
-            "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
-        }
-        if draw.random() < 0.7:
-            text["layer_types"] = kinds
-        if draw.random() < _ODD:
-            text["swiglu_alpha"] = 1.5
     elif family in ("deepseek_v3", "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {
@@ -153,8 +141,23 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
         }
         if draw.random() < 0.9:
             text["num_key_value_heads"] = text["num_attention_heads"]
+    if family == "gpt_oss":
+        _windowed_experts(text, draw, experts, chosen)
     if family == "glm4_moe":
         text |= {"attention_bias": draw.random() < 0.5, "use_qk_norm": draw.random() < 0.5}
+
+
+def _windowed_experts(text: dict[str, Any], draw: random.Random, experts: int, chosen: int) -> None:
+    text |= {
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen,
+        "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
+        "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
+    }
+    if draw.random() < 0.7:
+        text["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
+    if draw.random() < _ODD:
+        text["swiglu_alpha"] = 1.5
 
 
 def _rope(family: str, text: dict[str, Any], draw: random.Random) -> None:
