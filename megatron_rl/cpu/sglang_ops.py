@@ -52,6 +52,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.disable_hybrid_swa_memory = True
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
+        if server_args.dtype == "float32":
+            # Linear attention keeps the convolution's last inputs in bfloat16 otherwise.
+            os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         sglang_start.skip_unserved_models(server_args)
 
     def init_backend(self) -> None:
@@ -89,6 +92,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
         from sglang.srt.runtime_context import get_lora
 
+        from megatron_rl.cpu import sglang_delta_net
+
+        sglang_delta_net.install(model)
         # The fused decoder does not run SGLang's layers, and so no adapter.
         if get_lora().enable_lora:
             from megatron_rl.cpu import sglang_layers, sglang_lora

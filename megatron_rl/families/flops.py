@@ -3,6 +3,8 @@
 The cost is the matrix products of the language model's forward pass, two operations per multiply-add:
 
 - every weight matrix that a token passes: 2 * size; for a mixture, only the fraction of experts a token is routed to;
+- linear attention: three products with the state of each value head (read, write, query), and the products within a
+  chunk of 64 tokens by which its recurrence runs in parallel (arXiv 2412.06464);
 - causal attention: each token's query against all keys up to its own, and the same number of values. These are
   length * (length + 1) / 2 pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations per layer.
   In layers with a window, a token attends to at most that many tokens, itself included.
@@ -19,11 +21,12 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_rl.families.family import ModelConfig, family_of
-from megatron_rl.families.model_facts import dims, has_experts, text_config
+from megatron_rl.families.model_facts import dims, layer_kinds, text_config
 from megatron_rl.families.parameters import Role
 
+_CHUNK_TOKENS = 64
 _QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
-"""Tensors whose rows are the queries of all heads."""
+"""Tensors that make the queries of all heads."""
 _OUTPUTS = ("self_attn.o_proj.weight",)
 """Tensors whose columns are the attended values of all heads."""
 
@@ -56,19 +59,29 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     Raises ValueError for a model family without a table.
     """
     sizes, text = dims(hf_config), text_config(hf_config)
-    # One layer of each kind is enough: the matrices of a model's layers differ only by having experts or not.
-    kinds = has_experts(hf_config)
+    # One layer of each kind is enough.
+    kinds = layer_kinds(hf_config)
     layers = {_matrices(hf_config, kinds.index(kind)): number for kind, number in Counter(kinds).items()}
     per_token = 2.0 * sum(
         number * sum(_passed_weights(matrix, text, sizes) for matrix in layer) for layer, number in layers.items()
     )
     per_token += 2.0 * sizes["hidden"] * (1 if role == "critic" else sizes["vocab"])
+    per_token += 2.0 * sum(kind.is_linear for kind in kinds) * _recurrence(sizes)
     widths = {kind: _attention_width(_matrices(hf_config, kinds.index(kind)), sizes) for kind in set(kinds)}
     per_pair: dict[int | None, float] = {}
     for layer, kind in enumerate(kinds):
         window = family_of(hf_config).window(text, layer)
         per_pair[window] = per_pair.get(window, 0.0) + 2.0 * widths[kind]
-    return ForwardFlops(per_token, per_pair.pop(None, 0.0), per_pair)
+    windowed = {window: operations for window, operations in per_pair.items() if window is not None}
+    return ForwardFlops(per_token, per_pair.get(None, 0.0), windowed)
+
+
+def _recurrence(sizes: Mapping[str, int]) -> int:
+    """Multiply-adds of the gated delta rule for one token of a layer; 0 for a family without linear attention."""
+    if "linear_heads" not in sizes:
+        return 0
+    key, value = sizes["linear_key_dim"], sizes["linear_value_dim"]
+    return sizes["linear_heads"] * (3 * key * value + _CHUNK_TOKENS * (3 * key + 2 * value))
 
 
 _Matrix = tuple[str, tuple[str, ...], bool]
@@ -94,5 +107,6 @@ def _passed_weights(matrix: _Matrix, text: ModelConfig, sizes: Mapping[str, int]
 
 def _attention_width(layer: tuple[_Matrix, ...], sizes: Mapping[str, int]) -> int:
     """Query rows plus output columns: multiply-adds of one pair of tokens."""
-    queries = sum(sizes[shape[0]] for name, shape, _ in layer if name.endswith(_QUERIES))
+    # Not the tensor's rows, half of which may be gates.
+    queries = sum(sizes["q"] for name, _, _ in layer if name.endswith(_QUERIES))
     return queries + sum(sizes[shape[1]] for name, shape, _ in layer if name.endswith(_OUTPUTS))

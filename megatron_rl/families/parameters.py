@@ -129,7 +129,7 @@ def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "
 
 _NAME_VARIANTS = (
     # Transformer Engine fuses a norm into the following linear layer.
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (
         re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),

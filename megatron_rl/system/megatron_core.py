@@ -87,6 +87,20 @@ def _without_padding(layer: Any, query: Any, value: Any, params: Any) -> tuple[A
     return value, False, None, None
 
 
+def linear_attention_problem() -> str:
+    """Reason why Gated DeltaNet cannot run over packs here, with the remedy; empty if it can."""
+    if release() == "0.16":
+        return f"Megatron Core 0.16 has none for packed sequences; install 0.19 with Python {RELEASES['0.19']} (bash launch/setup.sh)"
+    from megatron.core.ssm import gated_delta_net
+
+    # On a CPU, ``cpu/delta_rule.py`` stands in for its kernels.
+    return "" if gated_delta_net.HAVE_FLA else "its kernels are missing on this GPU: pip install flash-linear-attention"
+
+
+LINEAR_KERNELS = "megatron.core.ssm.gated_delta_net.common"
+"""Module of 0.19 that takes the kernels of Gated DeltaNet from flash-linear-attention, if it is installed."""
+
+
 def experts_sorted() -> AbstractContextManager[Any]:
     """Context in which Megatron sorts a token's experts by score. 0.19 does so only where autograd records: sums over them would differ."""
     import torch

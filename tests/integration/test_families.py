@@ -26,7 +26,7 @@ from megatron_rl.training.engine import Engine
 from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack
 from tests.integration.torchrun import run_ranks
-from tests.tiny_families import SHAPES, make_family_model
+from tests.tiny_families import LINEAR_SHAPES, SHAPES, make_family_model
 from tests.tiny_families import load_with_transformers as load_hf
 from tests.tiny_models import make_tokenizer
 
@@ -35,7 +35,10 @@ declare_torchvision_ops()  # before any model of transformers is imported
 LAUNCH_TIMEOUT_S = 240
 LENGTHS = [9, 1, 60, 33, 17]
 TEMPERATURE = 0.7
-PARALLEL_SHAPES = ("deepseek_v3_yarn", "kimi_k2", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied", "gpt_oss")
+PARALLEL_SHAPES = (
+    *("deepseek_v3_yarn", "kimi_k2", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied", "gpt_oss"),
+    *(shape for shape in LINEAR_SHAPES if shape in SHAPES),
+)
 LAYOUTS_OF = {shape: ("tp2_sp_ep2" if shape == "gpt_oss" else "tp2_sp", "pp2") for shape in PARALLEL_SHAPES}
 """Layouts in which outputs and gradients are compared; gpt_oss does not split an expert."""
 SHARD_BYTES = 50_000

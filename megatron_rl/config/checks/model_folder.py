@@ -103,7 +103,7 @@ def _lengths(config: Config, command: str, model: dict[str, Any], path: Path, la
 def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
     """Yield the sizes of the model that the sizes of the layout do not divide."""
     tp = parallel.tensor_parallel_size
-    names = ["num_attention_heads", "num_key_value_heads"]
+    names = ["num_attention_heads", "num_key_value_heads", "linear_num_key_heads"]
     facts = as_config({"num_hidden_layers": 0, **model})
     if not uses_only_experts(facts):
         names.append("intermediate_size")

@@ -1,6 +1,6 @@
 """Sources of weights: a folder of safetensors, or a random generator seeded by tensor names.
 
-The multi-token-prediction layers of DeepSeek-V3 and GLM-4-MoE are never built and never trained. If kept, their
+Multi-token-prediction layers are never built and never trained. If kept, their
 tensors are copied unchanged from the source folder into every saved folder, and config.json keeps their number. If
 dropped, config.json's number is 0. After training, kept layers are still the layers of the initial model.
 """
@@ -88,8 +88,9 @@ class RandomSource:
     A tensor depends on ``seed`` and its name alone, so that every parallel layout starts from the same model.
     """
 
-    def __init__(self, seed: int, std: float) -> None:
-        self.seed, self.std = seed, std
+    def __init__(self, seed: int, std: float, fresh: Mapping[str, float] | None = None) -> None:
+        """``fresh``: values of other vectors, by the end of their names (``Family.fresh``)."""
+        self.seed, self.std, self.fresh = seed, std, fresh or {}
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Tensor:
         """Generate the tensor ``name`` of ``shape``; with ``part``, only its slice [shape[1:]] at this index of the first dimension."""
@@ -97,7 +98,8 @@ class RandomSource:
         if part is not None:
             name, shape = f"{name}/{part}", shape[1:]
         if len(shape) == 1:
-            return torch.zeros(shape) if is_zero else torch.ones(shape)
+            default = 0.0 if is_zero else 1.0
+            return torch.full(shape, next((value for end, value in self.fresh.items() if name.endswith(end)), default))
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         return torch.empty(shape).normal_(0.0, self.std, generator=generator)
@@ -271,8 +273,12 @@ def _with_transposed_parts(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_mtp(config: PretrainedConfig, name: str) -> bool:
     """Return whether tensor ``name`` belongs to a multi-token-prediction layer.
 
-    Files number these layers after the decoder's layers; config.json has their number (``Family.num_mtp_layers``).
+    Files number these layers after the decoder's layers, and config.json has their number (``Family.num_mtp_layers``),
+    or their names have a prefix of their own (``Family.mtp_prefix``).
     """
+    prefix = family_of(config).mtp_prefix
+    if prefix:
+        return name.startswith(prefix)
     match = re.match(r"model\.layers\.(\d+)\.", name)
     first, count = text_config(config).num_hidden_layers, num_mtp_layers(config)
     return match is not None and first <= int(match[1]) < first + count

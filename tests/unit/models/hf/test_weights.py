@@ -45,6 +45,14 @@ SIZES = dict(
     num_key_value_heads=4,
     head_dim=12,
 )
+LINEAR: dict[str, Any] = dict(
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    layer_types=["linear_attention", "full_attention"],
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=20)
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(
         num_key_value_heads=8,
@@ -64,6 +72,9 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
     "mixtral": dict(num_local_experts=4),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, mlp_only_layers=[0]),
+    "qwen3_next": dict(LINEAR, **EXPERTS, mlp_only_layers=[0]),
+    "qwen3_5_text": dict(LINEAR, linear_num_value_heads=4),
+    "qwen3_5_moe_text": dict(LINEAR, **EXPERTS),
 }
 DENSE = ("llama", "qwen2", "qwen3")
 
