@@ -96,6 +96,8 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
             )
         )
     _experts(family, text, draw)
+    if family == "gpt_oss":
+        _windows(text, draw)
     _rope(family, text, draw)
     _oddities(family, text, draw)
     text.setdefault("tie_word_embeddings", None)
@@ -122,20 +124,8 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             del text["norm_topk_prob"]
         if family == "qwen3_5_moe_text":
             del text["decoder_sparse_step"], text["mlp_only_layers"]
-    elif family == "mixtral":
+    elif family in ("mixtral", "gpt_oss"):
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
-    elif family == "gpt_oss":
-        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
-        text |= {
-            "num_local_experts": experts,
-            "num_experts_per_tok": chosen,
-            "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
-            "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
-        }
-        if draw.random() < 0.7:
-            text["layer_types"] = kinds
-        if draw.random() < _ODD:
-            text["swiglu_alpha"] = 1.5
     elif family in ("deepseek_v3", "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {
@@ -164,6 +154,17 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             text["num_key_value_heads"] = text["num_attention_heads"]
     if family == "glm4_moe":
         text |= {"attention_bias": draw.random() < 0.5, "use_qk_norm": draw.random() < 0.5}
+
+
+def _windows(text: dict[str, Any], draw: random.Random) -> None:
+    text |= {
+        "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
+        "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
+    }
+    if draw.random() < 0.7:
+        text["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
+    if draw.random() < _ODD:
+        text["swiglu_alpha"] = 1.5
 
 
 def _linear(text: dict[str, Any], draw: random.Random) -> None:
