@@ -19,12 +19,13 @@ def install(model: nn.Module) -> None:
     """Replace the kernels in the modules of SGLang that call them, if ``model`` has linear attention."""
     if not any(type(module).__name__ == "RadixLinearAttention" for module in model.modules()):
         return
+    from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
     from sglang.srt.models import qwen2_moe
 
-    FusedRMSNormGated.forward = _gated_norm
+    FusedRMSNormGated.forward = layernorm_gated.RMSNorm.forward = _gated_norm
     gdn_triton.TritonGDNKernel.supports_packed_decode = False
     replaced = {
         gdn_backend: dict(
@@ -45,10 +46,10 @@ def install(model: nn.Module) -> None:
         vars(module).update(functions)
 
 
-def _gated_norm(norm: Any, x: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """RMSNorm of x [rows, d], times the activation of the gate g [rows, d]."""
+def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm of x [rows, d], times the activation of the gate [rows, d]."""
     wide = F.rms_norm(x.float(), (x.shape[-1],), norm.weight.float(), norm.eps)
-    activated = torch.sigmoid(g.float()) if norm.activation == "sigmoid" else F.silu(g.float())
+    activated = torch.sigmoid(gate.float()) if norm.activation == "sigmoid" else F.silu(gate.float())
     return (wide * activated).to(x.dtype)
 
 
