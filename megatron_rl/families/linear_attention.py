@@ -73,8 +73,8 @@ SEPARATE = linear_attention(
 
 def is_linear(text: ModelConfig, index: int) -> bool:
     """Return whether layer ``index`` has linear attention; ``text`` is the language model's configuration."""
-    types = getattr(text, "layer_types", None)
-    if types:
+    types = getattr(text, "layer_types", None) or ()
+    if index < len(types):
         return types[index] == "linear_attention"
     return (index + 1) % (getattr(text, "full_attention_interval", None) or 4) != 0
 
