@@ -107,8 +107,7 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
 def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
     experts, chosen = draw.choice([(4, 2), (6, 3), (5, 4), (8, 2), (8, 4), (3, 1), (12, 6)])
     if family in LINEAR_FAMILIES:
-        _linear(text, draw)
-        text |= {"shared_expert_intermediate_size": draw.choice([8, 20, 31])} if family != "qwen3_5_text" else {}
+        _linear(family, text, draw)
     if family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text"):
         text |= {
             draw.choice(["num_experts", "num_local_experts"]): experts,
@@ -154,8 +153,8 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
         text |= {"attention_bias": draw.random() < 0.5, "use_qk_norm": draw.random() < 0.5}
 
 
-def _linear(text: dict[str, Any], draw: random.Random) -> None:
-    key_heads = draw.choice([1, 2, 3])
+def _linear(family: str, text: dict[str, Any], draw: random.Random) -> None:
+    key_heads, shared = draw.choice([1, 2, 3]), draw.choice([8, 20, 31])
     text |= {
         "linear_num_key_heads": key_heads,
         # Now and then not a multiple, which nobody computes.
@@ -164,6 +163,8 @@ def _linear(text: dict[str, Any], draw: random.Random) -> None:
         "linear_value_head_dim": draw.choice([4, 10, 7]),
         "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
     }
+    if family != "qwen3_5_text":
+        text["shared_expert_intermediate_size"] = shared
     layers = text["num_hidden_layers"]
     if draw.random() < 0.4:
         text["layer_types"] = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
