@@ -42,6 +42,8 @@ def odd_config(family: str, seed: int) -> dict[str, Any]:
     """config.json of a small model."""
     draw = random.Random(f"{family}/{seed}")
     text = _text(family, draw)
+    if family in LINEAR_FAMILIES:
+        _linear(family, text, draw)
     if "vl" not in family:
         return text
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -106,8 +108,6 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
 
 def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
     experts, chosen = draw.choice([(4, 2), (6, 3), (5, 4), (8, 2), (8, 4), (3, 1), (12, 6)])
-    if family in LINEAR_FAMILIES:
-        _linear(family, text, draw)
     if family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text"):
         text |= {
             draw.choice(["num_experts", "num_local_experts"]): experts,
