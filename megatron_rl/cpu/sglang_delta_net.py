@@ -35,6 +35,7 @@ def install(model: nn.Module) -> None:
         qwen2_moe: dict(fused_gate_sigmoid_mul_add=_add_gated),
     }
     for name, function in (
+        ("fused_sigmoid_mul", _gated),
         ("fused_qkvzba_split_reshape_cat", _split_by_head),
         ("fused_qkvzba_split_reshape_cat_contiguous", _split_sections),
     ):
@@ -51,6 +52,12 @@ def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     wide = F.rms_norm(x.float(), (x.shape[-1],), norm.weight.float(), norm.eps)
     activated = torch.sigmoid(gate.float()) if norm.activation == "sigmoid" else F.silu(gate.float())
     return (wide * activated).to(x.dtype)
+
+
+def _gated(x: Tensor, gate: Tensor, inplace: bool = True) -> Tensor:
+    """Attended values x [T, channels] times the sigmoid of the gate."""
+    gated = torch.sigmoid(gate).reshape(x.shape)
+    return x.mul_(gated) if inplace else x * gated
 
 
 def _add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, total: Tensor) -> None:

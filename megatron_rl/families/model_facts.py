@@ -277,7 +277,7 @@ def has_experts(config: ModelConfig) -> list[bool]:
 
 
 class LayerKind(NamedTuple):
-    """What the table of a decoder layer depends on: layers of the same kind in a model have the same shapes."""
+    """Kind of a decoder layer; layers of the same kind in a model have the same shapes."""
 
     has_experts: bool
     is_linear: bool
