@@ -54,7 +54,7 @@ def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     return (wide * activated).to(x.dtype)
 
 
-def _gated(x: Tensor, gate: Tensor, inplace: bool = True) -> Tensor:
+def _gated(x: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
     """Attended values x [T, channels] times the sigmoid of the gate."""
     gated = torch.sigmoid(gate).reshape(x.shape)
     return x.mul_(gated) if inplace else x * gated
