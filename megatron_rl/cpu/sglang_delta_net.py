@@ -27,7 +27,7 @@ def install(model: nn.Module) -> None:
 
     FusedRMSNormGated.forward = layernorm_gated.RMSNorm.forward = _gated_norm
     gdn_triton.TritonGDNKernel.supports_packed_decode = False
-    replaced = {
+    replaced: dict[Any, dict[str, Any]] = {
         gdn_backend: dict(
             causal_conv1d_fn=_convolve, causal_conv1d_update=_convolve_token, fused_gdn_gating=_decays_and_steps
         ),
