@@ -27,7 +27,7 @@ from tests.vision_batches import hf_logits, make_vision_batch
 LINEAR_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") if release() == "0.19" else ()
 """Families with linear attention, which Megatron Core 0.16 does not have."""
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *LINEAR_FAMILIES,
 )
@@ -123,6 +123,18 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             del text["decoder_sparse_step"], text["mlp_only_layers"]
     elif family == "mixtral":
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
+    elif family == "gpt_oss":
+        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
+        text |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": chosen,
+            "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
+            "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
+        }
+        if draw.random() < 0.7:
+            text["layer_types"] = kinds
+        if draw.random() < _ODD:
+            text["swiglu_alpha"] = 1.5
     elif family in ("deepseek_v3", "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {

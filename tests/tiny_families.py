@@ -125,6 +125,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=0,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
     ),
+    # windows of 7 tokens in every second layer; a limit that clamps
+    "gpt_oss": dict(
+        model_type="gpt_oss",
+        head_dim=20,
+        num_hidden_layers=4,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=7,
+        swiglu_limit=1.5,
+        rope_parameters={**YARN, "truncate": False},
+    ),
 }
 LINEAR_SHAPES: dict[str, dict[str, Any]] = {
     # Layers of all four kinds: linear or softmax attention, experts or none; two value heads per key head, a kernel of three.

@@ -22,7 +22,7 @@ from megatron_rl.algorithms.critic_free_advantages import (
 from megatron_rl.algorithms.dis import dis_loss
 from megatron_rl.algorithms.dppo import dppo_kl_loss, dppo_tv_loss
 from megatron_rl.algorithms.gmpo import gmpo_loss
-from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards
+from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards, top_k_kl
 from megatron_rl.algorithms.loss import Loss
 from megatron_rl.algorithms.m2po import m2po_kept, m2po_loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics

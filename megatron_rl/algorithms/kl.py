@@ -37,6 +37,7 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
 )
 
+_LEAST_REMAINDER = 1e-6
 _MAX_RELATIVE_ERROR = 0.2
 """Bound on the relative distance of the KL from its target, as the adaptive controller uses it."""
 
@@ -82,6 +83,25 @@ def kl_estimate(
     return estimate(logprobs=logprobs, reference_logprobs=reference_logprobs.detach())
 
 
+def top_k_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """KL(pi || pi_ref) of each token's whole distribution, of which k probabilities are known and the others are one event.
+
+    ``sum_i p_i (log p_i - log q_i) + r (log r - log s)`` with the remainders r = 1 - sum p_i and s = 1 - sum q_i: a lower bound of
+    the divergence, and equal to it if the k tokens are the whole vocabulary. Remainders below 1e-6 count as 1e-6, because
+    rounding leaves no more of a float32 sum of probabilities.
+
+    Args:
+        logprobs: [T, k] float32 or float64, with gradient: of the policy, on the reference's k likeliest tokens.
+        reference_logprobs: [T, k] same dtype and device, constants.
+
+    Returns:
+        [T].
+    """
+    known, reference = logprobs.exp(), reference_logprobs.detach()
+    rest, reference_rest = ((1.0 - p.sum(-1)).clamp(min=_LEAST_REMAINDER) for p in (known, reference.exp()))
+    return (known * (logprobs - reference)).sum(-1) + rest * (rest.log() - reference_rest.log())
+
+
 def kl_loss(
     logprobs: Tensor,
     reference_logprobs: Tensor,
@@ -91,6 +111,7 @@ def kl_loss(
     coefficients: Tensor,
     aggregation: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
+    divergence: Tensor | None = None,
 ) -> Loss:
     """``coefficients * kl_estimate``, which the caller adds to the policy's loss.
 
@@ -105,6 +126,7 @@ def kl_loss(
         coefficients: [T] float32 or float64, constants: the KL coefficient of each token's sample.
         aggregation: [T] from ``token_coefficients``; None gives every token the same weight.
         options: keyword arguments of the estimator.
+        divergence: [T] the divergence of each token with gradient (``top_k_kl``), in place of the estimate.
 
     Returns:
         Loss with the denominator of the policy's loss: the count of all tokens in the mask, or the sum of
@@ -117,7 +139,9 @@ def kl_loss(
     inside = (mask != 0) & (coefficients != 0)
     active = mask * inside
     # Masked before the estimate, because inf or NaN of the reference times a coefficient of 0 would be NaN.
-    divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
+    if divergence is None:
+        divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
+    divergence = keep(divergence, inside)
     token_loss = divergence * keep(coefficients, inside)
     denominator = mask_total(mask, logprobs.dtype)
     if aggregation is not None:

@@ -1,6 +1,7 @@
 """Values derived from a configuration and from the model folder that it names."""
 
 import math
+import os
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -102,6 +103,11 @@ def shares_base(config: Config) -> bool:
 def is_served(path: str) -> bool:
     """True if the reference at ``path`` is an SGLang server."""
     return path.startswith(("http://", "https://"))
+
+
+def key_in(variable: str) -> str:
+    """The API key in an environment variable; empty without a name or a value."""
+    return os.environ.get(variable, "").strip() if variable else ""
 
 
 def sends_adapters(config: Config) -> bool:

@@ -19,6 +19,8 @@ from megatron_rl.data.rows import Rows
 TOKENS = "tokens"
 ROUTES = "routes"
 """Field [T, layers, k] of a mixture-of-experts policy's batch, uint8 or int16: expert id + 1 of each token, 0 without a record."""
+TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
+"""Fields [T, k]: the reference's k likeliest tokens in the place of each token, int32, and their log-probs, float32."""
 ALSO_WANTED = ("lm_mask", "window")
 """Fields [T] bool: further tokens, outside ``mask``, whose log-probs a policy's pass computes."""
 DUMMY_TOKENS = 2
@@ -72,7 +74,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     """[N+1] int64, start of each sequence, always in host memory; the last entry is T."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` has more dimensions."""
+    """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` and the teacher's have more dimensions."""
     images: Images | None = None
     """The images of a vision-language model's batch; each stands for a span of image tokens."""
     ids: tuple[int, ...] = ()

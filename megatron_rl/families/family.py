@@ -129,6 +129,14 @@ class Family:
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """True if the family reads ``partial_rotary_factor``, which other families do not know."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Supported values in ``layer_types``."""
+    window: Callable[[ModelConfig, int], int | None] = lambda config, layer: None
+    """Function (config, layer index) that returns the number of tokens that a token attends to, itself included; None: all."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Maps keys of ``parallel`` that must be 1 to the reason."""
+    reads_mxfp4: bool = False
+    """True if the family's files may store experts in 4-bit floating point with shared scales (MXFP4)."""
     is_linear: Callable[[ModelConfig, int], bool] | None = None
     """Function (config, layer index) that returns True if this decoder layer has linear attention (Gated DeltaNet)."""
     sizes: Callable[[ModelConfig], Mapping[str, int]] = _no_sizes

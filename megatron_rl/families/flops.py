@@ -7,6 +7,7 @@ The cost is the matrix products of the language model's forward pass, two operat
   chunk of 64 tokens by which its recurrence runs in parallel (arXiv 2412.06464);
 - causal attention: each token's query against all keys up to its own, and the same number of values. These are
   length * (length + 1) / 2 pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations per layer.
+  In layers with a window, a token attends to at most that many tokens, itself included.
 
 The shapes come from the family's table, so a new family needs no code here. A backward pass computes each product
 two more times (flash attention also recomputes the scores), which hardly changes the ratio of both terms. Not
@@ -37,10 +38,19 @@ class ForwardFlops:
     per_token: float
     """Operations of the weight matrices per token."""
     per_pair: float
-    """Operations of attention per pair of a token and a token that it attends to (or itself), over all layers."""
+    """Operations of attention per pair of a token and a token that it attends to (or itself), over all layers without a window."""
+    per_windowed_pair: Mapping[int, float]
+    """``per_pair`` of the layers with a window, by the window's tokens."""
 
     def __call__(self, length: int) -> float:
-        return length * (self.per_token + self.per_pair * (length + 1) / 2)
+        windowed = sum(per_pair * _num_pairs(length, window) for window, per_pair in self.per_windowed_pair.items())
+        return length * (self.per_token + self.per_pair * (length + 1) / 2) + windowed
+
+
+def _num_pairs(length: int, window: int) -> float:
+    """Pairs of a token and a token that it attends to, if it attends to ``window`` tokens."""
+    start = min(length, window)
+    return start * (start + 1) / 2 + (length - start) * window
 
 
 def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops:
@@ -57,8 +67,12 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     )
     per_token += 2.0 * sizes["hidden"] * (1 if role == "critic" else sizes["vocab"])
     per_token += 2.0 * sum(kind.is_linear for kind in kinds) * _recurrence(sizes)
-    pairs = sum(number * _attention_width(layer, sizes) for layer, number in layers.items())
-    return ForwardFlops(per_token, 2.0 * pairs)
+    widths = {kind: _attention_width(_matrices(hf_config, kinds.index(kind)), sizes) for kind in set(kinds)}
+    per_pair: dict[int | None, float] = {}
+    for layer, kind in enumerate(kinds):
+        window = family_of(hf_config).window(text, layer)
+        per_pair[window] = per_pair.get(window, 0.0) + 2.0 * widths[kind]
+    return ForwardFlops(per_token, per_pair.pop(None, 0.0), per_pair)
 
 
 def _recurrence(sizes: Mapping[str, int]) -> int:
@@ -76,7 +90,7 @@ _Matrix = tuple[str, tuple[str, ...], bool]
 def _matrices(config: ModelConfig, layer: int) -> tuple[_Matrix, ...]:
     rules = family_of(config).layer(config, layer)
     return tuple(
-        (name, shape, rule.is_stacked) for rule in rules for name, shape in rule.hf.items() if len(shape) > 1
+        (name, shape, rule.is_stacked) for rule in rules for name, shape in rule.hf.items() if len(shape) - rule.is_stacked > 1
     )
 
 

@@ -23,6 +23,7 @@ FAMILY = Family(
     transformer_kwargs=attention_kwargs,
     forbidden={"attention_bias": False},
     takes_partial_rotary=True,
+    layer_types=("full_attention", "linear_attention"),
     is_linear=is_linear,
     sizes=sizes,
     fresh=FRESH,

@@ -48,6 +48,7 @@ FAMILY = Family(
     forbidden={"attention_bias": False, "use_sliding_window": False},
     experts=Experts(in_layer=in_layer, number=NUM_EXPERTS),
     takes_partial_rotary=True,
+    layer_types=("full_attention", "linear_attention"),
     is_linear=is_linear,
     sizes=sizes,
     fresh=FRESH,

@@ -240,6 +240,36 @@ class _TransposedView:
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """Applies the transform ``inner`` to two tensors whose rows (or elements) alternate in the file's tensor."""
+
+    inner: Transform
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        (tensor,) = tensors
+        return self.inner.load([_EverySecond(tensor, start) for start in range(2)], dims, shard)
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.stack(self.inner.export(shards, dims), dim=1).flatten(0, 1)]
+
+
+class _EverySecond:
+    """Rows start, start + 2, ... of a tensor, sliced like a tensor of these rows."""
+
+    def __init__(self, tensor: Any, start: int) -> None:
+        self.tensor, self.start = tensor, start
+
+    def get_shape(self) -> list[int]:
+        return [_length(self.tensor, 0) // 2]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(_length(self.tensor, 0) // 2)
+        # safetensors reads contiguous slices only.
+        return self.tensor[2 * first : 2 * last][self.start :: 2]
+
+
+@dataclass(frozen=True)
 class VocabParallel:
     """Split by token id; zero rows pad the vocabulary to a multiple of the tensor-parallel size."""
 

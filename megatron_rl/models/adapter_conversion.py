@@ -18,11 +18,12 @@ from megatron_rl.models.hf.adapter_folder import (
     CONFIG_FILE,
     read_adapter,
     read_adapter_config,
+    targets_of,
     write_adapter,
 )
 from megatron_rl.models.hf.folder import FolderWriter
 from megatron_rl.models.hf.tensor_sources import CheckpointSource, WeightsError
-from megatron_rl.models.lora import scale_of
+from megatron_rl.models.lora import merged_weight, scale_of
 from megatron_rl.models.torch_dist import MegatronCheckpoint
 from megatron_rl.system.files.atomic_files import atomic_folder
 
@@ -44,7 +45,7 @@ def merge_adapters(
         rank=settings["r"],
         alpha=settings["lora_alpha"],
         rslora=bool(settings.get("use_rslora")),
-        targets=list(settings["target_modules"]),
+        targets=targets_of(settings),
     )
     is_checkpoint = (source / "metadata.json").is_file()
     adapters = _from_checkpoint(config, source, lora) if is_checkpoint else read_adapter(source, config, lora)
@@ -65,10 +66,7 @@ def merge_adapters(
 def _merged(weight: Tensor, name: str, adapters: dict[str, Tensor], scale: float) -> Tensor:
     module = PEFT_PREFIX + name.removesuffix(".weight")
     a, b = adapters.get(f"{module}.lora_A.weight"), adapters.get(f"{module}.lora_B.weight")
-    if a is None or b is None:
-        return weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + b.to(wide) @ a.to(wide) * scale).to(weight.dtype)
+    return weight if a is None or b is None else merged_weight(weight, [a], [b], scale)
 
 
 def _from_checkpoint(config: PretrainedConfig, folder: Path, lora: LoraConfig) -> dict[str, Tensor]:

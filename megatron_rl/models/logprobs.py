@@ -42,13 +42,13 @@ def token_logprobs_and_entropy(  # noqa: PLR0913 (one keyword for each fact abou
     excluded: Sequence[int] = (),
     exact_gradients: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [N] and entropies [N], float32 (or float64, if the inputs are), of ``targets`` [N] int64.
+    """Log-probs (in the shape of ``targets``) and entropies [N], float32 (or float64, if the inputs are).
 
     Args:
         hidden: [N, H]. Its gradient is this rank's summand only: the caller passes it through Megatron's copy or gather
             region, which sums over the group.
         weight: [rows, H], this rank's rows of the output matrix; the same number of rows on every rank of ``group``.
-        targets: global token ids, equal on all ranks of the group; so are the results.
+        targets: [N] or [N, m] int64, global token ids, equal on all ranks of the group; so are the results.
         vocab_size: rows beyond this size are padding and ignored.
         temperature: more than 0.
         group: the tensor-parallel group; None if this rank has all rows.
@@ -92,19 +92,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         rank = 0 if head.group is None else head.group.rank()
         first_id = rank * weight.shape[0]
         rows = min(max(head.vocab_size - first_id, 0), weight.shape[0])
-        local_targets = targets - first_id
+        local_targets = (targets if targets.ndim == 2 else targets[:, None]) - first_id
         local = [token - first_id for token in head.excluded if first_id <= token < first_id + rows]
         columns = moved(torch.tensor(local, dtype=torch.int64), hidden.device)
         parts = []
         for start in range(0, hidden.shape[0], head.chunk_size):
             chunk = slice(start, start + head.chunk_size)
-            scores = _product(hidden[chunk], weight[:rows].t()) / head.temperature
-            scores.index_fill_(1, columns, _EXCLUDED_SCORE)
+            scores = _scores(hidden[chunk], weight[:rows], columns, head.temperature)
             parts.append(_statistics(scores, local_targets[chunk], head.group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # The empty tensor sets the dtype if there are no tokens.
-        empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
-        logprobs, entropy, log_normalizer = torch.cat([empty, *parts], dim=1)
+        empty = torch.zeros(local_targets.shape[1] + 2, 0, dtype=dtype, device=hidden.device)
+        found = torch.cat([empty, *parts], dim=1)
+        logprobs, entropy, log_normalizer = found[2:].t().reshape(targets.shape), found[0], found[1]
         ctx.save_for_backward(hidden, weight, local_targets, log_normalizer, entropy)
         ctx.rows, ctx.columns = rows, columns
         ctx.temperature, ctx.chunk_size = head.temperature, head.chunk_size
@@ -119,24 +119,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=log_normalizer.dtype, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
-            scores = _product(hidden[chunk], weight[:rows].t()) / ctx.temperature
-            scores.index_fill_(1, ctx.columns, _EXCLUDED_SCORE)
-            log_p = scores - log_normalizer[chunk, None]
-            p = log_p.exp()
-            grad_scores = torch.zeros_like(p)
-            if grad_logprobs is not None:
-                grad_scores -= p * grad_logprobs[chunk, None]
+            # In place from here on: these passes over [n, rows] take as long as the products of a small model.
+            scores = _scores(hidden[chunk], weight[:rows], ctx.columns, ctx.temperature).sub_(log_normalizer[chunk, None])
+            own = None if grad_logprobs is None else grad_logprobs[chunk].reshape(-1, local_targets.shape[1])
+            if grad_entropy is None:
+                grad_scores = scores.exp_().mul_(0.0 if own is None else -own.sum(1, keepdim=True))
+            else:
+                p = scores.exp()
+                grad_scores = scores.add_(entropy[chunk, None]).mul_(p).mul_(-grad_entropy[chunk, None])
+                grad_scores = grad_scores if own is None else grad_scores.sub_(p.mul_(own.sum(1, keepdim=True)))
+            if own is not None and rows > 0:
                 is_local, column = _columns(local_targets[chunk], rows)
-                if rows > 0:
-                    grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * is_local)[:, None])
-            if grad_entropy is not None:
-                grad_scores -= grad_entropy[chunk, None] * p * (log_p + entropy[chunk, None])
+                grad_scores.scatter_add_(1, column, own * is_local)
             grad_scores.index_fill_(1, ctx.columns, 0.0)  # excluded scores are constants, even if one was the target
-            grad_scores /= ctx.temperature
-            grad_scores = grad_scores.to(ctx.gradient_dtype)
+            grad_scores = _divided(grad_scores, ctx.temperature).to(ctx.gradient_dtype)
             grad_hidden[chunk] = _product(grad_scores, weight[:rows])
             grad_weight[:rows] += _product(grad_scores.t(), hidden[chunk])
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _scores(hidden: Tensor, weight: Tensor, excluded: Tensor, temperature: float) -> Tensor:
+    """z [n, rows] of hidden states [n, H], given this rank's ``weight`` [rows, H] and the columns of the tokens without probability."""
+    return _divided(_product(hidden, weight.t()), temperature).index_fill_(1, excluded, _EXCLUDED_SCORE)
+
+
+def _divided(scores: Tensor, temperature: float) -> Tensor:
+    return scores if temperature == 1.0 else scores.div_(temperature)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -149,13 +157,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _columns(local_targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Flags [n] of the targets among this rank's ``rows``, and a valid column [n] for each target."""
+    """Flags of the targets among this rank's ``rows``, and a valid column for each target, in the shape of the targets."""
     is_local = (local_targets >= 0) & (local_targets < rows)
     return is_local, local_targets.clamp(0, max(rows - 1, 0))
 
 
 def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Log-probs, entropies and log normalizers, [3, n], of scores [n, rows] (overwritten) and local_targets [n]."""
+    """Entropies, log normalizers and m log-probs, [2 + m, n], of scores [n, rows] (overwritten) and local_targets [n, m]."""
     n, rows = scores.shape
     maximum = scores.amax(1) if rows > 0 else scores.new_full((n,), float("-inf"))
     if group is not None and group.size() > 1:
@@ -163,12 +171,13 @@ def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup 
     # In place, because a second [n, rows] would double the memory of a chunk.
     scores -= maximum[:, None]
     is_local, column = _columns(local_targets, rows)
-    target_score = scores.gather(1, column[:, None])[:, 0] if rows > 0 else scores.new_zeros(n)
+    target_scores = scores.gather(1, column) if rows > 0 else scores.new_zeros(column.shape)
     weights = scores.exp()
-    # One collective for all three sums.
-    sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(is_local, target_score, 0.0)])
+    # One collective for all sums.
+    total = weights.sum(1)
+    sums = torch.stack([total, weights.mul_(scores).sum(1), *torch.where(is_local, target_scores, 0.0).unbind(1)])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
-    total, weighted, target = sums
+    total, weighted = sums[:2]
     log_total = total.log()
-    return torch.stack([target - log_total, log_total - weighted / total, log_total + maximum])
+    return torch.cat([torch.stack([log_total - weighted / total, log_total + maximum]), sums[2:] - log_total])

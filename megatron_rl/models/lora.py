@@ -61,6 +61,16 @@ def scale_of(lora: LoraConfig) -> float:
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
+def merged_weight(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scale: float) -> Tensor:
+    """``weight`` [out, in] plus ``scale`` times B A of its modules, computed in at least float32.
+
+    Each A is [rank, in], and each B [rows, rank], or [groups, rows, rank] if every group of rows has the modules' rows in turn.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    products = [up.to(wide) @ down.to(wide) for down, up in zip(a, b, strict=True)]
+    return (weight.to(wide) + torch.cat(products, -2).reshape(weight.shape) * scale).to(weight.dtype)
+
+
 class Adapter(nn.Module):
     """The adapter of one linear layer on this rank."""
 
@@ -116,10 +126,7 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """This rank's part of the layer's weight, ``weight``, plus the adapter's."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        parts = self.A.to(wide).split(self.B.shape[1])
-        products = [b.to(wide) @ a for a, b in zip(parts, self._parts_of_b(), strict=True)]
-        return (weight.to(wide) + torch.cat(products, 1).flatten(0, 1) * self.scale).to(weight.dtype)
+        return merged_weight(weight, self.A.split(self.B.shape[1]), self._parts_of_b(), self.scale)
 
     def _parts_of_b(self) -> tuple[Tensor, ...]:
         """B of each module, [groups, rows, rank]."""

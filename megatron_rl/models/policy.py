@@ -75,9 +75,12 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     mask: Tensor | None = None,
+    others: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [T] and entropies [T] of the batch's tokens, float32, from the last stage's ``forward`` output.
+
+    With ``others`` [T, k], ids of tokens that might stand in the place of each token, log-probs are [T, 1 + k], the token's own first.
 
     Entry t is the log-probability of token t given the preceding tokens, and the entropy of the distribution that
     token t was sampled from. Both are at ``temperature`` and over the tokens that responses may contain (no image
@@ -95,7 +98,10 @@ def token_logprobs(
     if rows is not None:
         is_local = rows[sources] >= 0
         targets, sources = targets[is_local], rows[sources[is_local]]
-    labels, sources, targets = (moved(index, device) for index in (batch.tokens[targets], sources, targets))
+    labels = batch.tokens[targets]
+    if others is not None:
+        labels = torch.cat([labels[:, None], others[targets].to(labels.dtype)], 1)
+    labels, sources, targets = (moved(index, device) for index in (labels, sources, targets))
     hidden = output.squeeze(0)
     if model.config.sequence_parallel:
         # Backward reduce-scatters, because each rank's gradient covers only its slice of the vocabulary.
@@ -114,10 +120,14 @@ def token_logprobs(
         excluded=model.excluded_token_ids,
         exact_gradients=model.fp32_head,
     )
-    zeros = torch.zeros(len(wanted), dtype=logprobs.dtype, device=device)
-    both = torch.stack([zeros.index_put((targets,), logprobs), zeros.index_put((targets,), entropy)])
-    logprobs, entropy = sum_over_context(both, model.config)
-    return logprobs, entropy
+
+    def spread(values: Tensor) -> Tensor:
+        """``values`` at the targets' places in [T, ...], 0 elsewhere."""
+        whole = values.new_zeros(len(wanted), *values.shape[1:]).index_put((targets,), values)
+        return sum_over_context(whole, model.config)
+
+    # Each on its own: a loss without entropy then gives it no gradient, and the head computes none.
+    return spread(logprobs), spread(entropy)
 
 
 def head_weight(model: PackedGPTModel) -> Tensor:

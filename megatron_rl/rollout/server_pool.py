@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.config.derived import (
     WeightMethod,
+    key_in,
     policy_model,
     sends_adapters,
     servers_are_deterministic,
@@ -253,7 +254,7 @@ def open_servers(
         note(f"waiting for {rollout.num_servers} SGLang server(s), started before the trainer; logs in {log_dir}")
         spawned.wait_ready(note, while_waiting)
         return spawned
-    api_key = _given_key(rollout)
+    api_key = key_in(rollout.api_key_env)
     if uses_attached_servers(rollout):
         named_by = discovery_source(rollout.urls, rollout.urls_file, api_key)
         if named_by and shares_devices(rollout):
@@ -308,7 +309,7 @@ def _awaited_urls(named_by: str, timeout_s: float, api_key: str, while_waiting: 
 def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
     """Attach a server that joins a running training. Raises ServerError for a server that the run cannot use."""
     pool = ServerPool.attach(
-        [url], timeout_s=config.rollout.start_timeout_s, api_key=_given_key(config.rollout), progress=note
+        [url], timeout_s=config.rollout.start_timeout_s, api_key=key_in(config.rollout.api_key_env), progress=note
     )
     (server,) = (one for one in pool.servers if isinstance(one, AttachedServer))
     _check_attached({url: server.server_info()}, config, note, has_trainer=True)
@@ -373,7 +374,7 @@ def server_options(config: Config, *, load_weights: bool, tokenizer: bool, first
         first_gpu=first_gpu,
         can_sleep=shares_devices(rollout),
         returns_routes=returns_routes(config),
-        api_key=_given_key(rollout) or secrets.token_hex(32),
+        api_key=key_in(rollout.api_key_env) or secrets.token_hex(32),
         nccl=nccl_values(os.environ),
         server_args={**_adapter_args(config, device), **rollout.server_args},
     )
@@ -392,10 +393,6 @@ def _adapter_args(config: Config, device: str) -> dict[str, Any]:
         "max-loras-per-batch": _ADAPTERS_PER_BATCH,
         **({"lora-backend": "torch_native"} if device == "cpu" else {}),
     }
-
-
-def _given_key(rollout: RolloutConfig) -> str:
-    return os.environ[rollout.api_key_env].strip() if rollout.api_key_env else ""
 
 
 def _start_limits(rollout: RolloutConfig) -> dict[str, Any]:

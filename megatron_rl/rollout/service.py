@@ -135,6 +135,10 @@ class RolloutService:
         """Number of server restarts in this run."""
         return self._live.num_restarts
 
+    @property
+    def num_refused(self) -> int:
+        return self._live.client.num_refused
+
     def restart_counts(self) -> list[int]:
         """Restarts of each server so far, for a checkpoint."""
         return [server.num_restarts for server in self._servers.servers]

@@ -71,7 +71,7 @@ class KlPenalty:
         """Charge the step's divergence on the window's tokens, and measure it if all old log-probs are known.
 
         Returns the token rewards [T] float32 (the line rewards minus the penalty; None if there are neither), the fields of the loss
-        (with the term in the loss ``reference_logprobs`` and ``kl_coefs``, both [T] float32) and the metrics.
+        (with the term in the loss ``reference_logprobs`` and ``kl_coefs``, both [T] float32, and the teacher's tokens) and the metrics.
         """
         kl = self._settings
         if kl.place is KlPlace.none:
@@ -82,7 +82,7 @@ class KlPenalty:
         # Old log-probs that the first update computes are measured after that update.
         metrics = {} if state.first_update else self.measure(state)
         if kl.place is KlPlace.loss:
-            fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs}
+            fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs, **state.teacher_tokens}
             return state.line_rewards, fields, metrics
         rewards = algorithms.kl_penalized_rewards(
             torch.zeros(len(mask)) if state.line_rewards is None else state.line_rewards,

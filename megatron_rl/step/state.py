@@ -35,6 +35,8 @@ class StepState:
     """Sequences of the policy's first update whose old log-probs that update itself computes; empty if another pass does."""
     reference_logprobs: Tensor = field(init=False)
     """[T] float32, on the tokens of the batch's ``mask``."""
+    teacher_tokens: dict[str, Tensor] = field(default_factory=dict)
+    """With algorithm.kl.top_k the fields ``TEACHER_IDS`` and ``TEACHER_LOGPROBS`` of data/batch.py, 0 outside ``mask``."""
     values: Tensor | None = None
     """[T] float32, V(s_t); None without a critic."""
     final_values: Tensor | None = None

@@ -43,7 +43,7 @@ from megatron_rl.config.schema import (
     Recompute,
     VisionConfig,
 )
-from megatron_rl.data.batch import ALSO_WANTED, PackedBatch, dummy_batch, on_device
+from megatron_rl.data.batch import ALSO_WANTED, TEACHER_IDS, PackedBatch, dummy_batch, on_device
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
@@ -385,10 +385,10 @@ class Engine:
         for name in ALSO_WANTED:
             if name in batch.fields:
                 mask = mask | (batch.fields[name] != 0)
-        logprobs, entropy = policy.token_logprobs(
-            chunk, output, batch, temperature=temperature, mask=mask, chunk_size=self._tokens_per_chunk
-        )
-        return {"logprobs": logprobs, "entropy": entropy} if with_entropy else {"logprobs": logprobs}
+        options = {"others": batch.fields.get(TEACHER_IDS), "chunk_size": self._tokens_per_chunk}
+        logprobs, entropy = policy.token_logprobs(chunk, output, batch, temperature=temperature, mask=mask, **options)
+        own = {"logprobs": logprobs} if logprobs.ndim == 1 else {"logprobs": logprobs[:, 0], TEACHER_IDS: logprobs[:, 1:]}
+        return {**own, "entropy": entropy} if with_entropy else own
 
     @torch.no_grad()
     def _forward(

@@ -27,14 +27,15 @@ from megatron_rl.algorithms.loss import Loss, mask_total, masked_sum
 from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.schema import AlgorithmConfig, KlPlace
-from megatron_rl.data.batch import PackedBatch, moved, reply_spans
+from megatron_rl.data.batch import TEACHER_IDS, TEACHER_LOGPROBS, PackedBatch, moved, reply_spans
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 """Name -> (sum, denominator), scalars over one micro-batch."""
 LossFunction = Callable[[Mapping[str, Tensor], PackedBatch], tuple[Tensor, Metrics]]
 """(outputs, micro-batch) -> (loss divided by its global denominators, metrics).
 
-``outputs`` of a policy: logprobs [T], entropy [T]; of a critic: values [T], final_values [N]; float32.
+``outputs`` of a policy: logprobs [T], entropy [T], and those of ``TEACHER_IDS`` [T, k] if the batch has any; of a critic: values [T],
+final_values [N]; float32.
 """
 
 
@@ -159,6 +160,7 @@ def policy_objective(
                 coefficients=batch.fields["kl_coefs"],
                 aggregation=_coefficients(_aggregation(algorithm), mask, batch),
                 options=algorithm.kl.estimator_options,
+                divergence=_divergence_from_teacher(outputs, batch),
             )
             total = total + divergence.sum / divisor
             metrics |= _metric("kl_loss", divergence)
@@ -214,6 +216,14 @@ def _surrogate(
     if not isinstance(loss, Loss):
         raise ValueError(f"policy loss {algorithm.policy_loss!r}: expected an algorithms.Loss, got {loss!r}")
     return loss
+
+
+def _divergence_from_teacher(outputs: Mapping[str, Tensor], batch: PackedBatch) -> Tensor | None:
+    """[T] divergence over the teacher's likeliest tokens and the remainder; None if the batch has no such tokens."""
+    if TEACHER_LOGPROBS not in batch.fields:
+        return None
+    own = outputs[TEACHER_IDS]
+    return algorithms.top_k_kl(own, batch.fields[TEACHER_LOGPROBS].to(own))
 
 
 def _coefficients(aggregation: tuple[str, Mapping[str, Any]], mask: Tensor, batch: PackedBatch) -> Tensor | None:

@@ -35,7 +35,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf.adapter_folder import CONFIG_FILE
+from megatron_rl.models.hf.adapter_folder import write_adapter_config
 from megatron_rl.models.layers.torch_layers import PackedGPTModel
 from megatron_rl.models.lora import sharded_adapters
 from megatron_rl.models.torch_dist import check_metadata
@@ -195,7 +195,7 @@ def start_checkpoint(
                 partial.mkdir(parents=True)
                 _check_room(partial)
                 if adapters:
-                    (partial / CONFIG_FILE).write_text(json.dumps(adapters, indent=2) + "\n")
+                    write_adapter_config(partial, adapters)
         with _raised_together(CheckpointSaveError, text):
             request = _plan(partial, chunks, optimizer, scheduler)
             return CheckpointWrite(folder, partial, request, in_background=in_background)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.derived import WeightMethod, shares_devices, uses_attached_servers, weight_method
+from megatron_rl.config.derived import WeightMethod, key_in, shares_devices, uses_attached_servers, weight_method
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
 from megatron_rl.config.schema.bounds import shown
@@ -106,18 +106,23 @@ def fleet_problems(config: Config) -> Iterator[str]:
 
 
 def key_problems(rollout: RolloutConfig) -> Iterator[str]:
-    key = os.environ.get(rollout.api_key_env, "").strip() if rollout.api_key_env else ""
-    if rollout.api_key_env and not key:
-        yield f"rollout.api_key_env: the environment variable {rollout.api_key_env} is not set; export it with the servers' key"
-    elif key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
-        yield (
-            f"rollout.api_key_env: the key in {rollout.api_key_env} must be ASCII without spaces, and must not start with a dash: "
-            "the key is sent in a header and on SGLang's command line"
-        )
+    yield from key_value_problems("rollout.api_key_env", rollout.api_key_env)
     if named := [name for name in rollout.server_args if name.lstrip("-").replace("_", "-") in _KEY_FLAGS]:
         yield (
             f"rollout.server_args: {named[0]} would be visible in recipes and process lists; export the key in an environment "
             "variable and set rollout.api_key_env to its name"
+        )
+
+
+def key_value_problems(name: str, variable: str) -> Iterator[str]:
+    """Yield the problems of the API key in the environment variable ``variable``, the value of the key ``name``."""
+    key = key_in(variable)
+    if variable and not key:
+        yield f"{name}: the environment variable {variable} is not set; export it with the servers' key"
+    elif key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
+        yield (
+            f"{name}: the key in {variable} must be ASCII without spaces, and must not start with a dash: the key is sent in a header "
+            "and on SGLang's command line"
         )
 
 

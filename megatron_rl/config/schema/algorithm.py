@@ -68,6 +68,9 @@ class KlConfig:
     """Estimator of the divergence from one sampled token: k1 in the reward, k3 or k2 in the loss, or package.module:function."""
     estimator_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the estimator."""
+    top_k: int = at_least(0, default=0)
+    """With place=loss and a served reference: the loss is the divergence over the reference's k likeliest tokens and one event
+    of all others, instead of the estimate from the sampled token. 0: the estimate."""
     coef: float = at_least(0, default=0.0)
     """Coefficient of the divergence."""
     coef_by_type: dict[str, float] = field(default_factory=dict, metadata=items_at_least(0))

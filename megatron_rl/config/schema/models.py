@@ -332,3 +332,5 @@ class ReferenceConfig:
     such a model. Empty: policy.path."""
     path_by_type: dict[str, str] = field(default_factory=dict)
     """Folder or server for prompts of a type (data.type_field), such as a teacher of its own; other types use ``path``."""
+    api_key_env: str = ""
+    """Name of the environment variable with the API key of these servers. Empty: they are called without one."""

@@ -17,17 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import numpy as np
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.desk.doctor.check_task import NUM_STEPS, make_task
 from megatron_rl.desk.doctor.machine_checks import LIBRARIES, installed_version
-from megatron_rl.desk.doctor.mismatch_ranks import post_json
 from megatron_rl.desk.doctor.step_replay import RecordedServers, replay, weight_fingerprints
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.served_reference import served_logprobs
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.system.command_line.terminal import say
-from megatron_rl.system.http.json_http import HttpSession
 from megatron_rl.system.processes.signals import clean_stop
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ grows over layers and steps by an unknown factor, assumed to be 40."""
 _WEIGHTS = "weights "
 _MAX_SHOWN = 12
 _FORMAT = 1
-_TIMEOUT_S = 300.0
-"""Time limit of one request to a server."""
 _SMALLEST = 1e-6
 """Smallest scale of a comparison, for quantities whose values are all about zero."""
 
@@ -139,31 +136,16 @@ class ScoringServers(RecordedServers):
     ) -> dict[int, float]:
         await super().generate(trajectories, step=step, window_tokens=window_tokens)
         grown = [t for t in trajectories if t.window_tokens(step)]
-        async with HttpSession() as http:
-            self.logprobs = list(await asyncio.gather(*(self._score(http, t, step) for t in grown)))
+        assert self.service is not None, "given with the first publish"
+        server, sequences = self.service.addresses()[0], [(t.token_ids, len(t.token_ids) - t.window_tokens(step)) for t in grown]
+        scored = await served_logprobs(server.url, [(np.asarray(ids), first) for ids, first in sequences], api_key=server.api_key)
+        self.logprobs = [sum(scores.logprobs.tolist()) / len(scores.logprobs) for scores in scored]
         return {}
 
     def publish(self) -> Any:
         super().publish()
         assert self.service is not None, "given with the first publish"
         return self.service.publish()
-
-    async def _score(self, http: HttpSession, trajectory: Trajectory, step: int) -> float:
-        assert self.service is not None, "given with the first publish"
-        num_new, ids = trajectory.window_tokens(step), trajectory.token_ids
-        body = {
-            "input_ids": [int(token) for token in ids],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            # Start one token early: the log-prob at an index is that of the token after it.
-            "logprob_start_len": max(0, len(ids) - num_new - 1),
-        }
-        address = self.service.addresses()[0]
-        reply = orjson.loads(await post_json(http, address, "/generate", body, _TIMEOUT_S))
-        logprobs = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][-num_new:]
-        if len(logprobs) != num_new or None in logprobs:
-            raise UserError(f"server {address.url} scored {len(logprobs)} of {num_new} tokens; see its log")
-        return sum(logprobs) / num_new
 
 
 def check_installation(against: Path, record_path: Path | None, overrides: Sequence[str], *, trainer_only: bool) -> int:

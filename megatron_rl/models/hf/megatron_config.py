@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
@@ -21,6 +22,7 @@ from megatron_rl.config.layout import (
     first_chunk_layers,
     layers_problem,
     megatron_stages,
+    unsplit_problem,
 )
 from megatron_rl.config.schema import Config, Init, Mtp, ParallelConfig, Recompute, RewardModelKind
 from megatron_rl.config.schema.commands import RL_COMMANDS
@@ -72,6 +74,13 @@ def megatron_config(
     _check_rope_fusion(hf_config, bool(kwargs["apply_rope_fusion"]))
     if kwargs.get("deterministic_mode") and has_linear_attention(hf_config):
         raise ModelError("megatron.deterministic_mode=true: Megatron's linear attention then takes no packed sequences; remove the field")
+    if kwargs["bias_activation_fusion"] and kwargs["add_bias_linear"] and kwargs.get("activation_func_clamp_value") is not None:
+        raise ModelError(
+            "megatron.bias_activation_fusion=true: Megatron's fused kernel clamps the activations of this model before it adds the "
+            "bias; remove the field"
+        )
+    # By name in the families, which import no Megatron.
+    kwargs["activation_func"] = {"quick_gelu": quick_gelu}.get(kwargs["activation_func"], kwargs["activation_func"])
     model_kwargs = dict(
         vocab_size=padded_vocab_size(sizes["vocab"], parallel.tensor_parallel_size),
         max_sequence_length=text.max_position_embeddings,
@@ -203,7 +212,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
             raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
     layers = layers_problem(parallel, text.num_hidden_layers)
     experts = experts_problem(parallel, sizes["experts"], sizes["expert_ffn"])
-    for problem in (layers, experts):
+    for problem in (layers, experts, unsplit_problem(parallel, family_of(hf_config).unsplit)):
         if problem:
             raise ModelError(f"the model's {problem}")
     if takes_images(hf_config):

@@ -72,16 +72,19 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
 
 
 def _check_fields(config: PretrainedConfig, file: Path) -> None:
-    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family_of(config).forbidden}
-    known = {"full_attention"} | ({"linear_attention"} if family_of(config).is_linear is not None else set())
-    if not known.issuperset(getattr(text_config(config), "layer_types", None) or ()):
-        expected["layer_types"] = ["full_attention"] * text_config(config).num_hidden_layers
+    family, kinds = family_of(config), getattr(text_config(config), "layer_types", None) or ()
+    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family.forbidden}
+    if any(kind not in family.layer_types for kind in kinds):
+        expected["layer_types"] = [family.layer_types[0]] * text_config(config).num_hidden_layers
     for name, value in expected.items():
         actual = getattr(text_config(config), name, value)
         # null, false and 0 are equivalent.
         if actual != value and (actual or value):
             raise ModelError(f"{file}: {name} = {actual!r} is not supported for {config.model_type}, only {value!r}")
-    if getattr(config, "quantization_config", None):
+    if "sliding_attention" in kinds and not text_config(config).sliding_window:
+        raise ModelError(f"{file}: sliding_window is missing, but layer_types has layers with a window (sliding_attention)")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and not (family.reads_mxfp4 and quantization.get("quant_method") == "mxfp4"):
         raise ModelError(
             f"{file}: quantization_config: quantized weights are not supported; use a copy in bfloat16 or float32, "
             "without quantization_config"

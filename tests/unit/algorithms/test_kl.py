@@ -14,6 +14,7 @@ from megatron_rl.algorithms import (
     kl_loss,
     kl_penalized_rewards,
     token_coefficients,
+    top_k_kl,
 )
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
@@ -240,3 +241,51 @@ def test_kl_functions_reject_bad_arguments_by_name():
         kl_loss(three, three, three, kind="k3", coefficients=torch.zeros(2))
     with pytest.raises(ValueError, match="coefficients: expected a 1-D float32 or float64 tensor, got float 0.1"):
         kl_penalized_rewards(three, three, three, three, 0.1)
+
+
+class TestTopK:
+    """The divergence over the reference's likeliest tokens and the remainder, against the sum over the whole vocabulary."""
+
+    def found(self, k: int, rows: int = 40, size: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits with gradient, the divergence over k tokens [rows], and the whole divergence [rows]."""
+        generator = torch.Generator().manual_seed(4)
+        logits = torch.randn(rows, size, generator=generator, dtype=torch.float64).mul(2).requires_grad_()
+        reference = torch.randn(rows, size, generator=generator, dtype=torch.float64).log_softmax(1)
+        top, ids = reference.topk(k, 1)
+        logprobs = logits.log_softmax(1)
+        return logits, top_k_kl(logprobs.gather(1, ids), top), (logprobs.exp() * (logprobs - reference)).sum(1)
+
+    def test_all_tokens_give_the_reverse_kl_and_its_gradient(self):
+        logits, found, expected = self.found(k=11)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+        gradients = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (found, expected)]
+        torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-10)
+
+    def test_fewer_tokens_give_a_lower_bound_that_rises_with_them(self):
+        values = [self.found(k)[1] for k in range(1, 12)]
+        assert all((more >= fewer - 1e-12).all() for fewer, more in zip(values, values[1:], strict=False))
+        assert (values[0] >= 0).all() and (values[0] < values[-1]).any()
+
+    def test_the_remainder_is_one_event(self):
+        """Merged tokens are one token of a smaller vocabulary."""
+        logits, found, _ = self.found(k=3)
+        generator = torch.Generator().manual_seed(4)
+        torch.randn(40, 11, generator=generator, dtype=torch.float64)
+        reference = torch.randn(40, 11, generator=generator, dtype=torch.float64).softmax(1)
+        order, policy = reference.argsort(1, descending=True), logits.softmax(1)
+
+        def merged(p: Tensor) -> Tensor:
+            ordered = p.gather(1, order)
+            return torch.cat([ordered[:, :3], ordered[:, 3:].sum(1, keepdim=True)], 1)
+
+        p, q = merged(policy), merged(reference)
+        expected = (p * (p.log() - q.log())).sum(1)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+        gradients = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (found, expected)]
+        torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-10)
+
+    def test_rounded_probabilities_of_a_certain_token_stay_finite(self):
+        certain = torch.tensor([[0.0], [1e-7], [-1e9]], requires_grad=True)
+        value = top_k_kl(certain, torch.tensor([[1e-7], [0.0], [0.0]]))
+        value.sum().backward()
+        assert value.isfinite().all() and certain.grad.isfinite().all()

@@ -64,6 +64,12 @@ from tests.unit.config.recipes import problems
             ["preset=distillation", "reference.path_by_type.x=http://teacher:1", "rollout.temperature=0.7"],
             "rollout.temperature: the server in reference.path_by_type.x .*set 1",
         ),
+        (["preset=distillation", "algorithm.kl.top_k=8", "reference.path=http://teacher:1"], "kl.top_k: .*set algorithm.kl.place=loss"),
+        (
+            ["preset=grpo", "algorithm.kl.place=loss", "algorithm.kl.coef=1", "algorithm.kl.top_k=8"],
+            "algorithm.kl.top_k: only a served reference gives.*address in reference, or set 0",
+        ),
+        (["reference.api_key_env=NOT_THERE"], "reference.api_key_env: the environment variable NOT_THERE is not set"),
         (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),
         (["rollout.over_sampling=0.5"], "over_sampling"),
         (["rollout.top_p=0.7"], r"rollout.top_p.*set 1, got 0.7.*log-probs are over all tokens.*eval.top_p"),

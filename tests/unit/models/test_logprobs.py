@@ -73,6 +73,22 @@ def test_log_probs_and_gradients_equal_full_softmax(
         torch.testing.assert_close(ours, reference, atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.parametrize("parts", ["logprobs", "both"])
+def test_log_probs_of_several_targets_per_token_are_those_of_each_target_alone(parts: str) -> None:
+    """One column of the table is the sampled token, the others are the teacher's; their gradients add up."""
+    hidden, weight, _ = inputs(30)
+    generator = torch.Generator().manual_seed(2)
+    targets, factors = torch.randint(0, VOCAB, (30, 4), generator=generator), torch.randn(30, 4, generator=generator).double()
+    options = {"vocab_size": VOCAB, "temperature": 0.7, "chunk_size": 7, "excluded": [3]}
+    together, entropy = token_logprobs_and_entropy(hidden, weight, targets, **options)
+    alone = torch.stack([token_logprobs_and_entropy(hidden, weight, column, **options)[0] for column in targets.unbind(1)], 1)
+    assert torch.equal(together, alone)
+    of_entropy = entropy.sum() if parts == "both" else 0.0
+    gradients = [torch.autograd.grad((factors * found).sum() + of_entropy, (hidden, weight), retain_graph=True) for found in (together, alone)]
+    for ours, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-10)
+
+
 def test_excluded_tokens_have_zero_probability_and_gradient() -> None:
     hidden, weight, targets = inputs(8)
     targets[3] = 5

@@ -130,7 +130,7 @@ class Servers:
         self.ranks, self.weights, self.weight_version, self.trainer_version = ranks, ranks.policy, version, version
         self.sampled_by, self.evaluated, self.generating = {}, [], False
         self.ended = {}
-        self.num_live_servers, self.num_restarts = 1, 0
+        self.num_live_servers, self.num_restarts, self.num_refused = 1, 0, 0
         self.sizes = []
 
     def weights_changed(self):

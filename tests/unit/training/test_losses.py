@@ -129,6 +129,23 @@ def test_kl_is_weighted_by_prompt_type_and_prompts_without_kl_ignore_the_referen
     assert metrics["kl_loss"][0].item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_with_the_teachers_tokens_the_kl_term_is_their_divergence_and_the_sampled_tokens_do_not_count():
+    algorithm = VARIANTS["policy-sequence-mean"]
+    batch, outputs = make_batch(), make_outputs("policy")
+    generator, num = torch.Generator().manual_seed(8), int(LENGTHS.sum())
+    own = torch.randn(num, 3, generator=generator).log_softmax(1).sub(0.5).requires_grad_()
+    reference = torch.randn(num, 3, generator=generator).log_softmax(1) - 0.3
+    told = batch.with_fields(teacher_ids=torch.zeros(num, 3, dtype=torch.int32), teacher_logprobs=reference)
+    told = told.with_fields(reference_logprobs=torch.full((num,), math.nan))
+    objective = losses.policy_objective(algorithm, counts(batch, algorithm))
+    metrics = objective(outputs | {"teacher_ids": own}, told)[1]
+    expected, divergence = 0.0, algorithms.top_k_kl(own, reference).detach()
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens[1:].tolist()):
+        tokens = [t for t in range(start, end) if batch.fields["mask"][t]]
+        expected += sum(float(batch.fields["kl_coefs"][t] * divergence[t]) / len(tokens) for t in tokens)
+    assert metrics["kl_loss"][0].item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_without_positive_examples_the_lm_term_is_absent():
     batch, outputs = make_batch(), make_outputs("policy")
     without, metrics = losses.policy_objective(ALGORITHM, {"mask": 3.0, "policy": 3.0, "lm_mask": 0.0})(outputs, batch)

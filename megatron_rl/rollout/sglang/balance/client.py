@@ -82,11 +82,9 @@ _MAX_ABORTS_AT_ONCE = 64
 class SglangClient:
     """Sends requests to all ``urls``. An async context manager; ``close`` cancels requests in progress."""
 
-    max_batch_size = 32
-    """Maximum number of samples per HTTP request."""
+    max_batch_size = 32  # samples per HTTP request
     needs_adapter = False  # True refuses requests that would run the model without its adapters
-    first_pause_s = 0.5
-    """Seconds before the first retry at the same server; each later pause is twice as long."""
+    first_pause_s = 0.5  # before the first retry at the same server; each later pause is twice as long
 
     def __init__(
         self,
@@ -111,11 +109,10 @@ class SglangClient:
         self._api_key = api_key
         self._on_server_lost = on_server_lost
         self._servers = {url.rstrip("/"): ServerQueue(url.rstrip("/")) for url in urls}
-        self._homes = PrefixAffinity()
-        self._new_tokens = OutputLengthEstimate()
+        self._homes, self._new_tokens = PrefixAffinity(), OutputLengthEstimate()
         self._http = HttpSession()
-        self.is_publishing = False
-        """True while the servers pause for new weights: silence is then no sign of a hang."""
+        self.is_publishing = False  # True while the servers pause for new weights: silence is then no sign of a hang
+        self.num_refused = 0  # requests that ended with RequestRejected
         self.caller: BatchCaller | None = None
         """Makes the HTTP calls in other processes (``WorkerPool``) and is closed with the client; None: in this process."""
 
@@ -192,7 +189,11 @@ class SglangClient:
         each sample as soon as it is complete. Raises RequestRejected, PromptMismatch, InvalidReply, ApiKeyRejected,
         ServerLost or WorkerFailed.
         """
-        validate(request, self.vocab_size, needs_adapter=self.needs_adapter)
+        try:
+            validate(request, self.vocab_size, needs_adapter=self.needs_adapter)
+        except RequestRejected:
+            self.num_refused += 1
+            raise
         started_at = time.monotonic()
         failed_urls: list[str] = []
         failure: RetryableRequestError | InvalidReply = RetryableRequestError("it was lost before and not restored")
@@ -313,9 +314,8 @@ class SglangClient:
                 self._new_tokens.ended(pending.rid, pending.request.max_new_tokens, outcome)
             if any(one.waiting for one in self._servers.values()):
                 self._schedule_flush(server)
-        for pending, outcome in zip(batch, outcomes, strict=True):
-            if pending.answer.done():
-                continue
+        for pending, outcome in ((p, o) for p, o in zip(batch, outcomes, strict=True) if not p.answer.done()):
+            self.num_refused += isinstance(outcome, RequestRejected)
             if isinstance(outcome, Exception):
                 pending.answer.set_exception(outcome)
             else:

@@ -289,7 +289,7 @@ def test_rejected_sample_does_not_fail_its_batch():
     assert first.token_ids == third.token_ids == (7,)
 
 
-def test_rejected_request_is_not_retried():
+def test_rejected_request_is_not_retried_but_counted():
     async def refuse(body):
         return web.json_response({"error": {"message": "no"}}, status=400)
 
@@ -298,9 +298,22 @@ def test_rejected_request_is_not_retried():
     async def scenario(client, urls):
         with pytest.raises(RequestRejected, match="'r'"):
             await client.generate(request_of())
+        return client.num_refused
 
-    run_with([server], scenario)
-    assert len(server.bodies) == 1
+    assert run_with([server], scenario) == len(server.bodies) == 1
+
+
+def test_a_request_that_would_run_the_model_without_its_adapters_is_counted_and_never_sent():
+    server = FakeServer()
+
+    async def scenario(client, urls):
+        client.needs_adapter = True
+        await client.generate(request_of("adapted", adapter="policy-3"))
+        with pytest.raises(RequestRejected, match="names no adapter"):
+            await client.generate(request_of("plain"))
+        return client.num_refused
+
+    assert run_with([server], scenario) == 1 and len(server.bodies) == 1
 
 
 def test_a_server_error_is_retried_under_a_new_request_id():
