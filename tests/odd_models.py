@@ -19,13 +19,17 @@ from megatron_rl.errors import UserError
 from megatron_rl.families.model_facts import has_vision, vision_token_ids
 from megatron_rl.parallel import topology
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from megatron_rl.system.megatron_core import release
 from megatron_rl.training.engine import Engine
 from tests.integration.models_worker import pack
 from tests.vision_batches import hf_logits, make_vision_batch
 
+LINEAR_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") if release() == "0.19" else ()
+"""Families with linear attention, which Megatron Core 0.16 does not have."""
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *LINEAR_FAMILIES,
 )
 ATOL = 2e-4
 """Tolerance of log-probs in float32, for logits of this spread."""
@@ -102,7 +106,10 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
 
 def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
     experts, chosen = draw.choice([(4, 2), (6, 3), (5, 4), (8, 2), (8, 4), (3, 1), (12, 6)])
-    if family in ("qwen3_moe", "qwen3_vl_moe"):
+    if family in LINEAR_FAMILIES:
+        _linear(text, draw)
+        text |= {"shared_expert_intermediate_size": draw.choice([8, 20, 31])} if family != "qwen3_5_text" else {}
+    if family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text"):
         text |= {
             draw.choice(["num_experts", "num_local_experts"]): experts,
             "num_experts_per_tok": chosen,
@@ -111,10 +118,24 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             "decoder_sparse_step": draw.choice([1, 1, 1, 2]),
             "mlp_only_layers": draw.choice([[], [], [0], [1, 7]]),
         }
-        if family == "qwen3_vl_moe":
+        if family in ("qwen3_vl_moe", "qwen3_5_moe_text"):
             del text["norm_topk_prob"]
+        if family == "qwen3_5_moe_text":
+            del text["decoder_sparse_step"], text["mlp_only_layers"]
     elif family == "mixtral":
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
+    elif family == "gpt_oss":
+        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
+        text |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": chosen,
+            "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
+            "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
+        }
+        if draw.random() < 0.7:
+            text["layer_types"] = kinds
+        if draw.random() < _ODD:
+            text["swiglu_alpha"] = 1.5
     elif family in ("deepseek_v3", "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {
@@ -145,12 +166,33 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
         text |= {"attention_bias": draw.random() < 0.5, "use_qk_norm": draw.random() < 0.5}
 
 
+def _linear(text: dict[str, Any], draw: random.Random) -> None:
+    key_heads = draw.choice([1, 2, 3])
+    text |= {
+        "linear_num_key_heads": key_heads,
+        # Now and then not a multiple, which nobody computes.
+        "linear_num_value_heads": key_heads * draw.choice([1, 2, 3]) + (draw.random() < _ODD),
+        "linear_key_head_dim": draw.choice([4, 6, 9]),
+        "linear_value_head_dim": draw.choice([4, 10, 7]),
+        "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
+    }
+    layers = text["num_hidden_layers"]
+    if draw.random() < 0.4:
+        text["layer_types"] = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
+    elif draw.random() < 0.7:
+        text["full_attention_interval"] = draw.choice([1, 2, 3, 4])
+    if draw.random() < 0.1:
+        del text[draw.choice(["linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"])]
+    if "head_dim" not in text or text["head_dim"] is None:
+        text["head_dim"] = 2 * draw.randint(4, 12)
+
+
 def _rope(family: str, text: dict[str, Any], draw: random.Random) -> None:
     kind = draw.choice(["default", "default", "linear", "yarn", "llama3"])
     if draw.random() < _ODD:
         kind = draw.choice(["dynamic", "longrope", "proportional", "nonsense"])
     rope = _scaling(kind, draw)
-    if family == "glm4_moe" and draw.random() < 0.7:
+    if family in ("glm4_moe", *LINEAR_FAMILIES) and draw.random() < 0.7:
         rope["partial_rotary_factor"] = draw.choice([0.5, 0.25, 1.0])
     elif draw.random() < _ODD:
         rope["partial_rotary_factor"] = 0.5

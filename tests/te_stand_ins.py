@@ -132,7 +132,7 @@ def _pretend_cuda() -> None:
 
     cuda = _Names(torch.cuda, is_available=lambda: True, current_device=lambda: torch.device("cpu"))
     for module in (base, attention):
-        module.torch = _Names(torch, cuda=cuda)
+        module.torch = _Names(torch, cuda=cuda, zeros=_on_cpu(torch.zeros), empty=_on_cpu(torch.empty))
     fused_adam.torch = _Names(torch, **{name: _on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "empty")})
     utils.get_cudnn_version = attention.get_cudnn_version = lambda: (9, 24, 0)
     for name, module in list(sys.modules.items()):
@@ -222,10 +222,14 @@ def norm_linear(self: Any, hidden: Tensor, is_first_microbatch: bool | None = No
     return linear(self, F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.eps))
 
 
-def grouped_linear(self: Any, rows: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-    assert not self.use_bias and len(m_splits) == self.num_gemms
+def grouped_linear(self: Any, rows: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
+    assert len(m_splits) == self.num_gemms
     parts = rows.split([int(size) for size in m_splits])
-    return torch.cat([_product(self, part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
+    products = [_product(self, part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
+    biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
+    if self.return_bias:
+        return torch.cat(products), biases
+    return torch.cat([part + bias for part, bias in zip(products, biases, strict=True)] if biases else products)
 
 
 def _product(self: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -271,12 +275,14 @@ def attention(  # noqa: PLR0913 (the kernel's own arguments)
     assert qkv_format == "thd" and attn_mask_type == "padding_causal" and attention_mask is None
     assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_kv)
     assert all(value is None for value in others.values()), others
-    assert self.given.get("window_size") in (None, (-1, -1), (-1, 0)), "the stand-in attends to everything"
+    left, right = self.given.get("window_size") or (-1, -1)
+    assert right <= 0
     lengths = cu_seqlens_q.diff().tolist()
     assert max_seqlen_q == max_seqlen_kv == max(lengths)
     ranks = dist.get_world_size(self.cp_group) if self.cp_group is not None else 1
     assert sum(lengths) == len(query) * ranks, (lengths, query.shape)
     if ranks > 1:
+        assert left < 0 and self.softmax_offset is None
         # The zigzag is asserted by the kernels.
         assert all(length % (2 * ranks) == 0 for length in lengths), lengths
         order = torch.cat([_zigzag_order(lengths, ranks, rank) for rank in range(ranks)])
@@ -285,11 +291,25 @@ def attention(  # noqa: PLR0913 (the kernel's own arguments)
     for length in lengths:
         q, k, v = (t[start : start + length].transpose(0, 1)[None] for t in (query, key, value))
         scale = self.given.get("softmax_scale")
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        if left >= 0 or self.softmax_offset is not None:
+            attended = _with_sinks(q, k, v, left, scale or q.shape[-1] ** -0.5, self.softmax_offset)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         out.append(attended[0].transpose(0, 1).flatten(1))
         start += length
     result = torch.cat(out)
     return result if ranks == 1 else result[_zigzag_order(lengths, ranks, dist.get_rank(self.cp_group))]
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float, sinks: Tensor | None) -> Tensor:
+    """[1, heads, t, d]: each token attends to itself and ``left`` tokens before it (-1: all), and to its head's sink."""
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale
+    allowed = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
+    scores = scores.masked_fill(~(allowed.triu(-left) if left >= 0 else allowed), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], -1)], -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value.repeat_interleave(group, 1)
 
 
 def _zigzag_order(lengths: list[int], ranks: int, rank: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_rl.families.family import families
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from megatron_rl.system.megatron_core import release
 from tests.tiny_models import VECTOR_NOISE, WEIGHT_SCALE
 
 COMMON: dict[str, Any] = dict(
@@ -46,6 +47,13 @@ LATENT = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=2.5,
     num_nextn_predict_layers=0,
+)
+LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    linear_conv_kernel_dim=3,
 )
 SHAPES: dict[str, dict[str, Any]] = {
     # GQA 7:1, QKV bias, tied embeddings, odd vocabulary
@@ -117,7 +125,51 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=0,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
     ),
+    # windows of 7 tokens in every second layer; a limit that clamps
+    "gpt_oss": dict(
+        model_type="gpt_oss",
+        head_dim=20,
+        num_hidden_layers=4,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=7,
+        swiglu_limit=1.5,
+        rope_parameters={**YARN, "truncate": False},
+    ),
 }
+LINEAR_SHAPES: dict[str, dict[str, Any]] = {
+    # Layers of all four kinds: linear or softmax attention, experts or none; two value heads per key head, a kernel of three.
+    "qwen3_next": dict(
+        model_type="qwen3_next",
+        **LINEAR,
+        num_hidden_layers=4,
+        head_dim=16,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "full_attention"],
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 44},
+        **{"mlp_only_layers": [1, 3], "norm_topk_prob": False},
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    ),
+    # one value head per key head, of another width; whole heads rotate
+    "qwen3_5": dict(
+        model_type="qwen3_5_text",
+        **{**LINEAR, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4},
+        num_hidden_layers=4,
+        head_dim=12,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0),
+    ),
+    "qwen3_5_moe": dict(
+        model_type="qwen3_5_moe_text",
+        **LINEAR,
+        num_hidden_layers=4,
+        head_dim=16,
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 20},
+        rope_parameters={**YARN, "partial_rotary_factor": 0.25},
+    ),
+}
+"""Models with linear attention, which Megatron Core 0.19 runs."""
+if release() == "0.19":
+    SHAPES |= LINEAR_SHAPES
 VISION_TOKENS = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
 TEXT = {**{name: COMMON[name] for name in COMMON if name != "tie_word_embeddings"}, "num_hidden_layers": 4}
 VISION = dict(
@@ -206,7 +258,7 @@ def family_config(shape: str, **overrides: Any) -> Any:
     """The configuration of ``SHAPES[shape]``, of the class in transformers as which the family is read."""
     from transformers import AutoConfig
 
-    fields = {**COMMON, **SHAPES[shape], **overrides}
+    fields = {**COMMON, **(SHAPES | LINEAR_SHAPES)[shape], **overrides}
     config = AutoConfig.for_model(**{**fields, "model_type": families()[fields["model_type"]].read_as or fields["model_type"]})
     config.model_type = fields["model_type"]
     return config

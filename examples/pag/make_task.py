@@ -1,10 +1,11 @@
-"""Write the PAG task: sums of three digits, answered, verified and revised by one tiny model.
+"""Write the PAG task: six digits to sort, answered, verified and revised by one tiny model.
 
 A worked solution is a dialogue in the words that recipe pag.yaml gives the environment::
 
-    prompt "7+5+9="   "20" end " Right?" "no" end " Again:" "21" end " Right?" "yes"
+    prompt "729153:"   "123759" end " Right?" "no" end " Again:" "123579" end " Right?" "yes"
 
-Answers and verdicts of the worked solutions are often wrong: the model that imitates them knows the roles, and
+To see that a list is not sorted is easier than to sort it, so a verdict can be better than a guess. Answers and verdicts of the worked
+solutions are often wrong (in a wrong answer two neighbours have changed places): the model that imitates them knows the roles, and
 reinforcement learning makes it good at them. Prompts of eval never occur in training.
 
     python examples/pag/make_task.py --output outputs/pag/task
@@ -22,23 +23,29 @@ from characters import END, write_model_folder, write_rows
 
 VERIFY, REVISE, RIGHT, WRONG = " Right?", " Again:", "yes", "no"
 """The texts of environment.options in pag.yaml."""
-ANSWER_RIGHT, REVISION_RIGHT, VERDICT_RIGHT = 0.5, 0.6, 0.75
+ANSWER_RIGHT, REVISION_RIGHT, VERDICT_RIGHT = 0.6, 0.7, 0.9
 """Shares of the worked solutions."""
+NUM_DIGITS = 6
 EVAL_SHARE = 5
 """One in so many prompts is for eval."""
 
 
-def solution(total: int, generator: random.Random) -> str:
-    def answer(share_right: float) -> int:
-        wrong = total + generator.choice([-2, -1, 1, 2])
-        return total if generator.random() < share_right else max(0, wrong)
+def solution(digits: str, generator: random.Random) -> str:
+    right = "".join(sorted(digits))
 
-    def verdict(given: int) -> str:
-        says_right = (given == total) == (generator.random() < VERDICT_RIGHT)
+    def answer(share_right: float) -> str:
+        if generator.random() < share_right:
+            return right
+        places = [i for i in range(len(right) - 1) if right[i] != right[i + 1]]
+        i = generator.choice(places)
+        return right[:i] + right[i + 1] + right[i] + right[i + 2 :]
+
+    def verdict(given: str) -> str:
+        says_right = (given == right) == (generator.random() < VERDICT_RIGHT)
         return RIGHT if says_right else WRONG
 
     first = answer(ANSWER_RIGHT)
-    turns = [str(first), f"{VERIFY}{verdict(first)}"]
+    turns = [first, f"{VERIFY}{verdict(first)}"]
     if turns[-1].endswith(WRONG):
         second = answer(REVISION_RIGHT)
         turns += [f"{REVISE}{second}", f"{VERIFY}{verdict(second)}"]
@@ -50,12 +57,11 @@ def rows(name: str, count: int, seed: int) -> Iterator[dict[str, str]]:
     generator = random.Random(f"{seed} {name}")
     index = 0
     while index < count:
-        terms = [generator.randint(0, 9) for _ in range(3)]
-        prompt = "+".join(map(str, terms)) + "="
-        if (zlib.crc32(prompt.encode()) % EVAL_SHARE == 0) != (name == "eval"):
+        digits = "".join(generator.choices("123456789", k=NUM_DIGITS))
+        if (zlib.crc32(digits.encode()) % EVAL_SHARE == 0) != (name == "eval") or len(set(digits)) == 1:
             continue
-        response = solution(sum(terms), generator)
-        yield {"id": f"{name}-{index}", "prompt": prompt, "answer": str(sum(terms)), "response": response}
+        response = solution(digits, generator)
+        yield {"id": f"{name}-{index}", "prompt": f"{digits}:", "answer": "".join(sorted(digits)), "response": response}
         index += 1
 
 

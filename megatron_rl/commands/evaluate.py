@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.run.start_checks import check_hosts, os_errors_with_keys
+    from megatron_rl.run.start_checks import check_machine, os_errors_with_keys
     from megatron_rl.step.input_checks import preview_eval_inputs
     from megatron_rl.system.files.probes import probe_folder
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     with os_errors_with_keys(config):
         check_config(config, command="evaluate")
         _check_architecture(folders)
-        check_hosts(config, "evaluate")
+        check_machine(config, "evaluate")
         for folder in folders:
             probe_folder("--policies", folder)
         notes = preview_eval_inputs(config, all_rows=arguments.all_rows)

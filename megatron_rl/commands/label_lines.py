@@ -11,13 +11,13 @@ add_arguments = add_recipe_arguments
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.run.start_checks import check_hosts, check_outputs, os_errors_with_keys
+    from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
     from megatron_rl.selection.line_labeling import label_lines
 
     config = load_config(arguments.config, arguments.overrides)
     with os_errors_with_keys(config):
         check_config(config, command="label-lines")
-        check_hosts(config, "label-lines")
+        check_machine(config, "label-lines")
         check_outputs(config, "label-lines")
     label_lines(config, dry_run=arguments.dry_run, note=say)
     return 0

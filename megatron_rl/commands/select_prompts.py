@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.run.start_checks import check_hosts, check_outputs, os_errors_with_keys
+    from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
     from megatron_rl.selection.prompt_selection import check_inputs, check_selection, plan_table, select_prompts
 
     config = load_config(arguments.config, arguments.overrides)
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_config(config, command="select-prompts")
         check_selection(config)
         if not config.select_prompts.scores_path:
-            check_hosts(config, "select-prompts")
+            check_machine(config, "select-prompts")
         check_outputs(config, "select-prompts")
         types, num_duplicates = check_inputs(config)
         notes = [] if config.select_prompts.scores_path else _preview(config, all_rows=arguments.all_rows)

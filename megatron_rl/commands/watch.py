@@ -8,6 +8,7 @@ restores the screen; the view of a finished run ends automatically and stays on 
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from megatron_rl.desk.watch.run_view import RunView
 
 _PLAIN_WIDTH = 100
-"""Columns without a terminal."""
+"""Columns without a terminal and without COLUMNS."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="RUN", help="a run's folder (run.output_dir)")
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
     parser.add_argument("--every", type=positive_number, default=1.0, metavar="SECONDS", help="refresh interval in seconds (default: 1)")
-    parser.add_argument("--width", type=positive_int, metavar="COLUMNS", help="with --once: width of the output in columns")
+    parser.add_argument("--width", type=positive_int, metavar="COLUMNS", help="with --once: width of the output (default: the terminal's, COLUMNS or 100)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(file=SafeStream(sys.stdout), highlight=False)
     watched = RunFolder(folder)
     if arguments.once or not console.is_terminal or console.is_dumb_terminal:
-        width = arguments.width or (console.width if console.is_terminal else _PLAIN_WIDTH)
+        knows_width = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+        width = arguments.width or (console.width if knows_width else _PLAIN_WIDTH)
         _print(console, watched.poll(), width)
         return 0
     try:

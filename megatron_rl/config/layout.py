@@ -9,7 +9,7 @@ model needs ``sp``.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +134,16 @@ def experts_problem(parallel: ParallelConfig, num_experts: int, expert_ffn: int)
         return f"moe_intermediate_size {expert_ffn} does not divide by parallel.expert_tensor_parallel_size {etp}"
     if num_experts and parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
         return "layers have experts, which with tensor parallelism need parallel.sequence_parallel=true (sp)"
+    return None
+
+
+def unsplit_problem(parallel: ParallelConfig, unsplit: Mapping[str, str]) -> str | None:
+    """Reason why the layout splits a model in a way that its family does not support (``Family.unsplit``), or None."""
+    for key, reason in unsplit.items():
+        size = expert_tensor_size(parallel) if key == "expert_tensor_parallel_size" else getattr(parallel, key)
+        if size > 1:
+            remedy = ", with parallel.expert_parallel_size above 1" if key == "expert_tensor_parallel_size" else ""
+            return f"family needs parallel.{key} 1, got {size}: {reason}; set it to 1{remedy}"
     return None
 
 

@@ -47,6 +47,8 @@ class AttentionShape(NamedTuple):
     scale: float
     window: int
     """Previous tokens that a token attends to, excluding itself; -1: all."""
+    sinks: int = 0
+    """Address of [num] float32: each head's score of a key without value, which takes part in the softmax; 0: none."""
 
 
 class KVPages(NamedTuple):
@@ -96,14 +98,19 @@ def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> KVPages:
 
 
 @inlined
-def _softmax(scores: int, count: int) -> float:
-    """Write exp(score - maximum) over [count, padded to lanes] in place. Returns 1 / their sum."""
+def _softmax(scores: int, count: int, sink: int) -> float:
+    """Write exp(score - maximum) over [count, padded to lanes] in place. Returns 1 / their sum.
+
+    sink: address of one more score, whose exp is only added to the sum; 0: none.
+    """
     padded = (count + WIDTH - 1) // WIDTH * WIDTH
     for i in range(count, padded):
         put_float(scores, i, LOWEST)  # no padding lane may be the maximum
     most = splat(LOWEST)
     for i in range(0, padded, WIDTH):
         most = greater(load(scores + 4 * i), most)
+    if sink:
+        most = greater(splat(float_at(sink, 0)), most)
     greatest = splat(greatest_of(most))
     total = splat(ZERO)
     for i in range(0, padded, WIDTH):
@@ -115,6 +122,8 @@ def _softmax(scores: int, count: int) -> float:
         put_float(scores, i, ZERO)  # exp(-inf) is exp(-87) here, which would count in the sum
     if count < padded:
         total = add(total, load(scores + 4 * (padded - WIDTH)))
+    if sink:
+        return ONE / (sum_of(total) + greatest_of(exp(sub(splat(float_at(sink, 0)), greatest))))
     return ONE / sum_of(total)
 
 
@@ -247,7 +256,8 @@ def attend(heads: AttentionShape, pages: KVPages, rows: QueryTokens, query: int,
                         _scores_by_lane(transposed, length, span, size, padded_query, scale, scores)
                     else:
                         _scores_by_row(pages, row, head, span, size, padded_query, scale, scores)
-                    factor = _softmax(scores, last - span[0])
+                    sink = heads.sinks + 4 * (head * group + member) if heads.sinks else 0
+                    factor = _softmax(scores, last - span[0], sink)
                     _mix(pages, row, head, span, heads.value_size, scores, factor, output + 4 * index * heads.value_size)
         first += count
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.cpu import delta_rule
 from megatron_rl.system import megatron_core
 from megatron_rl.system.gpu import gpu_environment
 
@@ -58,6 +59,8 @@ def find_spec(
             run_module(module)
             if getattr(module, "torch", None) is torch:
                 vars(module)["torch"] = _torch_for_megatron
+            if fullname == megatron_core.LINEAR_KERNELS:
+                vars(module).update(HAVE_FLA=True, **delta_rule.KERNELS)
 
     loader: Any = spec.loader
     loader.exec_module = exec_module

@@ -1,5 +1,6 @@
 """SGLang's ``torch_native`` attention, faster on a CPU: its cost is proportional to the cached tokens, without padding."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         self._owners: list[Tensor] = []
         """Tensors that keep the memory behind the addresses in ``rows`` alive."""
         self._scratch = torch.empty(0)
+        self._sinks: Tensor | None = None
+        """[heads] float32: sinks of the layer that runs."""
+
+    def forward_extend(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Same as ``torch_native``, which has no sinks, with them."""
+        return self._with_sinks(super().forward_extend, sinks, args, kwargs)
+
+    def forward_decode(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
+        return self._with_sinks(super().forward_decode, sinks, args, kwargs)
+
+    def _with_sinks(self, forward: Callable[..., Tensor], sinks: Tensor | None, args: Any, kwargs: Any) -> Tensor:
+        self._sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        return forward(*args, **kwargs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -102,13 +116,16 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         """
         keys, values = cache
         if self.rows is None or self.use_sliding_window_kv_pool or not _fits(keys, values, req_to_token):
+            if self._sinks is not None:
+                raise ValueError("attention sinks on a CPU: expected one float32 or bfloat16 cache for all layers and a batch of new tokens")
             return False
         num_heads, size = query.shape[1:]
         if scaling is None:
             scaling = size**-0.5
         heads = attention_loop.AttentionShape(
-            num_heads, keys.shape[1], size, values.shape[2], scaling, -1 if window is None else window
-        )
+            num_heads, keys.shape[1], size, values.shape[2], scaling, -1 if window is None else window,
+            0 if self._sinks is None else self._sinks.data_ptr(),
+        )  # fmt: skip
         in_floats = query.to(torch.float32).contiguous()
         whole = output.dtype == torch.float32 and output.is_contiguous()
         attended = output if whole else torch.empty(output.shape, dtype=torch.float32)

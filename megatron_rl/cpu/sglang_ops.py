@@ -7,6 +7,7 @@ scheduler.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        from sglang.srt.arg_groups import choices
+        from sglang.srt.arg_groups import choices, model_hook
 
         # Allow --enable-deterministic-inference, which is needed for per-sample seeds, with this backend.
         choices.add_deterministic_attention_backend_choices(["torch_native"])
@@ -44,14 +45,23 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = "torch_native"
         # Overlap hides the scheduler during device work; on a CPU both use the same cores.
         server_args.disable_overlap_schedule = True
+        # The backend has sinks (``sglang_attention.py``), which SGLang's own check of gpt-oss does not know.
+        known = model_hook.attention_backends_of
+        model_hook.attention_backends_of = lambda args: tuple("triton" if b == "torch_native" else b for b in known(args))
+        # torch_native addresses one cache, not a second, smaller one for the layers with windows.
+        server_args.disable_hybrid_swa_memory = True
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
+        if server_args.dtype == "float32":
+            # Linear attention keeps the convolution's last inputs in bfloat16 otherwise.
+            os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         sglang_start.skip_unserved_models(server_args)
 
     def init_backend(self) -> None:
         """Install PyTorch functions where SGLang would call Triton or sgl_kernel."""
         import sglang.srt.batch_invariant_ops as batch_invariant_ops
         import sglang.srt.layers.sampler as sampler
+        import sglang.srt.model_loader.loader as loader
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.pool_host import common as host_pool
 
@@ -60,6 +70,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         sampler.murmur_hash32 = murmur_hash32
         # --enable-return-routed-experts would allocate memory pinned by CUDA.
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+        loader._initialize_model = _in_one_dtype(loader._initialize_model)
         if os.environ.get(STOCK_KERNELS) != "1":
             from megatron_rl.cpu import attention_loop, sglang_layers, token_loops
             from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
@@ -81,6 +92,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
         from sglang.srt.runtime_context import get_lora
 
+        from megatron_rl.cpu import sglang_delta_net
+
+        sglang_delta_net.install(model)
         # The fused decoder does not run SGLang's layers, and so no adapter.
         if get_lora().enable_lora:
             from megatron_rl.cpu import sglang_layers, sglang_lora
@@ -91,3 +105,21 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
             sglang_fused_decoder.fuse(model)
         AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def _in_one_dtype(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """``initialize``, which builds a model, with all weights in the server's dtype.
+
+    SGLang takes the dtype of some layers of gpt-oss from config.json, and its sinks are always bfloat16.
+    """
+
+    def initialize_model(model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_default_dtype()
+        model_config.hf_config.dtype = dtype
+        model = initialize(model_config, *args, **kwargs)
+        for module in model.modules():
+            if module._parameters.get("sinks") is not None:
+                module.sinks = torch.nn.Parameter(module.sinks.to(dtype), requires_grad=False)
+        return model
+
+    return initialize_model

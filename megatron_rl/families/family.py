@@ -80,6 +80,10 @@ EXPERT_PARTS: Mapping[str, tuple[str, int, int]] = {
 }
 
 
+def _no_sizes(text: ModelConfig) -> Mapping[str, int]:
+    return {}
+
+
 def _no_problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
     yield from ()
 
@@ -93,6 +97,8 @@ class SGLangSupport:
 
     joined: Mapping[str, tuple[str, int]] = field(default_factory=lambda: JOINED)
     """Maps a Hugging Face module to (SGLang's module, index among the tensors concatenated along the first dimension)."""
+    omitted: str = ""
+    """Part of Hugging Face names that SGLang's names do not have."""
     expert_parts: Mapping[str, tuple[str, int, int]] = field(default_factory=lambda: EXPERT_PARTS)
     """Maps an expert's projection to (SGLang's parameter, index within the expert, projections per expert)."""
     is_sparse_everywhere: bool = False
@@ -123,8 +129,24 @@ class Family:
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """True if the family reads ``partial_rotary_factor``, which other families do not know."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Supported values in ``layer_types``."""
+    window: Callable[[ModelConfig, int], int | None] = lambda config, layer: None
+    """Function (config, layer index) that returns the number of tokens that a token attends to, itself included; None: all."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Maps keys of ``parallel`` that must be 1 to the reason."""
+    reads_mxfp4: bool = False
+    """True if the family's files may store experts in 4-bit floating point with shared scales (MXFP4)."""
+    is_linear: Callable[[ModelConfig, int], bool] | None = None
+    """Function (config, layer index) that returns True if this decoder layer has linear attention (Gated DeltaNet)."""
+    sizes: Callable[[ModelConfig], Mapping[str, int]] = _no_sizes
+    """Function that returns the family's own size names (``facts.dims``) of the language model's configuration."""
+    fresh: Mapping[str, float] = field(default_factory=dict)
+    """Maps ends of names of vectors to the value of a fresh model, where it is not 1 for weights and 0 for biases."""
     num_mtp_layers: str = ""
     """Field of config.json with the number of multi-token-prediction layers; empty if the family has none."""
+    mtp_prefix: str = ""
+    """Prefix of these layers' tensors in files; empty if files number them after the decoder's layers."""
     served: SGLangSupport = field(default_factory=SGLangSupport)
     read_as: str = ""
     """The ``model_type`` whose class in transformers reads config.json; empty: the family's own."""

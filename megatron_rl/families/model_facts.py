@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from megatron_rl.errors import ModelError
 from megatron_rl.families.family import ModelConfig, families, family_of
@@ -73,7 +73,7 @@ _REQUIRED: Mapping[str, Check] = {
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _whole(1)),
     **dict.fromkeys(("moe_intermediate_size", "decoder_sparse_step"), _whole(1)),
     "rms_norm_eps": _number("a number above 0 and below 1", lambda value: 0 < value < 1),
-    "routed_scaling_factor": _POSITIVE,
+    **dict.fromkeys(("routed_scaling_factor", "swiglu_limit", "swiglu_alpha"), _POSITIVE),
     "initializer_range": _NOT_NEGATIVE,
     "hidden_act": _TEXT,
     "attention_dropout": _number("a number from 0 up to but not including 1", lambda value: 0 <= value < 1),
@@ -93,11 +93,14 @@ _OPTIONAL: Mapping[str, Check] = {
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "use_qk_norm"),
         _TRUTH,
     ),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config", "vision_config"), _OBJECT),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config", "vision_config", "quantization_config"), _OBJECT),
     **dict.fromkeys(("torch_dtype", "dtype", "scoring_func", "topk_method"), _TEXT),
     "mlp_only_layers": _INDICES,
     "layer_types": _TEXTS,
     "partial_rotary_factor": _SHARE,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), _whole(1)),
+    **dict.fromkeys(("linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval"), _whole(1)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "mtp_num_hidden_layers"), _whole(0)),
 }
 _ROPE: Mapping[str, Check] = {
     **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), _POSITIVE),
@@ -272,6 +275,27 @@ def has_experts(config: ModelConfig) -> list[bool]:
     return [experts is not None and experts.in_layer(text, index) for index in range(text.num_hidden_layers)]
 
 
+class LayerKind(NamedTuple):
+    """What the table of a decoder layer depends on: layers of the same kind in a model have the same shapes."""
+
+    has_experts: bool
+    is_linear: bool
+    """True for linear attention, False for softmax attention."""
+
+
+@cached_by_content
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """The kind of each decoder layer."""
+    is_linear, text = family_of(config).is_linear, text_config(config)
+    linear = [is_linear is not None and is_linear(text, index) for index in range(text.num_hidden_layers)]
+    return [LayerKind(*kind) for kind in zip(has_experts(config), linear, strict=True)]
+
+
+def has_linear_attention(config: ModelConfig) -> bool:
+    """Return whether any decoder layer has linear attention."""
+    return any(kind.is_linear for kind in layer_kinds(config))
+
+
 def uses_only_experts(config: ModelConfig) -> bool:
     """True if every layer is a mixture of experts with its own size, so that no MLP has ``intermediate_size``."""
     experts = family_of(config).experts
@@ -321,7 +345,8 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
         "head_dim": head_dim,
         "q": heads * head_dim,
         "kv": groups * head_dim,
-        "ffn": text.intermediate_size,
+        # Not in files of a family whose layers all are mixtures.
+        "ffn": getattr(text, "intermediate_size", 0),
         "vocab": text.vocab_size,
         "experts": num_experts(config) if any(has_experts(config)) else 0,
         "expert_ffn": expert_ffn,
@@ -339,7 +364,7 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
             "kv_up": heads * (content + text.v_head_dim),
             "attended": heads * text.v_head_dim,
         }
-    return sizes
+    return sizes | family.sizes(text)
 
 
 def split_sizes(config: ModelConfig) -> dict[str, int]:
@@ -354,4 +379,6 @@ def split_sizes(config: ModelConfig) -> dict[str, int]:
         # Also divisible, although they end up replicated: Megatron builds these layers split before they are replaced.
         split["q_lora_rank"] = sizes["q_latent"]
         split["kv_lora_rank + qk_rope_head_dim"] = sizes["kv_down"]
+    if has_linear_attention(config):
+        split["linear_num_key_heads"] = sizes["linear_key_heads"]
     return split

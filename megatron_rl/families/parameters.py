@@ -113,9 +113,9 @@ def frozen_parameters(config: ModelConfig, role: Role, patterns: Sequence[str]) 
 
 
 def stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Maps tensors that contain all experts of a layer to their shapes in the hub's files; empty in most families."""
+    """Maps matrices of all experts of a layer, in one tensor, to their shapes in the hub's files; empty in most families."""
     stacked = (entry for entry in entries(config, "policy") if entry.part is not None)
-    return {name: shape for entry in stacked for name, shape in entry.hf.items()}
+    return {name: shape for entry in stacked for name, shape in entry.hf.items() if len(shape) == 3}
 
 
 def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "", expert: int = 0) -> Entry:
@@ -129,7 +129,7 @@ def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "
 
 _NAME_VARIANTS = (
     # Transformer Engine fuses a norm into the following linear layer.
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (
         re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
@@ -138,7 +138,7 @@ _NAME_VARIANTS = (
     # Adapters of a grouped linear layer are numbered too.
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.lora\.(\d+)\."), r"mlp.experts.\2.\1.lora."),
     # Transformer Engine's grouped linear layers number the experts at the end; Megatron's own layers keep them in a list.
-    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.\2.\1.weight"),
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r"mlp.experts.\3.\1.\2"),
     (re.compile(r"mlp\.experts\.local_experts\."), "mlp.experts."),
 )
 

@@ -188,6 +188,7 @@ def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | N
 
 
 def _joined(name: str, served: SGLangSupport) -> tuple[str, int]:
+    name = name.replace(served.omitted, "")
     expert = _EXPERT.match(name)
     if expert and expert["projection"] in served.expert_parts:
         parameter, index, parts_per_expert = served.expert_parts[expert["projection"]]

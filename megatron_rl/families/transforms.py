@@ -4,6 +4,7 @@ A transform reads only one rank's slices of the full tensors (``load``), and ass
 shards of all tensor-parallel ranks (``export``). Invariant: ``export`` of the loaded shards returns the same bits.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -127,6 +128,65 @@ class QKV:
 
 
 @dataclass(frozen=True)
+class GatedQKV:
+    """``QKV`` with an output gate: files have each head's query and gate in turn, Megatron a group's queries, then its gates."""
+
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        groups, head_dim = shard.range(dims["groups"]), dims["head_dim"]
+        query, *others = (
+            tensor[groups.start * rows // dims["groups"] : groups.stop * rows // dims["groups"]]
+            for tensor, rows in zip(tensors, (2 * dims["q"], dims["kv"], dims["kv"]), strict=True)
+        )
+        heads = dims["q"] // dims["groups"] // head_dim
+        query = query.unflatten(0, (-1, heads, 2, head_dim)).transpose(1, 2).flatten(1, 3)
+        return torch.cat([query, *(part.unflatten(0, (-1, head_dim)) for part in others)], dim=1).flatten(0, 1)
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        queries, head_dim = dims["q"] // dims["groups"], dims["head_dim"]
+        full = torch.cat(list(shards)).unflatten(0, (dims["groups"], -1))
+        query, *others = full.split([2 * queries, head_dim, head_dim], dim=1)
+        query = query.unflatten(1, (2, -1, head_dim)).transpose(1, 2).flatten(1, 3)
+        return [part.flatten(0, 1).contiguous() for part in (query, *others)]
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Several sections of rows in one parameter, each split over the ranks; each of the files' tensors has some of them."""
+
+    parts: tuple[tuple[str, ...], ...]
+    """For each of the files' tensors, the size names of its sections."""
+    heads: str = ""
+    """Size name of the heads by which the files order the rows, each with its part of every section; empty: section by section."""
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        pairs = zip(tensors, self.parts, strict=True)
+        return torch.cat([part for tensor, names in pairs for part in self._own(tensor, names, dims, shard)])
+
+    def _own(self, tensor: Sliceable, names: Sequence[str], dims: Dims, shard: Shard) -> list[Tensor]:
+        """This rank's rows of the sections ``names`` of ``tensor``."""
+        if self.heads:
+            own, widths = shard.range(dims[self.heads]), [dims[name] // dims[self.heads] for name in names]
+            rows = tensor[own.start * sum(widths) : own.stop * sum(widths)].unflatten(0, (-1, sum(widths)))
+            return [part.flatten(0, 1) for part in rows.split(widths, 1)]
+        starts = itertools.accumulate((dims[name] for name in names), initial=0)
+        ranges = [(start, shard.range(dims[name])) for name, start in zip(names, starts, strict=False)]
+        return [tensor[start + own.start : start + own.stop] for start, own in ranges]
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        sizes = [dims[name] // len(shards) for names in self.parts for name in names]
+        sections = iter([torch.cat(parts) for parts in zip(*(shard.split(sizes) for shard in shards), strict=True)])
+        tensors = []
+        for names in self.parts:
+            own = [section for _, section in zip(names, sections, strict=False)]
+            by_head = [section.unflatten(0, (dims[self.heads], -1)) for section in own] if self.heads else []
+            tensors.append(torch.cat(by_head, 1).flatten(0, 1) if by_head else torch.cat(own))
+        return tensors
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """Gate and up projection in one parameter: on each rank the gate's rows, then the up projection's rows."""
 
@@ -177,6 +237,36 @@ class _TransposedView:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         first, last, _ = rows.indices(self.width)
         return self.tensor[columns, self.start + first : self.start + last].T
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Applies the transform ``inner`` to two tensors whose rows (or elements) alternate in the file's tensor."""
+
+    inner: Transform
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        (tensor,) = tensors
+        return self.inner.load([_EverySecond(tensor, start) for start in range(2)], dims, shard)
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.stack(self.inner.export(shards, dims), dim=1).flatten(0, 1)]
+
+
+class _EverySecond:
+    """Rows start, start + 2, ... of a tensor, sliced like a tensor of these rows."""
+
+    def __init__(self, tensor: Any, start: int) -> None:
+        self.tensor, self.start = tensor, start
+
+    def get_shape(self) -> list[int]:
+        return [_length(self.tensor, 0) // 2]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(_length(self.tensor, 0) // 2)
+        # safetensors reads contiguous slices only.
+        return self.tensor[2 * first : 2 * last][self.start :: 2]
 
 
 @dataclass(frozen=True)

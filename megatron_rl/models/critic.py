@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch, moved
+from megatron_rl.families.family import family_of
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models.hf.tensor_sources import RandomSource
@@ -74,7 +75,7 @@ def build_critic(
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk.config, initial.to(chunk.output_layer.weight.device))
     if seed is not None:
-        fill(chunks, hf_config, RandomSource(seed, text.initializer_range), role="critic")
+        fill(chunks, hf_config, RandomSource(seed, text.initializer_range, family_of(hf_config).fresh), role="critic")
     return chunks
 
 

@@ -6,6 +6,7 @@ parameters, and the attention plan.
 """
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from megatron_rl.models.layers.moe import check_moe, install_dispatcher, moe_kwa
 from megatron_rl.models.layers.rope import install_rope
 from megatron_rl.models.layers.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 from megatron_rl.models.layers.torch_layers import (
+    SPLIT_GRADIENT_MARK,
     PackedGPTModel,
     block_spec,
     has_transformer_engine,
@@ -48,6 +50,8 @@ from megatron_rl.parallel.topology import local_device
 
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
 
+_OWN_OF_RANK = re.compile(r"\.softmax_offset$|\.experts\..*linear_fc2\.bias\d*$")
+"""Vectors that differ between tensor-parallel ranks, which Megatron and Transformer Engine mark as copies: sinks and experts' biases."""
 PAD_TOKEN_ID = 0
 """Token that pads the pack under sequence parallelism; the padding is a separate sequence without results."""
 
@@ -113,6 +117,11 @@ def _build_chunk(
     if model.post_process:  # other stages free what they have sent, which must not be a view
         model.decoder.register_forward_hook(_with_nested_strides)
     install_rope(model, hf_config)
+    for name, parameter in model.named_parameters():
+        if _OWN_OF_RANK.search(name):
+            # Without the first mark norms count those of one rank only; by the second, ranks with other experts would sum the gradients.
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+            setattr(parameter, SPLIT_GRADIENT_MARK, False)
     model.real_vocab_size = text_config(hf_config).vocab_size
     follow_traces(model)
     model.to(dtype)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch, moved
+from megatron_rl.families.family import family_of
 from megatron_rl.families.model_facts import text_config, vision_token_ids
 from megatron_rl.models.hf.tensor_sources import RandomSource
 from megatron_rl.models.hf.weights import fill
@@ -55,7 +56,8 @@ def build_policy(
             # Only forward is replaced: the layer's weight, marks, checkpoint layout and hooks stay Megatron's.
             chunk.output_layer.forward = _defer_head
     if seed is not None:
-        fill(chunks, hf_config, RandomSource(seed, text_config(hf_config).initializer_range), role="policy")
+        source = RandomSource(seed, text_config(hf_config).initializer_range, family_of(hf_config).fresh)
+        fill(chunks, hf_config, source, role="policy")
     return chunks
 
 

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.models.hf.megatron_config import check_models
 from megatron_rl.run.output import check_output_dir
-from megatron_rl.run.start_checks import check_hosts, check_outputs, os_errors_with_keys
+from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, count_gpus, set_gpu_defaults
 from megatron_rl.system.http.addresses import LOOPBACK, local_interface_for
@@ -79,7 +79,9 @@ def _run_on_ranks(
             check_output_dir(config)
         notes: Sequence[str] = ()
         if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
-            notes = _check_outside(config, command, partial(check_inputs, config, all_rows=arguments.all_rows))
+            check = partial(check_inputs, config, all_rows=arguments.all_rows)
+            starts_ranks = not (is_rank or arguments.dry_run or node.num_gpus)
+            notes = _check_outside(config, command, check, starts_ranks=starts_ranks, is_elsewhere=bool(arguments.gpus_per_node))
     if arguments.dry_run:
         print_plan(config, command, world_size or config.parallel.num_ranks or fewest_ranks(config), notes)
         return 0
@@ -104,10 +106,13 @@ def _run_on_ranks(
     return 0
 
 
-def _check_outside(config: Config, command: str, check_inputs: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Check what a command finds outside the recipe: packages, hosts, folders, models, data. Returns lines on the data."""
+def _check_outside(config: Config, command: str, check_inputs: Callable[[], Sequence[str]], **machine: bool) -> Sequence[str]:
+    """Check what a command finds outside the recipe: packages, hosts, cores, folders, models, data. Returns lines on the data.
+
+    ``machine``: see ``check_machine``.
+    """
     _check_megatron_fields(config)
-    check_hosts(config, command)
+    check_machine(config, command, **machine)
     check_outputs(config, command)
     check_models(config, command)
     return check_inputs()

@@ -1,8 +1,9 @@
-"""Checks of what a command finds outside its recipe before it starts: hosts, lists of servers, output folders.
+"""Checks of what a command finds outside its recipe before it starts: hosts, lists of servers, cores, output folders.
 
 A run and its dry run call the same functions, so that a dry run accepts nothing that the run refuses.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,21 @@ from megatron_rl.system.http.addresses import host_problem, listen_problem
 from megatron_rl.system.http.url_files import named_urls
 
 _MAX_NAMED = 5
+_PROCESSES_PER_CORE, _FEW_PROCESSES = 8, 64
+"""Limits of processes that compute, per core and on any machine: more only take memory from each other."""
 _FILE_OUTPUTS = ("label-lines", "select-prompts")
 """Commands whose output path is a file; the outputs of the others are folders."""
 
 
-def check_hosts(config: Config, command: str) -> None:
-    """Raise ConfigError for a host that this machine cannot resolve or listen on, and for an invalid list of servers."""
+def check_machine(config: Config, command: str, *, starts_ranks: bool = False, is_elsewhere: bool = False) -> None:
+    """Raise ConfigError for a host that this machine cannot resolve or listen on, an invalid list of servers, and too many processes.
+
+    ``starts_ranks``: the ranks and managed servers start here, on the CPU. ``is_elsewhere``: the run has other cores.
+    """
     rollout = config.rollout
+    too_many = [] if is_elsewhere else list(_process_problems(config, command, starts_ranks=starts_ranks))
+    if too_many:
+        raise ConfigError("\n".join(too_many))
     if command not in SERVED_COMMANDS:
         return
     urls = {"rollout.urls": rollout.urls, "eval.urls": config.eval.urls if command in RL_COMMANDS else []}
@@ -42,6 +51,21 @@ def check_hosts(config: Config, command: str) -> None:
         problems.append(f"rollout.host: {problem}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _process_problems(config: Config, command: str, *, starts_ranks: bool) -> Iterator[str]:
+    cores, numbers = len(os.sched_getaffinity(0)), {}
+    if command in SERVED_COMMANDS:
+        numbers = {"reward.num_workers": config.reward.num_workers, "rollout.num_workers": config.rollout.num_workers or 0}
+    if starts_ranks:
+        manages_servers = command in RL_COMMANDS and not uses_attached_servers(config.rollout)
+        numbers |= {"parallel.num_ranks": config.parallel.num_ranks, "rollout.num_servers": config.rollout.num_servers * manages_servers}
+    for key, number in numbers.items():
+        if number > (most := max(_FEW_PROCESSES, _PROCESSES_PER_CORE * cores)):
+            yield (
+                f"{key}: expected at most {most} processes, {_PROCESSES_PER_CORE} per core of this machine, got {number}; one per core "
+                "is enough (a dry run for another machine: --gpus-per-node)"
+            )
 
 
 def check_outputs(config: Config, command: str) -> None:

@@ -59,12 +59,15 @@ def _starts_otherwise(start: str, record: logging.LogRecord) -> bool:
 
 def mend_layers(*, has_transformer_engine: bool) -> None:
     """Mend layers that Megatron would build or compute differently from the model's specification."""
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     # 0.16 has no such product with Transformer Engine 2.20, and without Transformer Engine not even the name. In 0.19 routers would use
     # it; it rounds float32 to TF32, and the choice of experts would be further from the servers'.
     moe_utils.te_general_gemm = None
+    # Both releases add the bias of an expert to its output in place, which autograd refuses after a reduction, also over one rank.
+    layers.reduce_from_tensor_model_parallel_region = functools.partial(_reduced, layers.reduce_from_tensor_model_parallel_region)
     if release() == "0.16" and not has_transformer_engine:
         # 0.16.1 sets it wrongly: no latent attention can be built.
         multi_latent_attention.HAVE_TE = False
@@ -76,8 +79,26 @@ def mend_layers(*, has_transformer_engine: bool) -> None:
             multi_latent_attention._prepare_mla_core_attention_value = _without_padding
 
 
+def _reduced(reduce: Any, rows: Any, group: Any) -> Any:
+    return rows if group.size() == 1 else reduce(rows, group=group)
+
+
 def _without_padding(layer: Any, query: Any, value: Any, params: Any) -> tuple[Any, bool, None, None]:
     return value, False, None, None
+
+
+def linear_attention_problem() -> str:
+    """Reason why Gated DeltaNet cannot run over packs here, with the remedy; empty if it can."""
+    if release() == "0.16":
+        return f"Megatron Core 0.16 has none for packed sequences; install 0.19 with Python {RELEASES['0.19']} (bash launch/setup.sh)"
+    from megatron.core.ssm import gated_delta_net
+
+    # On a CPU, ``cpu/delta_rule.py`` stands in for its kernels.
+    return "" if gated_delta_net.HAVE_FLA else "its kernels are missing on this GPU: pip install flash-linear-attention"
+
+
+LINEAR_KERNELS = "megatron.core.ssm.gated_delta_net.common"
+"""Module of 0.19 that takes the kernels of Gated DeltaNet from flash-linear-attention, if it is installed."""
 
 
 def experts_sorted() -> AbstractContextManager[Any]:

@@ -92,8 +92,8 @@ def _parse_ranks(url: str, ranks: list[Any]) -> list[dict[str, str]]:
 class _ParameterHash:
     """The checksum of one server parameter, computed from parts that may arrive out of order.
 
-    Hashes the bytes in the trainer's dtype and in the server's dtype: a server keeps some parameters of a bfloat16
-    model in float32, and equal bytes in either dtype prove equal weights. Parts stay in memory until all earlier
+    Hashes the bytes in the trainer's dtype, in the server's and in float32: trainer and server keep some parameters of a
+    bfloat16 model in float32, and equal bytes in one of the dtypes prove equal weights. Parts stay in memory until all earlier
     parts have arrived.
     """
 
@@ -124,7 +124,8 @@ class _ParameterHash:
 
     def _update(self, tensor: torch.Tensor) -> None:
         if not self._hashes:
-            self._hashes = {dtype: hashlib.sha256() for dtype in (tensor.dtype, self._server_dtype or tensor.dtype)}
+            dtypes = (tensor.dtype, self._server_dtype or tensor.dtype, torch.float32)
+            self._hashes = {dtype: hashlib.sha256() for dtype in dtypes}
         self._num_rows += tensor.shape[0] if tensor.dim() else 1
         self._row_numel = prod(tensor.shape[1:])
         for dtype, hasher in self._hashes.items():

@@ -87,10 +87,12 @@ def main() -> None:
     for name, parallel in (LAYOUTS | COUNTED_LAYOUTS).items():
         ranks = topology.initialize(ParallelConfig(**{**vars(parallel), "collective_timeout_s": 120.0}), seed=1)
         results["counts", name] = {model: count_parameters(path, parallel, ranks) for model, path in models.items()}
-        for model, job in jobs.items() if name in LAYOUTS else ():
+        for model, job in jobs.items():
+            if name not in job["layouts"]:
+                continue
             job = {**job, "save_to": folder / "saved" / f"{model}_{name}"}
             results[name, model] = run_role("policy", job, parallel, ranks)
-            if name == "tp2_sp":
+            if parallel.tensor_parallel_size == 2:
                 save_distributed(job, parallel, folder / "checkpoints" / model, ranks.rank)
         if ranks.rank == 0:
             torch.save(results, folder / "results.pt")

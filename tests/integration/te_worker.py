@@ -33,6 +33,9 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "tp2_sp": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True),
     "cp2": ParallelConfig(context_parallel_size=2),
     "ep2": ParallelConfig(expert_parallel_size=2),
+    "tp2_ep2": ParallelConfig(
+        tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2, expert_tensor_parallel_size=1
+    ),
 }
 LENGTHS = [9, 1, 40, 23, 17, 2]
 LEARNING_RATE = 1e-4

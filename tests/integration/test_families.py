@@ -26,7 +26,7 @@ from megatron_rl.training.engine import Engine
 from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack
 from tests.integration.torchrun import run_ranks
-from tests.tiny_families import SHAPES, make_family_model
+from tests.tiny_families import LINEAR_SHAPES, SHAPES, make_family_model
 from tests.tiny_families import load_with_transformers as load_hf
 from tests.tiny_models import make_tokenizer
 
@@ -35,7 +35,12 @@ declare_torchvision_ops()  # before any model of transformers is imported
 LAUNCH_TIMEOUT_S = 240
 LENGTHS = [9, 1, 60, 33, 17]
 TEMPERATURE = 0.7
-PARALLEL_SHAPES = ("deepseek_v3_yarn", "kimi_k2", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied")
+PARALLEL_SHAPES = (
+    *("deepseek_v3_yarn", "kimi_k2", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied", "gpt_oss"),
+    *(shape for shape in LINEAR_SHAPES if shape in SHAPES),
+)
+LAYOUTS_OF = {shape: ("tp2_sp_ep2" if shape == "gpt_oss" else "tp2_sp", "pp2") for shape in PARALLEL_SHAPES}
+"""Layouts in which outputs and gradients are compared; gpt_oss does not split an expert."""
 SHARD_BYTES = 50_000
 
 by_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -150,7 +155,7 @@ def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
             entropies=[t.detach() for t in entropies],
             gradients=tensors_of(folder / "gradients" / shape),
         )
-        jobs[shape] = dict(path=str(models[shape]), sequences=sequences, weights=weights)
+        jobs[shape] = dict(path=str(models[shape]), sequences=sequences, weights=weights, layouts=LAYOUTS_OF[shape])
     torch.save(jobs, folder / "jobs.pt")
     torch.save({shape: str(path) for shape, path in models.items()}, folder / "models.pt")
     run_ranks(2, "tests.integration.families_worker", folder, log=folder / "log.txt", timeout_s=LAUNCH_TIMEOUT_S)
@@ -167,13 +172,12 @@ def test_parameter_counts_over_all_ranks_equal_transformers(layout: str, two_ran
             assert count == load_hf(models[shape]).num_parameters(), shape
             assert count == sum(torch.Size(size).numel() for size in sizes) - buffers, shape
             counted.add(SHAPES[shape]["model_type"])
-    mixtures = {"qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"}
+    mixtures = {"qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"} | ({"gpt_oss"} if layout != "tp2_sp" else set())
     assert counted >= mixtures | ({"llama", "qwen2", "qwen3"} if "ep2" not in layout else set())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", PARALLEL_SHAPES)
-def test_two_ranks_equal_transformers_in_outputs_and_gradients(layout: str, shape: str, two_ranks: Any) -> None:
+@pytest.mark.parametrize(("shape", "layout"), [(shape, layout) for shape, layouts in LAYOUTS_OF.items() for layout in layouts])
+def test_two_ranks_equal_transformers_in_outputs_and_gradients(shape: str, layout: str, two_ranks: Any) -> None:
     results, references, _ = two_ranks
     found, reference = results[layout, shape], references[shape]
     for microbatches, outputs in found["outputs"]:
@@ -216,7 +220,42 @@ def test_a_round_trip_conversion_keeps_every_bit(shape: str, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "megatron"]
 
 
-@pytest.mark.parametrize("shape", ["deepseek_v3_yarn", "mixtral", "qwen2_gqa7_tied"])
+def with_mxfp4(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """gpt_oss with experts in MXFP4, as on the hub; its folder, and its tensors as transformers reads them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source = make_family_model(folder, "gpt_oss", dtype="bfloat16", hidden_size=64, intermediate_size=96)
+    tensors, stored, generator = tensors_of(source), {}, torch.Generator().manual_seed(4)
+    for name, tensor in tensors.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(100, 140, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        scales[0, 0] = torch.arange(columns // 32)  # the smallest exponents: numbers that bfloat16 stores without its first bit
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    return source, tensors
+
+
+def test_mxfp4_experts_are_read_as_transformers_reads_them_and_written_in_bfloat16(tmp_path: Path) -> None:
+    source, tensors = with_mxfp4(tmp_path / "hf")
+    convert(source, tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
+    convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors)
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    parallel = ParallelConfig()
+    place = topology.initialize(parallel, seed=1)
+    engine = Engine("policy", source, parallel=parallel, topology=place, optimizer=None, dtype=Dtype.bfloat16)
+    assert_same_bits(dict(engine.export_weights()), tensors)
+    topology.destroy()
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v3_yarn", "mixtral", "qwen2_gqa7_tied", "gpt_oss"])
 def test_megatron_loads_a_converted_model(
     shape: str, models: dict[str, Path], single_rank: ParallelConfig, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -43,7 +44,8 @@ data: {{messages_field: messages}}
 sft:
   train_files: [{tmp_path}/rows.jsonl]
   output_path: {tmp_path}/sft
-  num_steps: 40
+  num_steps: 400
+  stop_at_loss: 0.2
   batch_size: 16
   optimizer: {{lr: 3.0e-3}}
 """
@@ -53,7 +55,9 @@ sft:
     assert "of 200 conversations: 200 conversations in which the chat template changes earlier turns" in output
     record = json.loads((tmp_path / "sft" / "sft_training.json").read_text())
     # A digit that counted would cost log(10) = 2.3 nats.
-    assert record["num_sequences"] == 400 and record["history"][-1]["train/loss"] < 0.2, output
+    assert record["num_sequences"] == 400 and record["history"][-1]["train/loss"] <= 0.2, output
+    (stopped,) = re.findall(r"sft: stopped after (\d+) of 400 steps: the mean loss of the last 10 is 0.[12]\d*, at most sft.stop_at_loss=0.2", output)
+    assert record["history"][-1]["step"] == int(stopped) < 100 and f"sft step {stopped}/400" in output
 
 
 def train(task, name, num_steps, **settings):  # noqa: F811

@@ -61,6 +61,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs = {name: make_job(folder / name, shape, ("tp2_sp", "cp2")) for name, shape in shapes.items()}
     for name in FEW:
         jobs[name]["layouts"] += ("dp2", "ep2") if jobs[name]["experts"] else ("dp2",)
+    # Its experts are never split.
+    jobs["gpt_oss"]["layouts"] = ("dp2", "ep2", "tp2_ep2")
+    for name in ("mixtral", "glm4_moe_partial_rotary"):
+        jobs[name]["layouts"] += ("tp2_ep2",)
     for family in ODD:
         for seed in itertools.count(50):
             # Some of these are meant to be refused.

@@ -7,7 +7,14 @@ from typing import Any
 from megatron_rl.config.checks.data_settings import references
 from megatron_rl.config.checks.servers import quantization_problems
 from megatron_rl.config.derived import is_served, policy_model
-from megatron_rl.config.layout import critic_layout, expert_tensor_size, experts_problem, layers_problem, of_critic
+from megatron_rl.config.layout import (
+    critic_layout,
+    expert_tensor_size,
+    experts_problem,
+    layers_problem,
+    of_critic,
+    unsplit_problem,
+)
 from megatron_rl.config.schema import (
     Config,
     LoadBalancing,
@@ -96,7 +103,7 @@ def _lengths(config: Config, command: str, model: dict[str, Any], path: Path, la
 def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
     """Yield the sizes of the model that the sizes of the layout do not divide."""
     tp = parallel.tensor_parallel_size
-    names = ["num_attention_heads", "num_key_value_heads"]
+    names = ["num_attention_heads", "num_key_value_heads", "linear_num_key_heads"]
     facts = as_config({"num_hidden_layers": 0, **model})
     if not uses_only_experts(facts):
         names.append("intermediate_size")
@@ -106,9 +113,10 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
     problem = layers_problem(parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
     if problem:
         yield f"parallel.pipeline_parallel_size: {problem} ({path})"
-    problem = experts_problem(parallel, num_experts(facts), expert_ffn_size(facts))
-    if problem:
-        yield f"parallel: the {problem} ({path})"
+    experts = experts_problem(parallel, num_experts(facts), expert_ffn_size(facts))
+    for problem in (experts, unsplit_problem(parallel, family_of(facts).unsplit)):
+        if problem:
+            yield f"parallel: the {problem} ({path})"
 
 
 def moe_problems(moe: MoeConfig, config: ModelConfig, where: object) -> Iterator[str]:

@@ -55,7 +55,7 @@ class RewardConfig:
     """Requests in progress of a reward that calls a server."""
     max_retries: int = at_least(0, default=1)
     """Retries per response after its reward worker exited or its server failed."""
-    memory_limit_mb: int = at_least(1, default=2048)
+    memory_limit_mb: int = at_least(64, default=2048)
     """Largest allocation of one reward worker, in MB."""
     start_timeout_s: float = above(0, default=60.0)
     """Time limit for importing the reward, in seconds."""

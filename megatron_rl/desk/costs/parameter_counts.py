@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from megatron_rl.families.adapters import adapted_linears
 from megatron_rl.families.family import ModelConfig, Rule, family_of
-from megatron_rl.families.model_facts import cached_by_content, dims, has_experts, text_config
+from megatron_rl.families.model_facts import cached_by_content, dims, layer_kinds, text_config
 from megatron_rl.families.transforms import Replicated, RowParallel, padded_vocab_size
 from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
@@ -40,8 +40,8 @@ class ParameterCount:
 
 @cached_by_content
 def layer_parameters(config: ModelConfig) -> list[ParameterCount]:
-    """Parameters of each decoder layer. Layers of one family differ only in having experts, so each kind is counted once."""
-    kinds = has_experts(config)
+    """Parameters of each decoder layer; each kind is counted once."""
+    kinds = layer_kinds(config)
     counted = {kind: _of_rules(config, family_of(config).layer(config, kinds.index(kind))) for kind in set(kinds)}
     return [counted[kind] for kind in kinds]
 

@@ -37,7 +37,7 @@ from megatron_rl.desk.costs.parameter_counts import (
     layer_parameters,
 )
 from megatron_rl.families.family import ModelConfig, family_of
-from megatron_rl.families.model_facts import cached_by_content, dims, has_experts, text_config
+from megatron_rl.families.model_facts import LayerKind, cached_by_content, dims, layer_kinds, text_config
 
 _TOKENS_PER_CHUNK = 512
 """Tokens per chunk of logits; equal to the constant in models/logprobs.py."""
@@ -63,15 +63,19 @@ class SavedTensor:
     """True if the tensor is float32 regardless of the model's dtype."""
 
 
-def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTensor]:
-    """Tensors that a decoder layer with or without experts saves when nothing is recomputed."""
-    sizes = dims(config)
-    attention = _latent_attention(sizes) if family_of(config).is_latent else _grouped_attention(sizes, _norms_heads(config))
+def layer_tensors(config: ModelConfig, *, with_experts: bool, is_linear: bool = False) -> list[SavedTensor]:
+    """Tensors that a decoder layer with or without experts, with softmax or linear attention, saves when nothing is recomputed."""
+    sizes, softmax_sums = dims(config), SavedTensor("sums of the softmax", dims(config)["heads"], "heads", in_float32=True)
+    if is_linear:
+        attention = _linear_attention(sizes)
+    elif family_of(config).is_latent:
+        attention = [*_latent_attention(sizes), softmax_sums]
+    else:
+        attention = [*_grouped_attention(sizes, _norms_heads(config)), softmax_sums]
     tensors = [
         SavedTensor("input of the attention's norm", sizes["hidden"], "hidden"),
         SavedTensor(_NORMED, sizes["hidden"], "hidden"),
         *attention,
-        SavedTensor("sums of the softmax", sizes["heads"], "heads", in_float32=True),
         SavedTensor("input of the MLP's norm", sizes["hidden"], "hidden"),
         SavedTensor("normed, input of the MLP", sizes["hidden"], "hidden"),
     ]
@@ -89,18 +93,39 @@ def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTenso
 
 def _norms_heads(config: ModelConfig) -> bool:
     """True if each head's query and key has a norm."""
-    return any(rule.megatron.startswith("self_attention.q_layernorm.") for rule in family_of(config).layer(config, 0))
+    kinds = layer_kinds(config)
+    softmax = next((index for index, kind in enumerate(kinds) if not kind.is_linear), 0)
+    return any(rule.megatron.startswith("self_attention.q_layernorm.") for rule in family_of(config).layer(config, softmax))
 
 
 def _grouped_attention(sizes: Mapping[str, int], norms_heads: bool) -> list[SavedTensor]:
     # The projection output stores the heads of a group side by side, so a norm over heads saves a copy.
     normed = [SavedTensor("queries and keys before their norms", sizes["q"] + sizes["kv"], "heads")] if norms_heads else []
+    gates = sizes.get("gated_q", sizes["q"]) - sizes["q"]
     return [
-        # The values are a view of this tensor, so all of it stays; queries and keys are copied when they are rotated.
-        SavedTensor("queries, keys, values", sizes["q"] + 2 * sizes["kv"], "heads"),
+        # The values (and the gates) are a view of this tensor, so all of it stays; queries and keys are copied when they are rotated.
+        SavedTensor("queries, keys, values", sizes["q"] + gates + 2 * sizes["kv"], "heads"),
         *normed,
         SavedTensor("rotated queries and keys", sizes["q"] + sizes["kv"], "heads"),
         SavedTensor("attended values", sizes["q"], "heads"),
+        *([SavedTensor("gates and gated values", 2 * gates, "heads")] if gates else []),
+    ]
+
+
+def _linear_attention(sizes: Mapping[str, int]) -> list[SavedTensor]:
+    """Tensors that Gated DeltaNet saves, read from Megatron Core 0.19 and flash-linear-attention; not measured."""
+    heads, keys, values = sizes["linear_heads"], sizes["linear_k"], sizes["linear_v"]
+    # Queries and keys are repeated for the value heads that share them.
+    repeated = heads * sizes["linear_key_dim"]
+    return [
+        # The convolution's input and the gate are views of this tensor.
+        SavedTensor("output of the input projection", 2 * keys + 2 * values + 2 * heads, "heads"),
+        SavedTensor("convolved queries, keys, values", 2 * keys + values, "heads"),
+        SavedTensor("normed queries and keys", 2 * keys, "heads"),
+        SavedTensor("repeated queries and keys, values", 2 * repeated + values, "heads"),
+        SavedTensor("systems of the chunks", 64 * heads, "heads"),
+        SavedTensor("decays and steps", 2 * heads, "heads", in_float32=True),
+        SavedTensor("output of the delta rule, gate, gated norm", 3 * values, "heads"),
     ]
 
 
@@ -123,7 +148,13 @@ def _gated_mlp(name: str, width: int) -> list[SavedTensor]:
 
 
 def layer_bytes(
-    config: ModelConfig, parallel: ParallelConfig, recompute: Recompute, *, with_experts: bool, number_bytes: int = 2
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    recompute: Recompute,
+    *,
+    with_experts: bool,
+    is_linear: bool = False,
+    number_bytes: int = 2,
 ) -> tuple[float, float]:
     """Returns (bytes saved until the backward pass, bytes recomputed during it), per token of the micro-batch.
 
@@ -133,7 +164,7 @@ def layer_bytes(
     def total(tensors: Iterable[SavedTensor]) -> float:
         return sum(_bytes(tensor, parallel, number_bytes) for tensor in tensors)
 
-    tensors = layer_tensors(config, with_experts=with_experts)
+    tensors = layer_tensors(config, with_experts=with_experts, is_linear=is_linear)
     whole = total(tensors)
     if recompute is Recompute.full:
         return total([SavedTensor("input of the layer", dims(config)["hidden"], "hidden")]), whole
@@ -277,7 +308,7 @@ def memory_by_rank(
     saved = _bytes_by_kind(config, parallel, passes) if passes.tokens else {}
     memory = []
     for rank, (chunks, held) in enumerate(zip(stages, _parameters_of_ranks(config, parallel, is_critic), strict=True)):
-        kinds, (dense, expert) = _kinds(has_experts(config), chunks), _on_rank(held, parallel)
+        kinds, (dense, expert) = _kinds(layer_kinds(config), chunks), _on_rank(held, parallel)
         trained, trained_expert = (dense - (_frozen(config, states) if rank == 0 else 0)) if states.gradient else 0, expert
         if states.rank:
             trained, trained_expert = _adapters(config, parallel, states, chunks)
@@ -296,7 +327,7 @@ def memory_by_rank(
 
 def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_critic: bool) -> list[ParameterCount]:
     """Parameters per pipeline rank: its layers, plus the embedding on the first rank and the head on the last."""
-    stages, has = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), has_experts(config)
+    stages, has = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), layer_kinds(config)
     of_kind = dict(zip(has, layer_parameters(config), strict=True))  # all layers of a kind have equal counts
     tp, last = parallel.tensor_parallel_size, len(stages) - 1
     held = [[of_kind[kind].times(number) for kind, number in _kinds(has, chunks).items()] for chunks in stages]
@@ -337,18 +368,22 @@ def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> list[list[ran
     return [chunks[rank::pipeline] for rank in range(pipeline)]
 
 
-def _kinds(has: list[bool], chunks: list[range]) -> Counter[bool]:
-    """Number of layers with experts (True) and without (False)."""
+def _kinds(has: list[LayerKind], chunks: list[range]) -> Counter[LayerKind]:
+    """Number of layers of each kind."""
     return Counter(itertools.chain.from_iterable(has[chunk.start : chunk.stop] for chunk in chunks))
 
 
-def _bytes_by_kind(config: ModelConfig, parallel: ParallelConfig, passes: PassSettings) -> dict[bool, tuple[float, float]]:
-    """Bytes per token (saved until the backward pass, recomputed during it) of a layer with experts (True) and without (False)."""
+def _bytes_by_kind(
+    config: ModelConfig, parallel: ParallelConfig, passes: PassSettings
+) -> dict[LayerKind, tuple[float, float]]:
+    """Bytes per token (saved until the backward pass, recomputed during it) of a layer of each kind."""
     recompute = Recompute.full if passes.forward_only else passes.recompute
     size = passes.number_bytes
     return {
-        kind: layer_bytes(config, parallel, recompute, with_experts=kind, number_bytes=size)
-        for kind in set(has_experts(config))
+        kind: layer_bytes(
+            config, parallel, recompute, with_experts=kind.has_experts, is_linear=kind.is_linear, number_bytes=size
+        )
+        for kind in set(layer_kinds(config))
     }
 
 
@@ -357,12 +392,12 @@ def _activations(
     parallel: ParallelConfig,
     passes: PassSettings,
     rank: int,
-    kinds: Counter[bool],
-    by_kind: dict[bool, tuple[float, float]],
+    kinds: Counter[LayerKind],
+    by_kind: dict[LayerKind, tuple[float, float]],
 ) -> float:
     """Peak bytes of activations on a rank of this stage: of the micro-batches in progress, of recomputation, and of the head.
 
-    ``kinds``: number of the stage's layers with experts (True) and without (False). ``by_kind``: from ``_bytes_by_kind``.
+    ``kinds``: number of the stage's layers of each kind. ``by_kind``: from ``_bytes_by_kind``.
     """
     kept = sum(number * by_kind[kind][0] for kind, number in kinds.items())
     again = max(by_kind[kind][1] for kind in kinds)

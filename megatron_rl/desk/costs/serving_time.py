@@ -1,7 +1,7 @@
 """Seconds and memory of a server: a decode step as a roofline, prefill, and the capacity of its KV cache. Pure.
 
     decode step = max(weights read / memory bandwidth, matrix products / peak) + KV cache read / memory bandwidth
-                  + floor + layers + sequences + all-reduces
+                  + states of linear attention read and written / memory bandwidth + floor + layers + sequences + all-reduces
 
 A server is ``num_gpus`` GPUs under tensor parallelism, with weights and KV cache in bfloat16.
 """
@@ -13,7 +13,7 @@ from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.parameter_counts import ParameterCount, head_parameters, layer_parameters, num_parameters
 from megatron_rl.families.family import ModelConfig, family_of
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.families.model_facts import dims, has_experts, text_config
+from megatron_rl.families.model_facts import dims, has_experts, layer_kinds, text_config
 
 _BYTES = 2
 
@@ -57,13 +57,14 @@ def decode_curve(config: ModelConfig, gpu: Gpu, *, num_gpus: int, costs: ServerC
     if num_gpus > 1:
         layer_s += 2 * (costs.far_all_reduce_s if num_gpus > gpu.per_machine else costs.all_reduce_s)
     added, cache = costs.floor_s + text_config(config).num_hidden_layers * layer_s, kv_bytes(config, num_gpus)
+    states = 2 * state_bytes(config, num_gpus)
     bandwidth = gpu.hbm_bandwidth * costs.bandwidth
     token_s = flops_cost(config).per_token / (num_gpus * gpu.flops["bfloat16"] * costs.products)
 
     def seconds(running: float, context_tokens: float) -> float:
         # A mixture reads only the experts that at least one running token chose.
         weights_s = (dense + experts * (1 - missed**running)) / bandwidth
-        cache_s = running * context_tokens * cache / bandwidth
+        cache_s = running * (context_tokens * cache + states) / bandwidth
         return max(weights_s, token_s * running) + cache_s + added + costs.sequence_s * running
 
     return seconds
@@ -80,10 +81,16 @@ def prefill_seconds(
 
 def kv_bytes(config: ModelConfig, num_gpus: int) -> float:
     """Bytes of KV cache per token on each GPU of a server. Key and value heads are sharded down to one per GPU."""
-    sizes, layers = dims(config), text_config(config).num_hidden_layers
+    sizes, layers = dims(config), sum(not kind.is_linear for kind in layer_kinds(config))
     if family_of(config).is_latent:
         return layers * sizes["kv_down"] * _BYTES
     return layers * 2 * max(sizes["groups"] / num_gpus, 1) * sizes["head_dim"] * _BYTES
+
+
+def state_bytes(config: ModelConfig, num_gpus: int) -> float:
+    """Bytes of a sequence's float32 states of linear attention on each GPU of a server."""
+    sizes, layers = dims(config), sum(kind.is_linear for kind in layer_kinds(config))
+    return layers and layers * sizes["linear_v"] * sizes["linear_key_dim"] * 4 / num_gpus
 
 
 def kv_tokens(config: ModelConfig, gpu: Gpu, *, num_gpus: int, memory_fraction: float) -> float:

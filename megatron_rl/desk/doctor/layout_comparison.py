@@ -31,7 +31,7 @@ _TIMEOUT_S = 1800.0
 """Time limit of one launch."""
 _MAX_RANKS_PER_CORE = 16
 _LAYOUT_WIDTH = len("reference")
-_SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
+_SP_ADDED = "run with sp: this model's experts, latent or linear attention need it with tensor parallelism"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Tolerances:
 
 
 _FLOAT32 = Tolerances(1e-5, 1e-5, 1e-5, noticeable=1e-4)
+_FLOAT32_LINEAR = Tolerances(1e-5, 1e-5, 1e-4, noticeable=1e-3)
+"""Models with linear attention: zero-centered norms have small weights, to which differences are relative."""
 _FLOAT32_ON_GPU = Tolerances(1e-4, 1e-4, 1e-4, noticeable=1e-3)
 """Products are exact, but kernels depend on shapes."""
 _TF32 = Tolerances(5e-4, 5e-3, 0.03, noticeable=0.1)
@@ -62,9 +64,12 @@ def default_dtype(*, has_engine: bool) -> str:
     return "bfloat16" if has_engine else "float32"
 
 
-def tolerances_for(dtype: str, *, on_gpu: bool, has_engine: bool, has_experts: bool) -> Tolerances:
+def tolerances_for(
+    dtype: str, *, on_gpu: bool, has_engine: bool, has_experts: bool, is_linear: bool = False
+) -> Tolerances:
+    """``is_linear``: the model has linear attention."""
     if dtype == "float32" and not has_engine:
-        return _FLOAT32_ON_GPU if on_gpu else _FLOAT32
+        return _FLOAT32_ON_GPU if on_gpu else _FLOAT32_LINEAR if is_linear else _FLOAT32
     exact = _TF32 if dtype == "float32" else _BFLOAT16
     if not has_experts:
         return exact
@@ -138,13 +143,13 @@ def check_invariance(
     ConfigError or ModelError for an invalid layout or model, UserError if the reference cannot run or its update
     is too small to compare.
     """
-    from megatron_rl.families.model_facts import has_experts
+    from megatron_rl.families.model_facts import has_experts, has_linear_attention
     from megatron_rl.models.hf.megatron_config import needs_sequence_parallelism
     from megatron_rl.models.hf.model_config import load_hf_config
 
     hf_config = load_hf_config(model)
     dtype = dtype or _own_dtype()
-    bounds = _tolerances(dtype, any(has_experts(hf_config)), tolerance)
+    bounds = _tolerances(dtype, any(has_experts(hf_config)), has_linear_attention(hf_config), tolerance)
     # Keep the requested names, because sequence parallelism may be added below.
     requested = list(dict.fromkeys(layouts))
     if needs_sequence_parallelism(hf_config):
@@ -189,7 +194,7 @@ def _own_dtype() -> str:
     return default_dtype(has_engine=has_transformer_engine())
 
 
-def _tolerances(dtype: str, has_experts: bool, given: float | None) -> Tolerances:
+def _tolerances(dtype: str, has_experts: bool, is_linear: bool, given: float | None) -> Tolerances:
     if given is not None:
         return Tolerances(given, given, given, noticeable=10 * given)
     import torch
@@ -197,7 +202,11 @@ def _tolerances(dtype: str, has_experts: bool, given: float | None) -> Tolerance
     from megatron_rl.models.layers.torch_layers import has_transformer_engine
 
     return tolerances_for(
-        dtype, on_gpu=torch.cuda.is_available(), has_engine=has_transformer_engine(), has_experts=has_experts
+        dtype,
+        on_gpu=torch.cuda.is_available(),
+        has_engine=has_transformer_engine(),
+        has_experts=has_experts,
+        is_linear=is_linear,
     )
 
 

@@ -23,6 +23,7 @@ from megatron_rl.config.schema import Config, Dtype, ParallelConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.plan.memory_table import print_memory
+from megatron_rl.desk.plan.unused_keys import unused_keys
 from megatron_rl.models.hf.adapter_folder import adapter_shapes
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import make_graph
@@ -51,7 +52,8 @@ def print_plan(config: Config, *, command: str, world_size: int, inputs: Sequenc
         for line in inputs:
             console.print(line.translate(LINES), soft_wrap=True, markup=False, highlight=False)
     late = _late_training(config) if command == "train" else []
-    for note in (*_notes(config, world_size), *_lora_notes(config, command), *late):
+    unused = unused_keys(config, command) if command in RL_COMMANDS else ()
+    for note in (*_notes(config, world_size), *_lora_notes(config, command), *late, *unused):
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True

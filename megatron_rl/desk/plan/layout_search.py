@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.layout import expert_tensor_size, first_chunk_layers, ranks_of_replica
+from megatron_rl.config.layout import expert_tensor_size, first_chunk_layers, ranks_of_replica, unsplit_problem
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.family import ModelConfig, family_of
-from megatron_rl.families.model_facts import as_config, dims, split_sizes, text_config
+from megatron_rl.families.model_facts import as_config, dims, has_linear_attention, split_sizes, text_config
 from megatron_rl.families.vision_encoder import num_deepstack
 
 _MOST_CONTEXTS = 32
@@ -32,6 +32,10 @@ class ModelShape:
     """Number of layers with images, in the first stage at least."""
     needs_sequence_parallel: bool = False
     """True if tensor parallelism needs sequence parallelism."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """``Family.unsplit``."""
+    linear_heads: int = 0
+    """Key heads of linear attention, which tensor and context parallelism split; 0 without linear attention."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ def shape_of(facts: ModelConfig) -> ModelShape:
     sizes, vision = dims(facts), getattr(facts, "vision_config", None)
     images = num_deepstack(as_config(vision) if isinstance(vision, dict) else vision) if vision else 0
     shared = tuple(split_sizes(facts).items())
-    needs_sequence = bool(sizes["experts"]) or family_of(facts).is_latent
-    return ModelShape(text_config(facts).num_hidden_layers, sizes["experts"], sizes["expert_ffn"], shared, images, needs_sequence)
+    needs_sequence = bool(sizes["experts"]) or family_of(facts).is_latent or has_linear_attention(facts)
+    linear = sizes["linear_key_heads"] if has_linear_attention(facts) else 0
+    layers, unsplit = text_config(facts).num_hidden_layers, family_of(facts).unsplit
+    return ModelShape(layers, sizes["experts"], sizes["expert_ffn"], shared, images, needs_sequence, unsplit, linear)
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -138,5 +144,8 @@ def _rules(shape: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[bool, 
     yield ep == 1 and expert_tp != tp, "ETP differs from TP without EP"
     yield ep > 1 and (not shape.experts or shape.experts % ep > 0), "EP does not divide the experts"
     yield shape.experts > 0 and shape.expert_ffn % expert_tp > 0, "ETP does not divide moe_intermediate_size"
+    yield unsplit_problem(parallel, shape.unsplit) is not None, "the family has no such split of experts or contexts"
     few = first_chunk_layers(parallel, shape.layers) < shape.layers_with_images
+    over_heads = tp * parallel.context_parallel_size
+    yield shape.linear_heads % over_heads > 0, "TP x CP does not divide linear_num_key_heads"
     yield few, "the first stage has too few layers for the image features"

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.derived import shares_devices
-from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
+from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems, unsplit_problem
 from megatron_rl.config.schema import Config, Dtype, Moments, Offload, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.run_memory import RunMemory, RunModel, memory_fraction, models_of, run_memory, with_kv_cache
 from megatron_rl.desk.costs.serving_time import kv_bytes
 from megatron_rl.desk.plan.layout_search import cut_layers
-from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.family import ModelConfig, family_of
 from megatron_rl.families.model_facts import dims, split_sizes, text_config
 from megatron_rl.schedule.table import GENERATE
 
@@ -179,5 +179,6 @@ def _fits(model: RunModel, num_ranks: int) -> bool:
         *layout_problems(parallel, num_ranks),
         layers_problem(parallel, text_config(model.facts).num_hidden_layers),
         experts_problem(parallel, sizes["experts"], sizes["expert_ffn"]),
+        unsplit_problem(parallel, family_of(model.facts).unsplit),
     ]
     return not any(problems) and not any(size % parallel.tensor_parallel_size for size in split_sizes(model.facts).values())

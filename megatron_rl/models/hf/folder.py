@@ -147,6 +147,8 @@ class FolderWriter:
         config = json.loads((self.source / "config.json").read_text())
         # The older name of ``dtype``, whose value may differ.
         config.pop("torch_dtype", None)
+        # Quantized weights were read, but none are written.
+        config.pop("quantization_config", None)
         count = families()[config["model_type"]].num_mtp_layers
         if config.get(count) and not self.keeps_mtp:
             config[count] = 0

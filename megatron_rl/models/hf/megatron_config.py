@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
@@ -21,12 +22,13 @@ from megatron_rl.config.layout import (
     first_chunk_layers,
     layers_problem,
     megatron_stages,
+    unsplit_problem,
 )
 from megatron_rl.config.schema import Config, Init, Mtp, ParallelConfig, Recompute, RewardModelKind
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError, UserError
 from megatron_rl.families.family import family_of
-from megatron_rl.families.model_facts import dims, split_sizes, takes_images, text_config
+from megatron_rl.families.model_facts import dims, has_linear_attention, split_sizes, takes_images, text_config
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
@@ -70,6 +72,15 @@ def megatron_config(
         **overrides,
     }
     _check_rope_fusion(hf_config, bool(kwargs["apply_rope_fusion"]))
+    if kwargs.get("deterministic_mode") and has_linear_attention(hf_config):
+        raise ModelError("megatron.deterministic_mode=true: Megatron's linear attention then takes no packed sequences; remove the field")
+    if kwargs["bias_activation_fusion"] and kwargs["add_bias_linear"] and kwargs.get("activation_func_clamp_value") is not None:
+        raise ModelError(
+            "megatron.bias_activation_fusion=true: Megatron's fused kernel clamps the activations of this model before it adds the "
+            "bias; remove the field"
+        )
+    # By name in the families, which import no Megatron.
+    kwargs["activation_func"] = {"quick_gelu": quick_gelu}.get(kwargs["activation_func"], kwargs["activation_func"])
     model_kwargs = dict(
         vocab_size=padded_vocab_size(sizes["vocab"], parallel.tensor_parallel_size),
         max_sequence_length=text.max_position_embeddings,
@@ -201,7 +212,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
             raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
     layers = layers_problem(parallel, text.num_hidden_layers)
     experts = experts_problem(parallel, sizes["experts"], sizes["expert_ffn"])
-    for problem in (layers, experts):
+    for problem in (layers, experts, unsplit_problem(parallel, family_of(hf_config).unsplit)):
         if problem:
             raise ModelError(f"the model's {problem}")
     if takes_images(hf_config):
@@ -212,13 +223,22 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
                 f"pipeline stage has {first}; give it more with parallel.pipeline_layers, or lower "
                 "parallel.pipeline_parallel_size or parallel.virtual_pipeline_size"
             )
-    if family_of(hf_config).is_latent and tp > 1 and not parallel.sequence_parallel:
-        raise ModelError("latent attention with tensor parallelism needs parallel.sequence_parallel=true")
+    is_linear = has_linear_attention(hf_config)
+    if (family_of(hf_config).is_latent or is_linear) and tp > 1 and not parallel.sequence_parallel:
+        # The gradients of a latent's projections, and of the norm of a linear layer's output, cover a rank's own heads only.
+        kind = "linear" if is_linear else "latent"
+        raise ModelError(f"{kind} attention with tensor parallelism needs parallel.sequence_parallel=true")
+    cp = parallel.context_parallel_size
+    if is_linear and sizes["linear_key_heads"] % (tp * cp) != 0:
+        raise ModelError(
+            f"the model's linear_num_key_heads {sizes['linear_key_heads']} does not divide by parallel.tensor_parallel_size {tp} "
+            f"* parallel.context_parallel_size {cp}"
+        )
 
 
 def needs_sequence_parallelism(hf_config: PretrainedConfig) -> bool:
     """Return whether Megatron splits this model over tensor-parallel ranks only with sequence parallelism."""
-    return bool(dims(hf_config)["experts"]) or family_of(hf_config).is_latent
+    return bool(dims(hf_config)["experts"]) or family_of(hf_config).is_latent or has_linear_attention(hf_config)
 
 
 def check_models(config: Config, command: str) -> None:

@@ -9,6 +9,7 @@ from megatron_rl.errors import ModelError
 from megatron_rl.families.family import families, family_of
 from megatron_rl.families.model_facts import (
     dims,
+    has_linear_attention,
     is_supported,
     read_model_json,
     router_groups,
@@ -18,6 +19,7 @@ from megatron_rl.families.model_facts import (
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from megatron_rl.system.megatron_core import linear_attention_problem
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose frequencies do not depend on the sequence length."""
@@ -62,6 +64,7 @@ def register_aliases() -> None:
 def _check_features(config: PretrainedConfig, file: Path) -> None:
     _check_fields(config, file)
     _check_attention(config, file)
+    _check_linear_attention(config, file)
     _check_experts(config, file)
     if takes_images(config):
         _check_vision(config, file)
@@ -69,15 +72,19 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
 
 
 def _check_fields(config: PretrainedConfig, file: Path) -> None:
-    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family_of(config).forbidden}
-    if any(kind != "full_attention" for kind in getattr(text_config(config), "layer_types", None) or ()):
-        expected["layer_types"] = ["full_attention"] * text_config(config).num_hidden_layers
+    family, kinds = family_of(config), getattr(text_config(config), "layer_types", None) or ()
+    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family.forbidden}
+    if any(kind not in family.layer_types for kind in kinds):
+        expected["layer_types"] = [family.layer_types[0]] * text_config(config).num_hidden_layers
     for name, value in expected.items():
         actual = getattr(text_config(config), name, value)
         # null, false and 0 are equivalent.
         if actual != value and (actual or value):
             raise ModelError(f"{file}: {name} = {actual!r} is not supported for {config.model_type}, only {value!r}")
-    if getattr(config, "quantization_config", None):
+    if "sliding_attention" in kinds and not text_config(config).sliding_window:
+        raise ModelError(f"{file}: sliding_window is missing, but layer_types has layers with a window (sliding_attention)")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and not (family.reads_mxfp4 and quantization.get("quant_method") == "mxfp4"):
         raise ModelError(
             f"{file}: quantization_config: quantized weights are not supported; use a copy in bfloat16 or float32, "
             "without quantization_config"
@@ -104,6 +111,17 @@ def _check_attention(config: PretrainedConfig, file: Path) -> None:
             f"{file}: num_key_value_heads {sizes['groups']} is not num_attention_heads {sizes['heads']}; with latent "
             "attention every head has its own key"
         )
+
+
+def _check_linear_attention(config: PretrainedConfig, file: Path) -> None:
+    if not has_linear_attention(config):
+        return
+    problem = linear_attention_problem()
+    if problem:
+        raise ModelError(f"{file}: linear attention (Gated DeltaNet) of {config.model_type}: {problem}")
+    heads, keys = (dims(config)[name] for name in ("linear_heads", "linear_key_heads"))
+    if heads % keys:
+        raise ModelError(f"{file}: linear_num_value_heads {heads} does not divide by linear_num_key_heads {keys}")
 
 
 def _check_experts(config: PretrainedConfig, file: Path) -> None:

@@ -1,6 +1,6 @@
 """Sources of weights: a folder of safetensors, or a random generator seeded by tensor names.
 
-The multi-token-prediction layers of DeepSeek-V3 and GLM-4-MoE are never built and never trained. If kept, their
+Multi-token-prediction layers are never built and never trained. If kept, their
 tensors are copied unchanged from the source folder into every saved folder, and config.json keeps their number. If
 dropped, config.json's number is 0. After training, kept layers are still the layers of the initial model.
 """
@@ -29,6 +29,11 @@ _MAX_SHOWN = 200
 """Characters of a name that an error quotes; an index may contain any text."""
 _FLOATING = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them; tensors of other dtypes are quantized or not weights."""
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors that store a matrix in MXFP4."""
+_BLOCK_BYTES = 16
+"""Bytes of the 32 numbers in MXFP4 that share a scale."""
+_FP4 = torch.tensor([sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 _MAX_MAPPED_ELEMENTS = 64 * 1024**2
 """Elements read before files are closed: files are mapped, and read pages stay in memory while a file is open."""
 
@@ -55,21 +60,46 @@ class _Part:
         return self.tensor[(self.index, columns, rows)].T
 
 
+class _Mxfp4:
+    """A stacked matrix [experts, in, out] in MXFP4, read in slices as bfloat16 (OCP Microscaling Formats 1.0).
+
+    ``blocks`` [experts, out, in / 32, 16] uint8: two numbers per byte, the lower four bits first; ``scales`` [experts, out, in / 32]
+    uint8: exponents of 2, plus 127, of the factor that 32 numbers share.
+    """
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self.blocks, self.scales = blocks, scales
+
+    def get_shape(self) -> list[int]:
+        experts, rows, num_blocks, num_bytes = self.blocks.get_shape()
+        return [experts, 2 * num_blocks * num_bytes, rows]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        expert, columns, rows = (*index, slice(None), slice(None))[:3]
+        blocks, exponents = self.blocks[expert, rows], self.scales[expert, rows].int() - 127
+        numbers = _FP4[torch.stack([blocks & 15, blocks >> 4], dim=-1).int()].flatten(-2)
+        return torch.ldexp(numbers, exponents[..., None]).bfloat16().flatten(-2).mT[..., columns, :]
+
+
 class RandomSource:
-    """Fresh weights: normal with ``std``, norms 1, biases 0.
+    """Fresh weights: normal with ``std``, norms 1, biases and sinks 0.
 
     A tensor depends on ``seed`` and its name alone, so that every parallel layout starts from the same model.
     """
 
-    def __init__(self, seed: int, std: float) -> None:
-        self.seed, self.std = seed, std
+    def __init__(self, seed: int, std: float, fresh: Mapping[str, float] | None = None) -> None:
+        """``fresh``: values of other vectors, by the end of their names (``Family.fresh``)."""
+        self.seed, self.std, self.fresh = seed, std, fresh or {}
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Tensor:
         """Generate the tensor ``name`` of ``shape``; with ``part``, only its slice [shape[1:]] at this index of the first dimension."""
+        is_zero = name.endswith(("bias", "sinks"))
         if part is not None:
             name, shape = f"{name}/{part}", shape[1:]
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            default = 0.0 if is_zero else 1.0
+            return torch.full(shape, next((value for end, value in self.fresh.items() if name.endswith(end)), default))
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         return torch.empty(shape).normal_(0.0, self.std, generator=generator)
@@ -81,7 +111,7 @@ class CheckpointSource:
     ``stacked`` maps tensors with all experts of a layer to their shapes on the hub. transformers 5 saves each
     expert in them transposed; the layout of this folder is detected once, from all of them, because a single one
     may be square. ``files`` maps every tensor of all files in the index to its file, including tensors that the
-    index omits.
+    index omits; a matrix in MXFP4, stored as two tensors, has its own name and the file of its blocks.
 
     Raises:
         FileNotFoundError: no safetensors.
@@ -110,13 +140,33 @@ class CheckpointSource:
                 f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
                 + (remedy or "for fresh weights set policy.init=random")
             )
+        self._scale_files = {name: self.files.pop(name + _SCALES) for name in self._mxfp4_names()}
+        self.files |= {name: self.files.pop(name + _BLOCKS) for name in self._scale_files}
         self.are_experts_transposed = self._transposed(stacked or {})
+
+    def _mxfp4_names(self) -> list[str]:
+        names = [name.removesuffix(_BLOCKS) for name in self.files if name.endswith(_BLOCKS)]
+        return [name for name in names if name not in self.files and name + _SCALES in self.files]
+
+    def _slice(self, name: str) -> Any:
+        """The tensor ``name``, to be read in slices. Raises SafetensorError."""
+        if name not in self._scale_files:
+            return self._file(self.files[name]).get_slice(name)
+        blocks = self._file(self.files[name]).get_slice(name + _BLOCKS)
+        scales = self._file(self._scale_files[name]).get_slice(name + _SCALES)
+        dtypes, shapes = (blocks.get_dtype(), scales.get_dtype()), (blocks.get_shape(), scales.get_shape())
+        if dtypes != ("U8", "U8") or len(shapes[1]) != 3 or shapes[0] != [*shapes[1], _BLOCK_BYTES]:
+            raise WeightsError(
+                f"{self.folder / self.files[name]}: {name}{_BLOCKS} {dtypes[0]} {shapes[0]} and {name}{_SCALES} {dtypes[1]} {shapes[1]} are "
+                f"no MXFP4, expected U8 [experts, rows, blocks, {_BLOCK_BYTES}] and U8 [experts, rows, blocks]; fetch them again"
+            )
+        return _Mxfp4(blocks, scales)
 
     def _transposed(self, stacked: Mapping[str, tuple[int, ...]]) -> bool:
         examples: dict[bool, str] = {}
         for name, shape in stacked.items():
             if name in self.files and shape[1] != shape[2]:
-                actual = tuple(self._file(self.files[name]).get_slice(name).get_shape())
+                actual = tuple(self._slice(name).get_shape())
                 if actual in (shape, _with_transposed_parts(shape)):
                     examples[actual != shape] = name
         if len(examples) == 2:
@@ -159,7 +209,7 @@ class CheckpointSource:
 
     def is_empty(self, name: str) -> bool:
         """Return whether the tensor has no elements."""
-        return 0 in self._file(self.files[name]).get_slice(name).get_shape()
+        return 0 in self._slice(name).get_shape()
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
         """Open the tensor ``name`` of ``shape``, or its slice [shape[1:]] at index ``part``, to be read in slices."""
@@ -167,15 +217,15 @@ class CheckpointSource:
             raise WeightsError(f"{self.folder} has no tensor {name}, which config.json requires")
         file = self.files[name]
         try:
-            tensor = self._file(file).get_slice(name)
+            tensor = self._slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{self.folder / file} has no readable tensor {name}: {error}") from error
-        if tensor.get_dtype() not in _FLOATING:
+        if not isinstance(tensor, _Mxfp4) and tensor.get_dtype() not in _FLOATING:
             raise WeightsError(
                 f"{self.folder / file}: {name} is {tensor.get_dtype()}: quantized weights are not supported; use a copy in "
                 "bfloat16 or float32"
             )
-        is_transposed = part is not None and self.are_experts_transposed
+        is_transposed = part is not None and len(shape) == 3 and self.are_experts_transposed
         expected = _with_transposed_parts(shape) if is_transposed else shape
         if tuple(tensor.get_shape()) != expected:
             raise WeightsError(
@@ -223,8 +273,12 @@ def _with_transposed_parts(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_mtp(config: PretrainedConfig, name: str) -> bool:
     """Return whether tensor ``name`` belongs to a multi-token-prediction layer.
 
-    Files number these layers after the decoder's layers; config.json has their number (``Family.num_mtp_layers``).
+    Files number these layers after the decoder's layers, and config.json has their number (``Family.num_mtp_layers``),
+    or their names have a prefix of their own (``Family.mtp_prefix``).
     """
+    prefix = family_of(config).mtp_prefix
+    if prefix:
+        return name.startswith(prefix)
     match = re.match(r"model\.layers\.(\d+)\.", name)
     first, count = text_config(config).num_hidden_layers, num_mtp_layers(config)
     return match is not None and first <= int(match[1]) < first + count

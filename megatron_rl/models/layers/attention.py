@@ -18,7 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 from megatron_rl.data.batch import moved
 from megatron_rl.models.layers.context import zigzag
@@ -114,14 +115,21 @@ class PackedAttention(MegatronModule):
         if (
             dropout != 0
             or (config.context_parallel_size > 1) != self.is_context_parallel
-            or config.softmax_type != "vanilla"
+            or config.softmax_type == "off-by-one"
         ):
             raise ValueError(
-                f"{type(self).__name__} takes attention_dropout 0, softmax_type vanilla and a context_parallel_size "
+                f"{type(self).__name__} takes attention_dropout 0, softmax_type vanilla or learnable and a context_parallel_size "
                 f"{'above 1' if self.is_context_parallel else 'of 1'}, got "
                 f"{dropout}, {config.softmax_type} and {config.context_parallel_size}"
             )
         self.softmax_scale = softmax_scale
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_windowed else None
+        """Number of tokens that a token attends to, itself included; None: all."""
+        num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+        has_sinks = config.softmax_type == "learnable"
+        self.softmax_offset = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype)) if has_sinks else None
+        """Sinks, [heads]: each head's score of a key without value, which takes part in the softmax."""
 
     def forward(
         self,
@@ -140,6 +148,11 @@ class PackedAttention(MegatronModule):
             )
         return self._attended(query, key, value, packed_seq_params.plan)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Entries of a distributed checkpoint: the sinks, which tensor parallelism splits."""
+        state, axes = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets)
+
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         padded = [_Pad.apply(t, plan) for t in (query, key, value)]
         # split instead of slicing, because the backward pass of a slice fills a whole buffer with zeros.
@@ -153,6 +166,11 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Run one padded call: query [n * a, heads, d], key [n * b, groups, d] -> [n * a, heads, e]; causal without ``mask``."""
         q, k, v = (part.unflatten(0, (num_sequences, -1)).transpose(1, 2) for part in (query, key, value))
+        if self.window is not None and mask is None:
+            ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = ones.tril() & ones.triu(1 - self.window)
+        if self.softmax_offset is not None:
+            k, v, mask = self._with_sinks(q, k, v, mask)
         context = F.scaled_dot_product_attention(
             q,
             k,
@@ -163,6 +181,19 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return context.transpose(1, 2).flatten(0, 1)
+
+
+    def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [n, groups, b + 1, d] with a last key of zeros, whose score is the sink in the returned mask [heads, a, b + 1].
+
+        The mask makes PyTorch store the scores, which it otherwise recomputes.
+        """
+        shape = (query.shape[2], key.shape[2])
+        scores = torch.zeros(shape, dtype=query.dtype, device=query.device)
+        allowed = torch.ones(shape, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+        scores = scores.masked_fill(~allowed, -torch.inf).expand(query.shape[1], -1, -1)
+        sinks = self.softmax_offset.to(query.dtype)[:, None, None].expand(-1, shape[0], 1)
+        return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), torch.cat([scores, sinks], dim=-1)
 
 
 class _Pad(torch.autograd.Function):

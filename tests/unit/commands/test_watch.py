@@ -40,6 +40,18 @@ def test_watch_prints_one_plain_snapshot_without_a_terminal(folder, capsys):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+def test_a_snapshot_without_a_terminal_is_as_wide_as_columns_says(folder, capsys, monkeypatch):
+    shown = set()
+    for columns, width in (("60", 60), ("80", 80), ("", 100)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["watch", str(folder)]) == main(["watch", str(folder), "--width", str(width)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        # Without the first line, in which a clock advances.
+        assert lines[1 : len(lines) // 2] == lines[len(lines) // 2 + 1 :]
+        shown.add(tuple(lines[1 : len(lines) // 2]))
+    assert len(shown) == 3
+
+
 def test_watch_rejects_a_missing_folder(tmp_path, capsys):
     assert main(["watch", str(tmp_path / "nowhere")]) == 2
     assert "run.output_dir" in capsys.readouterr().err

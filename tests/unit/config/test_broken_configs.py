@@ -21,7 +21,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.desk.plan.dry_run import print_plan
 from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.run.output import check_output_dir
-from megatron_rl.run.start_checks import check_hosts, check_outputs, os_errors_with_keys
+from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
 from megatron_rl.step import input_checks
 from megatron_rl.step.input_checks import preview_rl_inputs
 from tests.fuzz import ODD_VALUES, mutated, mutated_bytes, mutations, taken_or_refused
@@ -110,7 +110,7 @@ def dry_run(paths, overrides=(), command="train"):
         check_config(config, command=command)
         if command in RL_COMMANDS:
             check_output_dir(config)
-        check_hosts(config, command)
+        check_machine(config, command)
         check_outputs(config, command)
         if command in RL_COMMANDS:
             notes = preview_rl_inputs(config, all_rows=False)
@@ -163,6 +163,9 @@ def test_every_list_and_mapping_rejects_other_containers_and_single_values(recip
         ("parallel.context_parallel_size=81", "parallel.context_parallel_size: 81 ranks would split"),
         ("critic.parallel={context_parallel_size: 1000}", "critic.parallel.context_parallel_size: 1000 ranks would split"),
         ("algorithm.correction.veto_below=2", "algorithm.correction.veto_below: expected a number from 0 up to but not including 1"),
+        ("reward.num_workers=1000", "reward.num_workers: expected at most"),
+        ("rollout.num_workers=1000", "rollout.num_workers: expected at most"),
+        ("reward.memory_limit_mb=1", "reward.memory_limit_mb: expected at least 64"),
         ("run.keep_best=3", "run.keep_best: the best checkpoints are chosen by eval/accuracy"),
         ("tracking.mlflow_uri='http://x y/'", "tracking.mlflow_uri: 'http://x y/' is not an address"),
         ("data.id_field=nr", "data.id_field: no row of"),
@@ -194,15 +197,15 @@ def test_empty_mapping_removes_the_entries_of_earlier_layers(recipe, tmp_path):
 @mutations(60)
 @given(data=st.data())
 def test_broken_overrides_are_accepted_or_rejected(recipe, data):
-    key = data.draw(st.sampled_from(sorted(KEYS)))
-    value = data.draw(ODD_VALUES)
-    text = (
-        json.dumps(value) if not isinstance(value, float) or math.isfinite(value) else f".{value}".replace(".-", "-.")
-    )
-    key = key.replace(".N.", ".0.").replace(".TYPE.", ".math.")
+    broken = []
+    for key in data.draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=2)):
+        choices = [*KEYS[key].choices, KEYS[key].default]
+        value = data.draw(st.one_of(ODD_VALUES, st.sampled_from(choices)))
+        text = json.dumps(value) if not isinstance(value, float) or math.isfinite(value) else f".{value}".replace(".-", "-.")
+        broken.append(f"{key.replace('.N.', '.0.').replace('.NAME.', '.math.')}={text}")
     base = data.draw(st.sampled_from(BASES))
     with taken_or_refused(*SECTIONS):
-        dry_run(recipe, [*base, f"{key}={text}"], command=data.draw(st.sampled_from(COMMANDS)))
+        dry_run(recipe, [*base, *broken], command=data.draw(st.sampled_from(COMMANDS)))
 
 
 @mutations(60)

@@ -35,15 +35,19 @@ class Batch:
         self.query = torch.randn(sum(counts), num_heads, size, generator=generator)
         self.shape = shape
 
-    def attended(self, window: int = -1) -> Tensor:
-        return self.attended_by(self.query, self.requests, self.prefixes, self.counts, window)
+    def attended(self, window: int = -1, sinks: Tensor | None = None) -> Tensor:
+        return self.attended_by(self.query, self.requests, self.prefixes, self.counts, window, sinks)
 
-    def attended_by(self, query: Tensor, requests: Tensor, prefixes: Tensor, counts: Tensor | None, window: int) -> Tensor:
+    def attended_by(  # noqa: PLR0913  the batch's arrays
+        self, query: Tensor, requests: Tensor, prefixes: Tensor, counts: Tensor | None, window: int, sinks: Tensor | None = None
+    ) -> Tensor:
         num_heads, num_kv, size, value_size = self.shape
         output = torch.full((len(query), num_heads, value_size), torch.nan)
         scratch = torch.full(((size + 4 * WIDTH) * (CONTEXT + 4 * WIDTH),), torch.nan)
         attention_loop.attend(
-            attention_loop.AttentionShape(num_heads, num_kv, size, value_size, 0.3, window),
+            attention_loop.AttentionShape(
+                num_heads, num_kv, size, value_size, 0.3, window, sinks.data_ptr() if sinks is not None else 0
+            ),
             attention_loop.pages_of(self.keys, self.values, self.table),
             attention_loop.QueryTokens(
                 len(requests), requests.data_ptr(), prefixes.data_ptr(), counts.data_ptr() if counts is not None else 0
@@ -54,7 +58,7 @@ class Batch:
         )
         return output
 
-    def brute_force(self, window: int = -1) -> Tensor:
+    def brute_force(self, window: int = -1, sinks: Tensor | None = None) -> Tensor:
         """Reference in float64, token by token."""
         group = self.shape[0] // self.shape[1]
         outputs = []
@@ -63,7 +67,10 @@ class Batch:
                 last = int(prefix) + new
                 slots = self.table[request, max(0, last - window) if window >= 0 else 0 : last + 1].long()
                 keys = self.keys[slots].double().repeat_interleave(group, 1)
-                weights = torch.einsum("hd,thd->ht", row, keys).mul(0.3).softmax(-1)
+                scores = torch.einsum("hd,thd->ht", row, keys).mul(0.3)
+                # A sink is one more score, without a value.
+                scores = scores if sinks is None else torch.cat([scores, sinks.double()[:, None]], 1)
+                weights = scores.softmax(-1)[:, : len(slots)]
                 values = self.values[slots].double().repeat_interleave(group, 1)
                 outputs.append(torch.einsum("ht,thd->hd", weights, values))
         return torch.stack(outputs)
@@ -78,6 +85,15 @@ SHAPES = [(4, 2, 16, 16), (1, 1, 128, 128), (6, 2, 20, 18), (14, 2, 64, 64), (4,
 def test_attention_equals_float64(shape, window, half):
     batch = Batch(1, shape, prefixes=[0, 50, 3, 16, 0], counts=[1, 1, 40, 5, 33], half=half)
     torch.testing.assert_close(batch.attended(window).double(), batch.brute_force(window), atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 9])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_with_sinks_equals_float64(shape, window):
+    batch = Batch(1, shape, prefixes=[0, 50, 3, 16, 0], counts=[1, 1, 40, 5, 33])
+    sinks = torch.linspace(-30, 30, shape[0])
+    torch.testing.assert_close(batch.attended(window, sinks).double(), batch.brute_force(window, sinks), atol=3e-6, rtol=3e-6)
+    assert torch.equal(batch.attended(window, torch.full((shape[0],), -torch.inf)), batch.attended(window))
 
 
 @settings(max_examples=30, deadline=None)

@@ -54,6 +54,10 @@ MODELS = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    # a window longer than one of the lengths
+    "gpt_oss": dict(
+        model_type="gpt_oss", num_hidden_layers=5, head_dim=24, num_local_experts=6, num_experts_per_tok=2, sliding_window=11
+    ),
 }
 
 
@@ -77,15 +81,18 @@ def counted_flops(config, length: int) -> int:
 def test_flops_equal_those_counted_on_transformers(name, length):
     config = config_of(name)
     flops = flops_cost(config)
-    expected = flops.per_token * length + flops.per_pair * length**2
+    expected = flops.per_token * length + (flops.per_pair + sum(flops.per_windowed_pair.values())) * length**2
     assert counted_flops(config, length) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_flops_count_the_pairs_of_the_causal_mask(name):
     flops = flops_cost(config_of(name))
-    pairs = int(torch.ones(50, 50).tril().sum())
-    assert flops(50) == pytest.approx(50 * flops.per_token + pairs * flops.per_pair)
+    mask = torch.ones(50, 50).tril()
+    pairs = {50: mask.sum(), **{window: mask.triu(1 - window).sum() for window in flops.per_windowed_pair}}
+    expected = sum(float(pairs[window]) * per_pair for window, per_pair in ({50: flops.per_pair} | flops.per_windowed_pair).items())
+    assert flops(50) == pytest.approx(50 * flops.per_token + expected)
+    assert (sorted(flops.per_windowed_pair) == [11]) == (name == "gpt_oss")
 
 
 def test_critic_flops_have_one_output_instead_of_a_vocabulary():

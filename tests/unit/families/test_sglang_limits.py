@@ -52,11 +52,12 @@ def test_models_computed_alike_by_sglang_have_no_problem(model: dict[str, Any]) 
         ),
         *(
             (dict(model_type=name, tie_word_embeddings=True), ["tie_word_embeddings=true", "lm_head.weight"])
-            for name in ("qwen3_moe", "mixtral", "glm4_moe")
+            for name in ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
         ),
         (dict(model_type="mixtral", rope_scaling=dict(type="linear", factor=2.0)), ["rope_type=linear"]),
         (dict(model_type="mixtral", hidden_size=64, num_attention_heads=4, head_dim=20), ["head_dim=20", "16"]),
         (dict(model_type="mixtral", rope_theta=0.5), ["rope_theta=0.5"]),
+        (dict(model_type="gpt_oss", quantization_config=dict(quant_method="mxfp4")), ["MXFP4", "convert --to megatron"]),
         (dict(model_type="qwen2_5_vl", vision_config=dict(patch_size=8)), ["patch_size=8", "384 values", "crashes"]),
         (dict(model_type="deepseek_v3", rope_parameters=dict(rope_type="linear", factor=2.0)), ["rope_type=linear"]),
         (dict(model_type="deepseek_v3", rope_parameters={**YARN, "truncate": False}), ["truncate=false"]),

@@ -213,8 +213,11 @@ def test_failed_save_leaves_nothing_and_is_retried_next_step(tmp_path):
     ranks.full_disk = True
     assert "No space left" in saver.save(5, {"pool": {}}, weight_version=1)
     assert names(tmp_path) == ["step-3"] and saver.num_failed == 1 and saver.due(6)
+    with pytest.raises(UserError, match=r"no checkpoint after step 6: No space left.*complete: step-3.*run.resume=auto"):
+        saver.check_saved()
     ranks.full_disk = False
     save_steps(saver, 7)
+    saver.check_saved()
     assert not saver.due(7) and names(tmp_path) == ["step-3", "step-7"]
 
 

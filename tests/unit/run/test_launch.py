@@ -11,10 +11,11 @@ import torch
 from megatron_rl import cli
 from megatron_rl.commands import add_rank_recipe_arguments
 from megatron_rl.config.checks.servers import Node
-from megatron_rl.config.load import config_to_yaml
+from megatron_rl.config.load import config_to_yaml, load_config
 from megatron_rl.config.schema import Config, EvalSetConfig, RewardRouteConfig
-from megatron_rl.errors import DataError, UserError
+from megatron_rl.errors import ConfigError, DataError, UserError
 from megatron_rl.run import launch as recipes
+from megatron_rl.run.start_checks import check_machine
 from megatron_rl.step.input_checks import check_rl_inputs
 from tests.unit.examples.test_examples import ROOT
 
@@ -187,3 +188,19 @@ def test_a_value_pretraining_and_the_training_after_it_share_a_recipe_but_no_fol
     assert folder_of("train", tmp_path / "recipe.yaml") == tmp_path / "one" != pretraining
     with pytest.raises(UserError, match="one/critic_pretrain_run already contains a run"):
         folder_of("critic-pretrain", pretraining / "config.yaml")
+
+
+@pytest.mark.parametrize("key", ["parallel.num_ranks", "rollout.num_servers"])
+def test_more_ranks_or_servers_than_a_cpu_can_run_are_refused_by_a_run_and_not_by_its_dry_run(key, tmp_path):
+    config = load_config(None, [f"{key}={64 + 8 * len(os.sched_getaffinity(0))}"])
+    with pytest.raises(ConfigError, match=f"{key}: expected at most"):
+        check_machine(config, "train", starts_ranks=True)
+    check_machine(config, "train")
+
+
+def test_a_dry_run_for_another_machine_does_not_count_this_ones_cores(tmp_path):
+    config = load_config(None, ["reward.num_workers=1000", "rollout.num_workers=500"])
+    with pytest.raises(ConfigError, match=r"(?s)reward.num_workers: .*, got 1000; .*--gpus-per-node\).*rollout.num_workers: .*, got 500"):
+        check_machine(config, "train")
+    check_machine(config, "train", is_elsewhere=True)
+    check_machine(config, "sft")

@@ -44,3 +44,30 @@ def test_samples_by_type_do_not_change_the_slots_of_a_step(recipe):
     check_config(config, command="train")
     rows = batch_arithmetic(config, world_size=2)
     assert rows["samples (slots)"][0] == "128" and rows["prompts"][0] == "up to 128"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (
+            ["preset=grpo", "batch.window_tokens=0", "critic.optimizer.lr=0.5", "algorithm.lambda_critic=0.3"],
+            "critic.optimizer.lr, algorithm.lambda_critic: not read by this run, because algorithm.advantage=group has no critic",
+        ),
+        (["reference.path=/nowhere", "algorithm.kl.coef=9"], "algorithm.kl.coef, reference.path: not read by this run, because algorithm.kl.place=none"),
+        (["environment.max_turn_tokens=7"], "environment.max_turn_tokens: not read by this run, because environment.name is empty"),
+        (["rollout.fire.after=x"], "rollout.fire.after: not read by this run, because rollout.fire.temperature=0"),
+        (["schedule.max_staleness=5"], "schedule.max_staleness: not read by this run, because schedule.mode=tppo"),
+        (["rollout.urls=[http://a:1]", "rollout.num_servers=9"], "rollout.num_servers: not read by this run, because its servers are attached"),
+        (["algorithm.correction.max_weight=9"], "algorithm.correction.max_weight: not read by this run, because algorithm.correction.weight=none"),
+        (["policy.lora.alpha=3"], "policy.lora.alpha: not read by this run, because policy.lora.rank=0"),
+        (["sft.train_files=[nowhere]", "dpo.beta=3"], "sft, dpo: read by other commands than `megatron-rl train`, which check them"),
+    ],
+)
+def test_keys_that_a_run_never_reads_are_named_with_the_reason(recipe, capsys, overrides, note):
+    print_plan(load_config(recipe, overrides), command="train", world_size=2)
+    assert f"note: {note}" in capsys.readouterr().out
+
+
+def test_a_recipe_whose_keys_are_all_read_has_no_note_on_them(recipe, capsys):
+    print_plan(load_config(recipe, ["critic.optimizer.lr=1e-4"]), command="train", world_size=2)
+    assert "read by" not in capsys.readouterr().out

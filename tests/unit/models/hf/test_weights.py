@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.errors import ModelError
 from megatron_rl.families.family import families
 from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
@@ -25,7 +26,7 @@ from megatron_rl.families.transforms import (
     Transform,
     VocabParallel,
 )
-from megatron_rl.models.hf.megatron_config import megatron_config
+from megatron_rl.models.hf.megatron_config import check_layout, megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError, is_mtp
 from megatron_rl.models.hf.weights import assemble, read_entry
@@ -44,6 +45,14 @@ SIZES = dict(
     num_key_value_heads=4,
     head_dim=12,
 )
+LINEAR: dict[str, Any] = dict(
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    layer_types=["linear_attention", "full_attention"],
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=20)
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(
         num_key_value_heads=8,
@@ -60,8 +69,12 @@ EXTRA: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
     ),
     "glm4_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, use_qk_norm=True),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
     "mixtral": dict(num_local_experts=4),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, mlp_only_layers=[0]),
+    "qwen3_next": dict(LINEAR, **EXPERTS, mlp_only_layers=[0]),
+    "qwen3_5_text": dict(LINEAR, linear_num_value_heads=4),
+    "qwen3_5_moe_text": dict(LINEAR, **EXPERTS),
 }
 DENSE = ("llama", "qwen2", "qwen3")
 
@@ -220,7 +233,7 @@ def test_unreadable_model_folders_are_rejected(tmp_path: Path) -> None:
         load_hf_config(tmp_path)
     for fields in ({"model_type": "gpt2"}, {}):
         with pytest.raises(
-            ValueError, match="supported: deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, qwen2, qwen2_5_vl, qwen3"
+            ValueError, match="supported: deepseek_v3, glm4_moe, gpt_oss, kimi_k2, llama, mixtral, qwen2, qwen2_5_vl, qwen3"
         ):
             load_hf_config(write_config(tmp_path, **fields))
 
@@ -262,6 +275,10 @@ def test_unreadable_model_folders_are_rejected(tmp_path: Path) -> None:
         ("deepseek_v3", dict(first_k_dense_replace=2), "no layer of this deepseek_v3"),
         ("qwen3_moe", dict(mlp_only_layers=[0, 1]), "no layer of this qwen3_moe"),
         ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=3), "best 3 experts"),
+        ("gpt_oss", dict(attention_bias=False), "attention_bias"),
+        ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha"),
+        ("gpt_oss", dict(sliding_window=None), "sliding_window is missing"),
+        ("gpt_oss", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
     ],
 )
 def test_features_that_megatron_computes_differently_are_rejected(
@@ -281,6 +298,15 @@ def test_features_that_megatron_computes_differently_are_rejected(
 def test_layouts_that_do_not_fit_the_model_are_rejected(parallel: ParallelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         megatron_config(make_config("qwen3"), parallel, dtype=torch.float32)
+
+
+def test_gpt_oss_splits_neither_an_expert_nor_a_context() -> None:
+    for parallel, key in (
+        (ParallelConfig(tensor_parallel_size=2, sequence_parallel=True), "parallel.expert_tensor_parallel_size 1, got 2"),
+        (ParallelConfig(context_parallel_size=2), "parallel.context_parallel_size 1, got 2"),
+    ):
+        with pytest.raises(ModelError, match=key):
+            check_layout(family_config("gpt_oss"), parallel)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -91,3 +91,26 @@ def test_bfloat16_on_a_cpu_is_reported_because_a_gpu_may_be_hidden() -> None:
     config.params_dtype = torch.bfloat16
     note = layers.layers_note(config)
     assert all(words in note for words in ("torch finds no GPU", "nvidia-smi", "MEGATRON_RL_REQUIRE_GPU=1", "policy.dtype=float32"))
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 64), (5, 4, 16), (1, 3)])
+def test_rms_norm_on_a_cpu_equals_pytorchs_with_its_gradients(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    norm = layers._LocalNorm(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"), shape[-1], 1e-6)
+    norm = norm.double()
+    torch.nn.init.normal_(norm.weight, generator=generator)
+    # Heads are slices of a larger tensor, and their gradients are transposed.
+    rows = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64, generator=generator)[..., : shape[-1]].requires_grad_()
+    grad = torch.randn(shape[::-1], dtype=torch.float64, generator=generator).permute(*reversed(range(len(shape))))
+    expected = torch.nn.functional.rms_norm(rows, (shape[-1],), norm.weight, 1e-6)
+    torch.testing.assert_close(norm(rows), expected, rtol=1e-12, atol=1e-12)
+    of_own = torch.autograd.grad(norm(rows), (rows, norm.weight), grad)
+    torch.testing.assert_close(of_own, torch.autograd.grad(expected, (rows, norm.weight), grad), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x, w: layers._CpuRmsNorm.apply(x, w, 1e-6), (rows, norm.weight))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("meta", torch.float32), ("cpu", torch.bfloat16)])
+def test_rms_norm_is_pytorchs_on_other_devices_and_in_16_bits(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = layers._LocalNorm(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"), 8)
+    monkeypatch.setattr(layers._CpuRmsNorm, "apply", None)
+    assert norm.to(device, dtype)(torch.ones(2, 8, device=device, dtype=dtype)).dtype is dtype
