@@ -114,3 +114,24 @@ def test_no_layer_multiplies_row_by_row_in_forward_only_passes_and_in_gradients_
         assert found.shapes == []
     finally:
         topology.destroy()
+
+
+def test_log_probs_of_other_tokens_are_those_that_the_token_would_have_in_its_place() -> None:
+    topology.initialize(ParallelConfig(), seed=1)
+    try:
+        (chunk,) = policy.build_policy(family_config("qwen2_gqa7_tied"), ParallelConfig(), dtype=torch.float32, seed=1)
+        batch = pack([torch.arange(3, 40), torch.arange(5, 25)])
+        mask = torch.arange(len(batch.tokens)) % 3 > 0
+        others = torch.stack([batch.tokens, batch.tokens + 1], 1).int()
+        with torch.no_grad():
+            output = policy.forward(chunk, batch)
+            alone, entropy = policy.token_logprobs(chunk, output, batch, mask=mask)
+            found, same = policy.token_logprobs(chunk, output, batch, mask=mask, others=others)
+            ids = torch.arange(chunk.real_vocab_size).expand(len(batch.tokens), -1)
+            every, _ = policy.token_logprobs(chunk, output, batch, mask=mask, others=ids)
+        assert torch.equal(entropy, same) and torch.equal(found[:, 0], alone) and torch.equal(found[:, 1], alone)
+        wanted = alone != 0
+        torch.testing.assert_close(every[wanted, 1:].exp().sum(1), torch.ones(int(wanted.sum())))
+        assert torch.equal(every.gather(1, others[:, 1:].long() + 1)[:, 0], found[:, 2])
+    finally:
+        topology.destroy()
