@@ -6,7 +6,7 @@ SGLang's workers do.
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -88,7 +88,9 @@ def first(folder: Path) -> None:
     """The driver: its servers listen on 127.0.0.1, as those that a run starts."""
     from megatron_rl.parallel import topology as topologies
 
-    server = subprocess.Popen([sys.executable, "-m", __spec__.name, str(folder), "server"])
+    server = os.fork()  # no thread yet, and all imported
+    if server == 0:
+        serve(folder)
     topologies.initialize(ParallelConfig(num_ranks=2, pipeline_parallel_size=2), seed=1)
     while not (folder / "url").exists():
         time.sleep(0.05)
@@ -100,7 +102,8 @@ def first(folder: Path) -> None:
         time.sleep(0.05)
     publisher.close()
     (folder / "result.json").write_text(json.dumps({"buckets": result.num_buckets}))
-    server.kill()
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
 
 
 def second() -> None:
@@ -119,8 +122,6 @@ def config() -> Config:
 
 def main() -> None:
     folder, role = Path(sys.argv[1]), sys.argv[2]
-    if role == "server":
-        serve(folder)
     os.environ["RANK"] = {"first": "0", "second": "1"}[role]
     choose_interface(config())
     if role == "first":
