@@ -5,19 +5,30 @@ which are therefore not proved here.
 """
 
 import ast
+import gc
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from megatron_rl.models.hf.model_config import register_aliases
-
-register_aliases()  # tests build configurations of every family through transformers
 settings.register_profile("megatron_rl", deadline=None)
 # Many more broken inputs, other ones in each run: see tests/fuzz.py.
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("megatron_rl")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported: collections would scan that again and again
+    if getattr(config.option, "dist", "no") == "no":  # not in the process that only hands out tests
+        from megatron_rl.models.hf.model_config import register_aliases
+
+        register_aliases()  # tests build configurations of every family through transformers
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -42,6 +42,8 @@ def odd_config(family: str, seed: int) -> dict[str, Any]:
     """config.json of a small model."""
     draw = random.Random(f"{family}/{seed}")
     text = _text(family, draw)
+    if family in LINEAR_FAMILIES:
+        _linear(family, text, draw)
     if "vl" not in family:
         return text
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -96,6 +98,8 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
             )
         )
     _experts(family, text, draw)
+    if family == "gpt_oss":
+        _windows(text, draw)
     _rope(family, text, draw)
     _oddities(family, text, draw)
     text.setdefault("tie_word_embeddings", None)
@@ -106,9 +110,6 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
 
 def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
     experts, chosen = draw.choice([(4, 2), (6, 3), (5, 4), (8, 2), (8, 4), (3, 1), (12, 6)])
-    if family in LINEAR_FAMILIES:
-        _linear(text, draw)
-        text |= {"shared_expert_intermediate_size": draw.choice([8, 20, 31])} if family != "qwen3_5_text" else {}
     if family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text"):
         text |= {
             draw.choice(["num_experts", "num_local_experts"]): experts,
@@ -122,20 +123,8 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             del text["norm_topk_prob"]
         if family == "qwen3_5_moe_text":
             del text["decoder_sparse_step"], text["mlp_only_layers"]
-    elif family == "mixtral":
+    elif family in ("mixtral", "gpt_oss"):
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
-    elif family == "gpt_oss":
-        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
-        text |= {
-            "num_local_experts": experts,
-            "num_experts_per_tok": chosen,
-            "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
-            "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
-        }
-        if draw.random() < 0.7:
-            text["layer_types"] = kinds
-        if draw.random() < _ODD:
-            text["swiglu_alpha"] = 1.5
     elif family in ("deepseek_v3", "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {
@@ -166,8 +155,19 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
         text |= {"attention_bias": draw.random() < 0.5, "use_qk_norm": draw.random() < 0.5}
 
 
-def _linear(text: dict[str, Any], draw: random.Random) -> None:
-    key_heads = draw.choice([1, 2, 3])
+def _windows(text: dict[str, Any], draw: random.Random) -> None:
+    text |= {
+        "sliding_window": draw.choice([1, 2, 5, 8, 128, None] if draw.random() < 0.2 else [1, 3, 8, 128]),
+        "swiglu_limit": draw.choice([7.0, 1.0, 0.3]),
+    }
+    if draw.random() < 0.7:
+        text["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(text["num_hidden_layers"])]
+    if draw.random() < _ODD:
+        text["swiglu_alpha"] = 1.5
+
+
+def _linear(family: str, text: dict[str, Any], draw: random.Random) -> None:
+    key_heads, shared = draw.choice([1, 2, 3]), draw.choice([8, 20, 31])
     text |= {
         "linear_num_key_heads": key_heads,
         # Now and then not a multiple, which nobody computes.
@@ -176,6 +176,8 @@ def _linear(text: dict[str, Any], draw: random.Random) -> None:
         "linear_value_head_dim": draw.choice([4, 10, 7]),
         "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
     }
+    if family != "qwen3_5_text":
+        text["shared_expert_intermediate_size"] = shared
     layers = text["num_hidden_layers"]
     if draw.random() < 0.4:
         text["layer_types"] = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers)]

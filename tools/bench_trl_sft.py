@@ -4,20 +4,21 @@
 
 ``--start`` has the quickstart's task. The model has the given size and random weights, which both read from one folder; float32, one
 process with one thread, AdamW, constant learning rate, loss on responses alone. Ours packs rows, TRL pads them. A step's seconds are the
-difference between a long and a short run, divided by the steps between them, so that no start is in them: CPU seconds, which hold on
-shared cores. Repeats alternate. TRL's environment needs ``trl`` and ``peft`` (tools/bench_trl.py prints how to make one).
+difference between a long and a short run, divided by the steps between them, so that no start is in them.
+Both sides run at the same time: CPU seconds grow with the load of shared cores and memory, for both alike. TRL's environment needs
+``trl`` and ``peft`` (tools/bench_trl.py prints how to make one).
 """
 
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def main() -> None:
         asked = vars(arguments) | {"folder": folder, "model": str(Path(folder, "model"))}
         make_inputs(asked)
         for kind in KINDS * arguments.repeats:
-            one = {f"{name} {what}": number for name in ("megatron_rl", "TRL") for what, number in step_of(name, asked, kind).items()}
+            one = steps_of(asked, kind)
             one["ratio"] = one["TRL cpu_s"] / one["megatron_rl cpu_s"]
             found[kind].append(one)
             print(f"{kind}: " + "  ".join(f"{name} {number:.4g}" for name, number in one.items()), flush=True)
@@ -88,11 +89,15 @@ def make_inputs(asked: dict[str, Any]) -> None:
         shutil.copy(task / "model" / name, model / name)
 
 
-def step_of(name: str, asked: dict[str, Any], kind: str) -> dict[str, float]:
-    """Return CPU seconds per step and the last loss."""
-    run = run_ours if name == "megatron_rl" else run_in_trl_environment
-    (short_s, _), (long_s, loss) = (run(asked, kind, steps) for steps in asked["steps"])
-    return {"cpu_s": (long_s - short_s) / (asked["steps"][1] - asked["steps"][0]), "loss": loss}
+def steps_of(asked: dict[str, Any], kind: str) -> dict[str, float]:
+    """Return each side's CPU seconds per step and last loss."""
+    sides = {"megatron_rl": run_ours, "TRL": run_in_trl_environment}
+    with ThreadPoolExecutor() as pool:
+        short, long = (list(pool.map(lambda run, steps=steps: run(asked, kind, steps), sides.values())) for steps in asked["steps"])
+    found, num_steps = {}, asked["steps"][1] - asked["steps"][0]
+    for name, (short_s, _), (long_s, loss) in zip(sides, short, long, strict=True):
+        found |= {f"{name} cpu_s": (long_s - short_s) / num_steps, f"{name} loss": loss}
+    return found
 
 
 def run_ours(asked: dict[str, Any], kind: str, steps: int) -> tuple[float, float]:
@@ -164,14 +169,17 @@ def run_trl(asked: dict[str, Any]) -> None:
 
 
 def _run(command: Sequence[str]) -> tuple[str, float]:
-    """The output of the command, and the CPU seconds of all its processes."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """The output of the command, and the CPU seconds of its process and of those that it waited for."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"bench_trl_sft: {command[0]} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        said = output.read()
+    if process.returncode:
+        raise SystemExit(f"bench_trl_sft: {command[0]} ended with status {process.returncode}:\n{said[-4000:]}")
+    return said, used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

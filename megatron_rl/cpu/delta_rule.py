@@ -90,19 +90,25 @@ def chunk_gated_delta_rule(  # noqa: PLR0913 (flash-linear-attention has these)
     state = k.new_zeros(len(order), *k.shape[1:2], k.shape[-1], v.shape[-1])
     if initial_state is not None:
         state = initial_state.to(wide)[order]
-    outputs, ended, start = [], [], 0
-    for count in active:
-        own = slice(start, start + count)
-        ended.append(state[count:])
-        state = state[:count]
-        update = values[own] - keys[own] @ state
-        outputs.append(q[own] @ state + inside[own] @ update)
-        state = state * last[own] + k[own].mT @ update
-        start += count
-    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
-    result = out.new_empty(0) if not len(out) else out[rows.flatten().argsort()[: int(bounds[-1])]]
-    final = torch.cat([state, *reversed(ended)])[order.argsort()].float() if output_final_state else None
-    return result[None].to(dtype), final
+    outputs, states = _scan(active, state, [values, keys, inside, q, k, last])
+    result = outputs.transpose(1, 2).flatten(0, 1)[rows.flatten().argsort()[: int(bounds[-1])]]
+    return result[None].to(dtype), states[order.argsort()].float() if output_final_state else None
+
+
+def _scan(active: list[int], state: Tensor, chunked: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Outputs [chunks, H, tokens, V] of one chunk after another, and the last states of all sequences [N, H, K, V].
+
+    ``active``: numbers of chunks that run at once, for the first sequences of ``state``. ``chunked``: values, keys, the
+    attention inside a chunk, queries, decayed keys and the decay of a whole chunk, each [chunks, ...].
+    """
+    outputs, ended = [], []
+    for values, keys, inside, q, k, last in zip(*(tensor.split(active) for tensor in chunked), strict=True):
+        ended.append(state[len(values) :])
+        state = state[: len(values)]
+        update = values - keys @ state
+        outputs.append(q @ state + inside @ update)
+        state = state * last + k.mT @ update
+    return torch.cat(outputs), torch.cat([state, *reversed(ended)])
 
 
 def _bounds(cu_seqlens: Tensor | None, num_rows: int) -> Tensor:

@@ -117,7 +117,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         keys, values = cache
         if self.rows is None or self.use_sliding_window_kv_pool or not _fits(keys, values, req_to_token):
             if self._sinks is not None:
-                raise ValueError("attention sinks on a CPU: expected one float32 or bfloat16 cache for all layers and a batch of new tokens")
+                raise ValueError("attention sinks on a CPU: expected one cache of float32 or bfloat16 for all layers, and new tokens")
             return False
         num_heads, size = query.shape[1:]
         if scaling is None:

@@ -19,14 +19,15 @@ def install(model: nn.Module) -> None:
     """Replace the kernels in the modules of SGLang that call them, if ``model`` has linear attention."""
     if not any(type(module).__name__ == "RadixLinearAttention" for module in model.modules()):
         return
+    from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
     from sglang.srt.models import qwen2_moe
 
-    FusedRMSNormGated.forward = _gated_norm
+    FusedRMSNormGated.forward = layernorm_gated.RMSNorm.forward = _gated_norm
     gdn_triton.TritonGDNKernel.supports_packed_decode = False
-    replaced = {
+    replaced: dict[Any, dict[str, Any]] = {
         gdn_backend: dict(
             causal_conv1d_fn=_convolve, causal_conv1d_update=_convolve_token, fused_gdn_gating=_decays_and_steps
         ),
@@ -34,6 +35,7 @@ def install(model: nn.Module) -> None:
         qwen2_moe: dict(fused_gate_sigmoid_mul_add=_add_gated),
     }
     for name, function in (
+        ("fused_sigmoid_mul", _gated),
         ("fused_qkvzba_split_reshape_cat", _split_by_head),
         ("fused_qkvzba_split_reshape_cat_contiguous", _split_sections),
     ):
@@ -45,11 +47,17 @@ def install(model: nn.Module) -> None:
         vars(module).update(functions)
 
 
-def _gated_norm(norm: Any, x: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """RMSNorm of x [rows, d], times the activation of the gate g [rows, d]."""
+def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm of x [rows, d], times the activation of the gate [rows, d]."""
     wide = F.rms_norm(x.float(), (x.shape[-1],), norm.weight.float(), norm.eps)
-    activated = torch.sigmoid(g.float()) if norm.activation == "sigmoid" else F.silu(g.float())
+    activated = torch.sigmoid(gate.float()) if norm.activation == "sigmoid" else F.silu(gate.float())
     return (wide * activated).to(x.dtype)
+
+
+def _gated(x: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
+    """Attended values x [T, channels] times the sigmoid of the gate."""
+    gated = torch.sigmoid(gate).reshape(x.shape)
+    return x.mul_(gated) if inplace else x * gated
 
 
 def _add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, total: Tensor) -> None:

@@ -72,7 +72,8 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     for layer, kind in enumerate(kinds):
         window = family_of(hf_config).window(text, layer)
         per_pair[window] = per_pair.get(window, 0.0) + 2.0 * widths[kind]
-    return ForwardFlops(per_token, per_pair.pop(None, 0.0), per_pair)
+    windowed = {window: operations for window, operations in per_pair.items() if window is not None}
+    return ForwardFlops(per_token, per_pair.get(None, 0.0), windowed)
 
 
 def _recurrence(sizes: Mapping[str, int]) -> int:

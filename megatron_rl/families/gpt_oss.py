@@ -80,7 +80,7 @@ FAMILY = Family(
     layer=lambda config, index: (*NORMS, *ATTENTION, *_BIASES_AND_SINKS, *_EXPERTS),
     transformer_kwargs=_transformer_kwargs,
     # The factor in the gate's sigmoid is the constant of Megatron's quick_gelu.
-    forbidden={"attention_bias": True, "swiglu_alpha": 1.702},
+    forbidden={"attention_bias": True, "swiglu_alpha": 1.702, "norm_topk_prob": True},
     experts=Experts(
         in_layer=lambda config, index: True, number=("num_local_experts", "num_experts"), ffn_size="intermediate_size"
     ),

@@ -73,8 +73,8 @@ SEPARATE = linear_attention(
 
 def is_linear(text: ModelConfig, index: int) -> bool:
     """Return whether layer ``index`` has linear attention; ``text`` is the language model's configuration."""
-    types = getattr(text, "layer_types", None)
-    if types:
+    types = getattr(text, "layer_types", None) or ()
+    if index < len(types):
         return types[index] == "linear_attention"
     return (index + 1) % (getattr(text, "full_attention_interval", None) or 4) != 0
 
@@ -111,8 +111,8 @@ def sizes(text: ModelConfig) -> dict[str, int]:
 def served_problems(model: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yield a message for each field that SGLang's own configuration of these models reads differently from transformers."""
     text, rope, interval = as_config(model), rope_of(model), model.get("full_attention_interval")
-    layers = range(model["num_hidden_layers"])
-    if not interval or any(is_linear(text, index) is not bool((index + 1) % interval) for index in layers):
+    layers = range(model.get("num_hidden_layers", 0))
+    if any(not interval or is_linear(text, index) is not bool((index + 1) % interval) for index in layers):
         yield (
             f"{where}: full_attention_interval={interval}: SGLang's {model['model_type']} reads it instead of layer_types; write one "
             f"that gives the same layers, or {OTHERWISE}"

@@ -72,6 +72,8 @@ _REQUIRED: Mapping[str, Check] = {
     "num_experts_per_tok": _whole(1, _MAX_EXPERTS),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _whole(1)),
     **dict.fromkeys(("moe_intermediate_size", "decoder_sparse_step"), _whole(1)),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), _whole(1)),
+    **dict.fromkeys(("linear_value_head_dim", "linear_conv_kernel_dim", "shared_expert_intermediate_size"), _whole(1)),
     "rms_norm_eps": _number("a number above 0 and below 1", lambda value: 0 < value < 1),
     **dict.fromkeys(("routed_scaling_factor", "swiglu_limit", "swiglu_alpha"), _POSITIVE),
     "initializer_range": _NOT_NEGATIVE,
@@ -98,9 +100,8 @@ _OPTIONAL: Mapping[str, Check] = {
     "mlp_only_layers": _INDICES,
     "layer_types": _TEXTS,
     "partial_rotary_factor": _SHARE,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), _whole(1)),
-    **dict.fromkeys(("linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval"), _whole(1)),
-    **dict.fromkeys(("shared_expert_intermediate_size", "mtp_num_hidden_layers"), _whole(0)),
+    "full_attention_interval": _whole(1),
+    "mtp_num_hidden_layers": _whole(0, _MAX_LAYERS),
 }
 _ROPE: Mapping[str, Check] = {
     **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), _POSITIVE),
@@ -276,7 +277,7 @@ def has_experts(config: ModelConfig) -> list[bool]:
 
 
 class LayerKind(NamedTuple):
-    """What the table of a decoder layer depends on: layers of the same kind in a model have the same shapes."""
+    """Kind of a decoder layer; layers of the same kind in a model have the same shapes."""
 
     has_experts: bool
     is_linear: bool

@@ -107,21 +107,24 @@ class Adapter(nn.Module):
             elif self.sequence_parallel:
                 setattr(parameter, SPLIT_GRADIENT_MARK, True)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, .., in] -> [T, .., out], to be added to the layer's output."""
+    def forward(self, hidden: Tensor, base: Tensor) -> Tensor:
+        """``base`` [T, .., out], the layer's own output for ``hidden`` [T, .., in], plus the adapter's."""
         low = F.linear(self._dropped(hidden), self.A)
         if self.exchanges:
             low = _EXCHANGES[self.by_input, self.sequence_parallel](low)
-        parts = []
-        for is_adapted, part, b in zip(
-            self.linear.is_adapted, low.split(self.B.shape[1], -1), self._parts_of_b(), strict=True
-        ):
-            # Without an adapter A and B get no gradient, so B stays 0.
-            rows = (
-                F.linear(part, b.flatten(0, 1)) if is_adapted else part.new_zeros(*part.shape[:-1], b[..., 0].numel())
-            )
-            parts.append(rows.unflatten(-1, (self.num_groups, -1)))
-        return torch.cat(parts, -1).flatten(-2) * self.scale
+        # One product for all modules, because its passes over [T, out] cost more than its zeros.
+        low = (low * self.scale).flatten(0, -2)
+        return torch.addmm(base.flatten(0, -2), low, self._wide_b().t()).view(base.shape)
+
+    def _wide_b(self) -> Tensor:
+        """[out, modules x rank]: each module's B in the module's rows and columns, 0 elsewhere and without an adapter."""
+        rank, num = self.B.shape[1], len(self.rows)
+        # Without an adapter A and B get no gradient, so B stays 0.
+        parts = (
+            F.pad(b, (index * rank, (num - 1 - index) * rank)) if is_adapted else b.new_zeros(*b.shape[:-1], num * rank)
+            for index, (is_adapted, b) in enumerate(zip(self.linear.is_adapted, self._parts_of_b(), strict=True))
+        )
+        return torch.cat(list(parts), 1).flatten(0, 1)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
@@ -186,7 +189,7 @@ def _add(
     """Hook of a linear layer, whose output is (result, bias that is still to be added)."""
     if not module.lora.is_on:
         return output
-    return output[0] + module.lora(_normalized(module, inputs[0])), output[1]
+    return module.lora(_normalized(module, inputs[0]), output[0]), output[1]
 
 
 def _add_grouped(
@@ -195,8 +198,8 @@ def _add_grouped(
     """Hook of a layer of several experts, whose inputs are (rows sorted by expert, number of rows of each)."""
     if not module.lora[0].is_on:
         return output
-    rows = inputs[0].split(list(inputs[1]))
-    return output[0] + torch.cat([adapter(own) for adapter, own in zip(module.lora, rows, strict=True)]), output[1]
+    rows, base = (values.split(list(inputs[1])) for values in (inputs[0], output[0]))
+    return torch.cat([adapter(*own) for adapter, *own in zip(module.lora, rows, base, strict=True)]), output[1]
 
 
 def _normalized(module: Any, hidden: Tensor) -> Tensor:

@@ -112,6 +112,10 @@ def _build_chunk(
         vp_stage=vp_stage,
         **model_kwargs,
     )
+    if model.pre_process:
+        model.embedding.register_forward_hook(_with_nested_strides)
+    if model.post_process:  # other stages free what they have sent, which must not be a view
+        model.decoder.register_forward_hook(_with_nested_strides)
     install_rope(model, hf_config)
     for name, parameter in model.named_parameters():
         if _OWN_OF_RANK.search(name):
@@ -126,6 +130,15 @@ def _build_chunk(
     if torch.cuda.is_available():
         model.cuda()
     return model
+
+
+def _with_nested_strides(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
+    """Hook: view hidden states [T, 1, H], and their gradient, with the strides (H, H, 1).
+
+    Megatron's transposed [1, T, H] has the strides (H, T * H, 1). Without a gradient ``torch.matmul`` then runs T products of one row
+    instead of one product of T rows, which takes three times as long.
+    """
+    return hidden.flatten(0, 1).unflatten(0, hidden.shape[:2])
 
 
 def _add_vision(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch.dtype, recompute: Recompute) -> None:

@@ -94,7 +94,7 @@ def linear_attention_problem() -> str:
     from megatron.core.ssm import gated_delta_net
 
     # On a CPU, ``cpu/delta_rule.py`` stands in for its kernels.
-    return "" if gated_delta_net.HAVE_FLA else "its kernels are missing on this GPU: pip install flash-linear-attention"
+    return "" if gated_delta_net.HAVE_FLA else "its kernels are missing on this GPU: pip install 'flash-linear-attention~=0.4.0'"
 
 
 LINEAR_KERNELS = "megatron.core.ssm.gated_delta_net.common"

@@ -24,6 +24,8 @@ from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 _HASH_BYTES = 8
 _VOCAB_MULTIPLE = 64
 """SGLang pads embedding and output rows with zeros to a multiple of this."""
+_DERIVED = ".gemma_weight"
+"""End of names of buffers that SGLang computes from a zero-centered norm's weight when it loads one."""
 _VOCAB_LAYERS = ("embed_tokens.weight", "lm_head.weight")
 
 _SERVER_DTYPES = {
@@ -135,7 +137,7 @@ class _ParameterHash:
 def _compare_with_trainer(
     checksums: Mapping[str, list[dict[str, str]]], server_dtype: torch.dtype | None, stream: NamedTensors
 ) -> ChecksumReport:
-    server_names = {name for ranks in checksums.values() for name in ranks[0]}
+    server_names = {name for ranks in checksums.values() for name in ranks[0] if not name.endswith(_DERIVED)}
     hashes: dict[str, _ParameterHash] = {}
     uncompared = []
     for name, tensor in stream:

@@ -7,20 +7,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.families.adapters import PEFT_PREFIX
 from megatron_rl.models.conversion import convert
-from megatron_rl.models.hf.adapter_folder import adapter_config, write_adapter
+from megatron_rl.models.hf.adapter_folder import adapter_config, adapter_shapes, write_adapter
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.lora import scale_of
+from megatron_rl.models.lora import merged_weight, scale_of
 from tests.integration.engine_worker import LENGTHS, make_batch
 from tests.integration.lora_worker import CASES, LORA, OPTIMIZER, Case
 from tests.integration.torchrun import run_ranks
-from tests.tiny_families import make_family_model
+from tests.tiny_families import SHAPES, make_family_model
 from tests.tiny_models import make_tiny_model
 
 ALL = [(world_size, case) for world_size, cases in CASES.items() for case in cases]
 REFERENCES = {case.name: case for case in CASES[1]}
 SAME_IN_EVERY_LAYOUT = [case for case in CASES[2] if "bfloat16" not in case.name and "dropout" not in case.name]
 PEFTS = [case for case in CASES[1] if case.name in ("all", "partial", "tied", "scaled", "shared")]
+NO_PEFT = "peft is not installed: bash launch/setup.sh"
 NAMES = {"ids": lambda value: getattr(value, "name", value)}
 
 
@@ -124,7 +126,7 @@ def logprobs_of(model, mask: torch.Tensor) -> torch.Tensor:
 
 
 def peft_model(folder, case: Case, adapters: dict, *, trains: bool = False):
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft accelerate")
+    peft = pytest.importorskip("peft", reason=NO_PEFT)
     from transformers import AutoModelForCausalLM
 
     source = folder / "models" / case.model
@@ -168,6 +170,27 @@ def test_five_updates_equal_pefts_with_adamw(results, folder, case):
     for name, parameter in trained.items():
         ours = found["kept"][name.replace(".default.weight", ".weight")]
         torch.testing.assert_close(parameter.detach(), ours, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# Transformers has no class for kimi_k2, whose tensors are those of deepseek_v3.
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "kimi_k2"])
+def test_peft_reads_and_merges_a_folder_of_every_family(tmp_path, shape):
+    peft = pytest.importorskip("peft", reason=NO_PEFT)
+    from transformers import AutoModelForCausalLM
+
+    source = make_family_model(tmp_path / "base", shape, vocab_size=128)
+    config, generator = load_hf_config(source), torch.Generator().manual_seed(5)
+    shapes = adapter_shapes(config, LORA.targets, LORA.rank)
+    adapters = {name: torch.randn(size, generator=generator) / 10 for name, size in shapes.items()}
+    write_adapter(tmp_path / "adapter", adapter_config(config, LORA, str(source)), adapters)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    after = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert changed == {name.split(".lora_")[0].removeprefix(PEFT_PREFIX) + ".weight" for name in shapes}
+    for name in changed:
+        b, a = (tensor_of(adapters, name, part) for part in "BA")
+        torch.testing.assert_close(after[name], merged_weight(before[name], [a], [b], scale_of(LORA)), rtol=0, atol=1e-5, msg=name)
 
 
 def test_the_saved_folder_holds_merged_weights_and_the_adapter(results, folder):

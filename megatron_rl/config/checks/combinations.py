@@ -286,10 +286,6 @@ def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
             f"algorithm.kl.estimator: {kl.estimator} in the reward does not pull towards the reference (it punishes tokens "
             "that have become less likely too); set algorithm.kl.estimator=k1, or algorithm.kl.place=loss"
         )
-    if kl.top_k and kl.place is not KlPlace.loss:
-        yield f"algorithm.kl.top_k: the divergence over {kl.top_k} tokens is a loss; set algorithm.kl.place=loss, or 0"
-    elif kl.top_k and (loaded := [key for key, path in references(config).items() if not is_served(path)]):
-        yield f"algorithm.kl.top_k: only a served reference gives its likeliest tokens; give a server's address in {loaded[0]}, or set 0"
     if not kl.target:
         return
     if kl.horizon <= 0.2 * num_responses:
@@ -302,7 +298,11 @@ def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
 
 def _token_rewards(config: Config) -> Iterator[str]:
     """Refuse a policy that nothing trains, or that is trained towards its own start alone."""
-    algorithm, reference = config.algorithm, config.reference
+    algorithm, reference, kl = config.algorithm, config.reference, config.algorithm.kl
+    if kl.top_k and kl.place is not KlPlace.loss:
+        yield f"algorithm.kl.top_k: the divergence over {kl.top_k} tokens is a loss; set algorithm.kl.place=loss, or 0"
+    elif kl.top_k and (loaded := [key for key, path in references(config).items() if not is_served(path)]):
+        yield f"algorithm.kl.top_k: only a served reference gives its likeliest tokens; give a server's address in {loaded[0]}, or set 0"
     yield from key_value_problems("reference.api_key_env", reference.api_key_env)
     for key, path in references(config).items():
         if is_served(path) and (problem := server_problem(path)):

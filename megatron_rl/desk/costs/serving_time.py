@@ -16,6 +16,8 @@ from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import dims, has_experts, layer_kinds, text_config
 
 _BYTES = 2
+_STATES_PER_CACHE = 0.9
+"""Memory of SGLang's states of linear attention over that of its KV cache (``--mamba-full-memory-ratio``)."""
 
 
 @dataclass(frozen=True)
@@ -96,4 +98,6 @@ def state_bytes(config: ModelConfig, num_gpus: int) -> float:
 def kv_tokens(config: ModelConfig, gpu: Gpu, *, num_gpus: int, memory_fraction: float) -> float:
     """Tokens that fit into the KV cache of a server with ``memory_fraction`` of each GPU; 0 or less if the GPUs are too small."""
     free = gpu.hbm_bytes * memory_fraction - _BYTES * num_parameters(config) / num_gpus
+    if state_bytes(config, num_gpus) and free > 0:
+        free /= 1 + _STATES_PER_CACHE
     return free / kv_bytes(config, num_gpus)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +25,8 @@ from megatron_rl.desk.costs.run_memory import (
     with_kv_cache,
 )
 from megatron_rl.desk.plan.memory_fit import MemoryFit, check_fit_with_fixes
+from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import as_config
 
 _GPUS = ("H100-80G", "H20", "H200")
 """GPU memory sizes in use: 80, 96 and 141 GB."""
@@ -41,7 +44,7 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
 
     config = copy.deepcopy(config)
     config.parallel.num_ranks = world_size
-    facts = {name: load_hf_config(folder) for name, folder in model_folders(config).items()}
+    facts = {name: _plain(load_hf_config(folder).to_dict()) for name, folder in model_folders(config).items()}
     models = models_of(config, facts)
     print_stages(console, config, models, gpu(_GPUS[0]).hbm_bytes)
     verdicts = {name: check_fit_with_fixes(config, facts, gpu(name)) for name in _GPUS}
@@ -50,6 +53,12 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
     console.print(f"servers that generate use {share} for weights and KV cache; the table: on {_size(_GPUS[0])}", soft_wrap=True)
     for line in _remedies(verdicts):
         console.print(line, soft_wrap=True)
+
+
+def _plain(model: dict[str, Any]) -> ModelConfig:
+    """Return the values of a transformers configuration in its structure; their counts are cached, and fixes take many trials."""
+    text = model.get("text_config")
+    return as_config(model | ({"text_config": as_config(text)} if isinstance(text, dict) else {}))
 
 
 def print_stages(console: Console, config: Config, models: list[RunModel], hbm_bytes: float) -> None:

@@ -168,14 +168,20 @@ def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> Serv
 
 
 class _Queue:
-    """Simulates a server with more requests than may run at the same time."""
+    """Simulates a server with more requests than may run at the same time.
+
+    A plan is many of these, so events cost no more than they must: no array is read or made for one, and sums are kept.
+    """
 
     def __init__(self, work: ServerRequests, timing: Timing, limits: ServerLimits) -> None:
         new = work.new
         self._prefix, self._new, self._room = work.prefix.tolist(), new.tolist(), work.room.tolist()
         self._expected = (work.prefix + work.expected).tolist()
-        self._timing, self._limits = timing, limits
+        self._prefill, self._context_token_s = timing.prefill, timing.decode.context_token_s
         self._step_s = timing.decode.seconds(np.arange(len(new) + 1)).tolist()
+        self._kv_tokens, self._prefill_tokens = limits.kv_tokens or math.inf, limits.prefill_tokens or math.inf
+        self._most_running, self._most_inflight = limits.running or math.inf, limits.inflight or len(new)
+        self._most_sent_tokens, self._http_batch = limits.sent_share * limits.kv_tokens or math.inf, limits.http_batch
         self._unsent = 0
         self._batch_of = [0] * len(new)
         self._batch_left: list[int] = []
@@ -189,11 +195,16 @@ class _Queue:
         """Tokens that a request had when it last started."""
         self._running: list[tuple[int, int]] = []
         """(decode step after which the request ends, request)"""
-        self._last_steps = np.full(len(new), _NOT_RUNNING)
+        self._last_steps = [_NOT_RUNNING] * len(new)
         """Decode step after which a running request would have all tokens that it may generate."""
+        self._num_near, self._near_last_steps = 0, 0
+        """Running requests that may generate no more than the clipped tokens: their number and the sum of their last steps."""
+        self._far: list[tuple[int, int, int]] = []
+        """The other running requests, and some that no longer run: (decode step after which it is near, request, its start)"""
         self._context = 0
         """Tokens of the running requests; the newest token of each is not in the cache yet."""
         self._first_ratio = self._ratio = min(_INITIAL_RATIO * limits.conservativeness, 1.0)
+        self._least_ratio = _LEAST_SHARE * self._first_ratio
         self._is_full = False
         """True after a request did not fit, until one leaves."""
         self._rest_of_prefill, self._newest = 0, 0
@@ -205,15 +216,17 @@ class _Queue:
 
     def run(self) -> ServerTrace:
         self._admit()
-        while self._running:
-            steps = self._fitting_steps(self._running[0][0] - self._steps)
+        running = self._running
+        while running:
+            steps = self._fitting_steps(running[0][0] - self._steps)
             if steps:
-                self._lower_ratio(steps)
+                fall = steps * (self._first_ratio - self._least_ratio) / _RATIO_STEPS
+                self._ratio = max(self._ratio - fall, self._least_ratio)
             else:
                 self._retract()
             self._decode(max(steps, 1))
-            while self._running and self._running[0][0] == self._steps:
-                self._end(heapq.heappop(self._running)[1])
+            while running and running[0][0] == self._steps:
+                self._end(heapq.heappop(running)[1])
             self._admit()
         clock_s, clock_steps = zip(*self._clock, strict=True)
         return ServerTrace(
@@ -228,26 +241,23 @@ class _Queue:
     def _decode(self, num_steps: int) -> None:
         running = len(self._running)
         context_steps = num_steps * self._context + running * num_steps * (num_steps - 1) / 2
-        decode = self._timing.decode
-        self._now_s += num_steps * self._step_s[running] + decode.context_token_s * context_steps
+        self._now_s += num_steps * self._step_s[running] + self._context_token_s * context_steps
         self._context_steps += context_steps
         self._steps += num_steps
         self._context += running * num_steps
         self._clock.append((self._now_s, self._steps))
 
-    def _lower_ratio(self, num_steps: int) -> None:
-        least = _LEAST_SHARE * self._first_ratio
-        self._ratio = max(self._ratio - num_steps * (self._first_ratio - least) / _RATIO_STEPS, least)
-
     @property
     def _free_tokens(self) -> float:
         """Free tokens of the KV cache."""
-        return (self._limits.kv_tokens or math.inf) - self._context + len(self._running)
+        return self._kv_tokens - self._context + len(self._running)
 
     def _fitting_steps(self, wanted: int) -> int:
         """Return the decode steps until the cache is full, at most ``wanted``; a request that runs alone always fits."""
         running = len(self._running)
-        return wanted if running == 1 else int(min(wanted, self._free_tokens // running if self._limits.kv_tokens else wanted))
+        if running == 1 or self._free_tokens >= wanted * running:
+            return wanted
+        return int(self._free_tokens // running)
 
     def _retract(self) -> None:
         """Return the requests with the fewest tokens to the queue until another decode step fits."""
@@ -284,8 +294,26 @@ class _Queue:
 
     def _leave(self, request: int) -> None:
         self._context -= self._prefix[request] + self._num_made(request)
+        self._move_near()
+        if self._last_steps[request] - self._steps <= _CLIPPED_TOKENS:
+            self._num_near -= 1
+            self._near_last_steps -= self._last_steps[request]
         self._last_steps[request] = _NOT_RUNNING
         self._is_full = False
+
+    def _move_near(self) -> None:
+        """Count the requests as near that have become so."""
+        while self._far and self._far[0][0] <= self._steps:
+            _, request, start = heapq.heappop(self._far)
+            if start == self._started[request] and self._last_steps[request] != _NOT_RUNNING:
+                self._num_near += 1
+                self._near_last_steps += self._last_steps[request]
+
+    def _promised(self) -> int:
+        """Return the clipped tokens that the running requests may still generate."""
+        self._move_near()
+        num_far = len(self._running) - self._num_near
+        return self._near_last_steps - self._num_near * self._steps + num_far * _CLIPPED_TOKENS
 
     def _admit(self) -> None:
         """Send requests and run prefill passes, as long as requests start; one that ends with its prefill frees its capacity."""
@@ -295,31 +323,31 @@ class _Queue:
             self._send()
 
     def _prefill_pass(self) -> None:
-        limits = self._limits
         started: list[int] = []
-        promised = np.clip(self._last_steps - self._steps, 0, _CLIPPED_TOKENS)
-        free = self._free_tokens - self._ratio * float(promised.sum())
+        free = self._free_tokens - self._ratio * self._promised()
         if self._rest_of_prefill:  # until its prefill has ended, a request is promised all of it
-            free -= min(self._room[self._newest], _CLIPPED_TOKENS) + 1 - self._ratio * float(promised[self._newest])
-        left = (limits.prefill_tokens or math.inf) - self._rest_of_prefill
+            promised = min(max(self._last_steps[self._newest] - self._steps, 0), _CLIPPED_TOKENS)
+            free -= min(self._room[self._newest], _CLIPPED_TOKENS) + 1 - self._ratio * promised
+        left, running = self._prefill_tokens - self._rest_of_prefill, len(self._running)
         while self._waiting and left > 0:
             request = self._waiting[0]
-            tokens, room = self._prefix[request] + self._made[request], self._room[request]
-            running = len(self._running) + len(started)
-            fits = tokens + min(room - self._made[request], _CLIPPED_TOKENS) + 1 < free
-            if running and (not fits or 0 < limits.running <= running):
+            made, room = self._made[request], self._room[request]
+            tokens = self._prefix[request] + made
+            fits = tokens + min(room - made, _CLIPPED_TOKENS) + 1 < free
+            if running and (not fits or self._most_running <= running):
                 # SGLang forgets this if nothing ran before the pass.
                 self._is_full = bool(self._running)
                 break
             started.append(self._waiting.popleft())
+            running += 1
             free -= tokens + min(room, _CLIPPED_TOKENS) + 1
             left -= tokens
-        self._rest_of_prefill = int(max(-left, 0))
+        self._rest_of_prefill = int(-left) if left < 0 else 0
         for self._newest in started:
             self._start(self._newest)
 
     def _start(self, request: int) -> None:
-        made, prefill = self._made[request], self._timing.prefill
+        made, prefill = self._made[request], self._prefill
         tokens = self._prefix[request] + made
         self._now_s += prefill.row_s + prefill.token_s * tokens + prefill.square_s * tokens**2
         self._clock.append((self._now_s, self._steps))
@@ -327,37 +355,39 @@ class _Queue:
         self._num_started += 1
         self._started[request] = self._num_started
         self._context += tokens + 1
-        self._last_steps[request] = begin + self._room[request] - 1
+        last = self._last_steps[request] = begin + self._room[request] - 1
+        if last - self._steps > _CLIPPED_TOKENS:
+            heapq.heappush(self._far, (last - _CLIPPED_TOKENS, request, self._num_started))
+        else:
+            self._num_near += 1
+            self._near_last_steps += last
         if self._new[request] == made + 1:
             self._end(request)
         else:
             heapq.heappush(self._running, (begin + self._new[request] - 1, request))
 
     def _send(self) -> None:
-        while batch := self._next_batch():
-            for request in batch:
-                self._batch_of[request] = len(self._batch_left)
-            tokens = sum(self._expected[request] for request in batch)
-            self._batch_left.append(len(batch))
-            self._batch_size.append(len(batch))
-            self._batch_tokens.append(tokens)
-            self._num_inflight += len(batch)
-            self._sent_tokens += tokens
-            self._unsent += len(batch)
-            self._waiting.extend(batch)
-
-    def _next_batch(self) -> range:
-        """Return the requests that the client sends next, in one HTTP request; none if its limits are reached."""
-        limits, tokens, first = self._limits, self._sent_tokens, self._unsent
-        most_tokens = limits.sent_share * limits.kv_tokens or math.inf
-        size = min(limits.http_batch, (limits.inflight or len(self._new)) - self._num_inflight)
-        last = first
-        while last < min(first + size, len(self._new)) and (not tokens or tokens + self._expected[last] <= most_tokens):
-            is_alone = self._room[last] > MOST_BATCHED_TOKENS
-            if last > first and is_alone:
-                break
-            tokens += self._expected[last]
-            last += 1
-            if is_alone:
-                break
-        return range(first, last)
+        """Send what the client's limits allow, several short requests in one HTTP request."""
+        num, expected, room = len(self._new), self._expected, self._room
+        while self._unsent < num:
+            first = last = self._unsent
+            end, tokens = min(first + min(self._http_batch, self._most_inflight - self._num_inflight), num), self._sent_tokens
+            while last < end and (not tokens or tokens + expected[last] <= self._most_sent_tokens):
+                is_alone = room[last] > MOST_BATCHED_TOKENS
+                if last > first and is_alone:
+                    break
+                tokens += expected[last]
+                last += 1
+                if is_alone:
+                    break
+            if last == first:
+                return
+            size = last - first
+            self._batch_of[first:last] = [len(self._batch_left)] * size
+            self._batch_left.append(size)
+            self._batch_size.append(size)
+            self._batch_tokens.append(tokens - self._sent_tokens)
+            self._num_inflight += size
+            self._sent_tokens = tokens
+            self._unsent = last
+            self._waiting.extend(range(first, last))

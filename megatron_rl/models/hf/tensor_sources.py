@@ -157,8 +157,8 @@ class CheckpointSource:
         dtypes, shapes = (blocks.get_dtype(), scales.get_dtype()), (blocks.get_shape(), scales.get_shape())
         if dtypes != ("U8", "U8") or len(shapes[1]) != 3 or shapes[0] != [*shapes[1], _BLOCK_BYTES]:
             raise WeightsError(
-                f"{self.folder / self.files[name]}: {name}{_BLOCKS} {dtypes[0]} {shapes[0]} and {name}{_SCALES} {dtypes[1]} {shapes[1]} are "
-                f"no MXFP4, expected U8 [experts, rows, blocks, {_BLOCK_BYTES}] and U8 [experts, rows, blocks]; fetch them again"
+                f"{self.folder / self.files[name]}: {name}{_BLOCKS} {dtypes[0]} {shapes[0]} and {name}{_SCALES} {dtypes[1]} {shapes[1]} "
+                f"are no MXFP4, expected U8 [experts, rows, blocks, {_BLOCK_BYTES}] and U8 [experts, rows, blocks]; fetch them again"
             )
         return _Mxfp4(blocks, scales)
 

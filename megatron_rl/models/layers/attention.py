@@ -170,7 +170,7 @@ class PackedAttention(MegatronModule):
             ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
             mask = ones.tril() & ones.triu(1 - self.window)
         if self.softmax_offset is not None:
-            k, v, mask = self._with_sinks(q, k, v, mask)
+            k, v, mask = _with_sinks(self.softmax_offset, q, k, v, mask)
         context = F.scaled_dot_product_attention(
             q,
             k,
@@ -183,17 +183,19 @@ class PackedAttention(MegatronModule):
         return context.transpose(1, 2).flatten(0, 1)
 
 
-    def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [n, groups, b + 1, d] with a last key of zeros, whose score is the sink in the returned mask [heads, a, b + 1].
+def _with_sinks(
+    sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [n, groups, b + 1, d] with a last key of zeros, whose score is the sink in the returned mask [heads, a, b + 1].
 
-        The mask makes PyTorch store the scores, which it otherwise recomputes.
-        """
-        shape = (query.shape[2], key.shape[2])
-        scores = torch.zeros(shape, dtype=query.dtype, device=query.device)
-        allowed = torch.ones(shape, dtype=torch.bool, device=query.device).tril() if mask is None else mask
-        scores = scores.masked_fill(~allowed, -torch.inf).expand(query.shape[1], -1, -1)
-        sinks = self.softmax_offset.to(query.dtype)[:, None, None].expand(-1, shape[0], 1)
-        return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), torch.cat([scores, sinks], dim=-1)
+    sinks: [heads]; query: [n, heads, a, d]; mask: [a, b] bool, causal if None. PyTorch keeps the scores for the gradient of such a mask.
+    """
+    shape = (query.shape[2], key.shape[2])
+    allowed = torch.ones(shape, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    scores = torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~allowed, -torch.inf)
+    last = sinks.to(query.dtype)[:, None, None].expand(-1, shape[0], 1)
+    whole = torch.cat([scores.expand(len(sinks), -1, -1), last], dim=-1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), whole
 
 
 class _Pad(torch.autograd.Function):

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_rl.models.layers.attention import PackedAttention
-from megatron_rl.models.layers.linear_attention import with_linear_attention
+from megatron_rl.models.layers.delta_net import with_linear_attention
 from megatron_rl.system.gpu import gpu_environment
 from megatron_rl.system.megatron_core import mend_layers
 

@@ -1,6 +1,7 @@
 """Laws of the KL estimators, the KL loss and reward penalty, and the adaptive coefficient."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -263,7 +264,7 @@ class TestTopK:
 
     def test_fewer_tokens_give_a_lower_bound_that_rises_with_them(self):
         values = [self.found(k)[1] for k in range(1, 12)]
-        assert all((more >= fewer - 1e-12).all() for fewer, more in zip(values, values[1:], strict=False))
+        assert all((more >= fewer - 1e-12).all() for fewer, more in pairwise(values))
         assert (values[0] >= 0).all() and (values[0] < values[-1]).any()
 
     def test_the_remainder_is_one_event(self):

@@ -67,7 +67,7 @@ from tests.unit.config.recipes import problems
         (["preset=distillation", "algorithm.kl.top_k=8", "reference.path=http://teacher:1"], "kl.top_k: .*set algorithm.kl.place=loss"),
         (
             ["preset=grpo", "algorithm.kl.place=loss", "algorithm.kl.coef=1", "algorithm.kl.top_k=8"],
-            "algorithm.kl.top_k: only a served reference gives.*address in reference, or set 0",
+            "algorithm.kl.top_k: only a served reference gives.*address in reference.path, or set 0",
         ),
         (["reference.api_key_env=NOT_THERE"], "reference.api_key_env: the environment variable NOT_THERE is not set"),
         (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),

@@ -38,7 +38,7 @@ class Batch:
     def attended(self, window: int = -1, sinks: Tensor | None = None) -> Tensor:
         return self.attended_by(self.query, self.requests, self.prefixes, self.counts, window, sinks)
 
-    def attended_by(  # noqa: PLR0913  the batch's arrays
+    def attended_by(
         self, query: Tensor, requests: Tensor, prefixes: Tensor, counts: Tensor | None, window: int, sinks: Tensor | None = None
     ) -> Tensor:
         num_heads, num_kv, size, value_size = self.shape

@@ -12,7 +12,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.model_facts import with_text
 from megatron_rl.families.sglang_limits import engine_problems, joined_name, split_problems
-from tests.tiny_families import COMMON, SHAPES
+from tests.tiny_families import COMMON, LINEAR_SHAPES, SHAPES
 from tests.unit.config.recipes import SPARSE, load
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16)
@@ -77,12 +77,29 @@ REFUSED_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in LINEAR_SHAPES])
 def test_odd_shapes_are_rejected_only_if_sglang_differs(shape: str) -> None:
     """All other shapes were compared on servers: their log-probs agree within 1e-4."""
     found = problems(**{**COMMON, **SHAPES[shape]})
     assert bool(found) is (shape in REFUSED_SHAPES)
     assert all(REFUSED_SHAPES[shape] in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"full_attention_interval": None}, "full_attention_interval=None: SGLang's qwen3_5_text reads it instead of layer_types"),
+        ({"full_attention_interval": 2}, "full_attention_interval=2: SGLang's qwen3_5_text reads it instead of layer_types"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=1.0 in rope_parameters: SGLang's qwen3_5_text takes 0.25"),
+        ({"rope_theta": 5000.0}, "rope_theta=10000.0 in rope_parameters: SGLang's qwen3_5_text takes 5000.0"),
+    ],
+)
+def test_fields_of_linear_attention_must_be_where_sglang_reads_them(fields: dict[str, Any], text: str) -> None:
+    layers = ["linear_attention"] * 3 + ["full_attention"]
+    served = {"full_attention_interval": 4, "layer_types": layers, "partial_rotary_factor": 1.0}
+    found = problems(**{**COMMON, **LINEAR_SHAPES["qwen3_5"], **served, **fields})
+    assert [text in problem for problem in found] == [True] * bool(text), found
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_log_probs_of_several_targets_per_token_are_those_of_each_target_alone(p
     alone = torch.stack([token_logprobs_and_entropy(hidden, weight, column, **options)[0] for column in targets.unbind(1)], 1)
     assert torch.equal(together, alone)
     of_entropy = entropy.sum() if parts == "both" else 0.0
-    gradients = [torch.autograd.grad((factors * found).sum() + of_entropy, (hidden, weight), retain_graph=True) for found in (together, alone)]
+    losses = [(factors * found).sum() + of_entropy for found in (together, alone)]
+    gradients = [torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for loss in losses]
     for ours, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-10)
 

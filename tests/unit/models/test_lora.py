@@ -1,5 +1,6 @@
 """One rank's adapters equal their definition, in float64, for every fused layer of Megatron."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +45,8 @@ def test_outputs_gradients_and_merged_weights_are_those_of_each_modules_own_a_an
                 kept = [part * has for part, has in zip(b, linear.is_adapted, strict=True)]
                 adapter.B.copy_(linear.b.transform.load(kept, sizes, WHOLE))
             hidden = random(7, weight.shape[1])
-            out = adapter(hidden)
+            kept = random(7, weight.shape[0])
+            out = adapter(hidden, kept) - kept
             own = [
                 scale_of(lora) * hidden @ (has * up @ down).T
                 for down, up, has in zip(a, b, linear.is_adapted, strict=True)
@@ -66,13 +68,24 @@ def test_fresh_adapters_are_uniform_by_the_inputs_and_zero_and_the_same_in_every
     assert FreshAdapters(3).read("x.lora_B.weight", (5, 8)).abs().max() == 0
 
 
+@dataclass
+class Added:
+    """An adapter whose own part is a linear layer."""
+
+    layer: nn.Linear
+    is_on: bool = True
+
+    def __call__(self, hidden: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        return base + self.layer(hidden)
+
+
 def test_a_grouped_layer_applies_each_experts_adapter_to_its_own_rows():
-    adapters = nn.ModuleList([nn.Linear(4, 6, bias=False) for _ in range(3)])
-    adapters[0].is_on = True
+    layers = [nn.Linear(4, 6, bias=False) for _ in range(3)]
+    adapters = [Added(layer) for layer in layers]
     rows, out = torch.randn(9, 4), torch.randn(9, 6)
     found, bias = _add_grouped(SimpleNamespace(lora=adapters), (rows, [2, 0, 7]), (out, None))
     assert bias is None
-    torch.testing.assert_close(found, out + torch.cat([adapters[0](rows[:2]), adapters[2](rows[2:])]))
+    torch.testing.assert_close(found, out + torch.cat([layers[0](rows[:2]), layers[2](rows[2:])]))
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

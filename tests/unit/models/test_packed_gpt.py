@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.layout import layout_problems, ranks_needed
 from megatron_rl.config.schema import ParallelConfig
@@ -19,7 +20,9 @@ from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.parallel import topology
+from tests.integration.models_worker import pack
 from tests.odd_models import FAMILIES, odd_config
+from tests.tiny_families import SHAPES, family_config
 
 NUM_BUILT = 6
 """Number of random layouts per family."""
@@ -81,3 +84,54 @@ def test_accepted_layouts_can_be_built(family: str, tmp_path: Path, monkeypatch:
             build(hf_config, parallel, draw.randrange(world_size), world_size)
             built += 1
     assert built >= NUM_BUILT and refused, (built, refused)
+
+
+class RowByRow(TorchDispatchMode):
+    """Shapes of batched products whose left factors have one row: a product of a layer that runs row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.bmm.default and args[0].shape[1] == 1:
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_layer_multiplies_row_by_row_in_forward_only_passes_and_in_gradients_through_frozen_layers(shape: str) -> None:
+    topology.initialize(ParallelConfig(), seed=1)
+    try:
+        (chunk,) = policy.build_policy(family_config(shape), ParallelConfig(), dtype=torch.float32, seed=1)
+        batch = pack([torch.arange(3, 40), torch.arange(5, 25)])
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        with RowByRow() as found:
+            with torch.no_grad():
+                policy.token_logprobs(chunk, policy.forward(chunk, batch), batch)
+            policy.token_logprobs(chunk, policy.forward(chunk, batch), batch)[0].sum().backward()
+        assert found.shapes == []
+    finally:
+        topology.destroy()
+
+
+def test_log_probs_of_other_tokens_are_those_that_the_token_would_have_in_its_place() -> None:
+    topology.initialize(ParallelConfig(), seed=1)
+    try:
+        (chunk,) = policy.build_policy(family_config("qwen2_gqa7_tied"), ParallelConfig(), dtype=torch.float32, seed=1)
+        batch = pack([torch.arange(3, 40), torch.arange(5, 25)])
+        mask = torch.arange(len(batch.tokens)) % 3 > 0
+        others = torch.stack([batch.tokens, batch.tokens + 1], 1).int()
+        with torch.no_grad():
+            output = policy.forward(chunk, batch)
+            alone, entropy = policy.token_logprobs(chunk, output, batch, mask=mask)
+            found, same = policy.token_logprobs(chunk, output, batch, mask=mask, others=others)
+            ids = torch.arange(chunk.real_vocab_size).expand(len(batch.tokens), -1)
+            every, _ = policy.token_logprobs(chunk, output, batch, mask=mask, others=ids)
+        assert torch.equal(entropy, same) and torch.equal(found[:, 0], alone) and torch.equal(found[:, 1], alone)
+        wanted = alone != 0
+        torch.testing.assert_close(every[wanted, 1:].exp().sum(1), torch.ones(int(wanted.sum())))
+        assert torch.equal(every.gather(1, others[:, 1:].long() + 1)[:, 0], found[:, 2])
+    finally:
+        topology.destroy()

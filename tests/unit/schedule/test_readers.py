@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,6 @@ from megatron_rl.tracking.console import stage_rows
 from megatron_rl.tracking.metrics_file import MetricsWriter
 
 PACKAGE = Path(megatron_rl.__file__).parent
-FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-
 NAMED_STAGES = {row.name for row in ROWS} - {"score", "values", "advantages", "old_logprobs", "reference_logprobs", "checkpoint", "record"}
 """Names that are of stages alone: the others are also fields of batches, commands or files."""
 MEAN_A_STAGE = {
@@ -37,10 +36,15 @@ OTHER_MEANINGS = {
 }
 
 
+@cache
+def files():
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def test_no_other_file_compares_a_mode():
     """``config.schedule_facts.overlap_of`` gives a mode its meaning; a comparison elsewhere would not know of a new one."""
     found = []
-    for name, tree in FILES.items():
+    for name, tree in files().items():
         for node in ast.walk(tree):
             parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             parts += [node.subject, *node.cases] if isinstance(node, ast.Match) else []
@@ -53,7 +57,7 @@ def test_no_other_file_compares_a_mode():
 def test_stages_are_named_only_in_the_listed_files():
     found = {
         name
-        for name, tree in FILES.items()
+        for name, tree in files().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in NAMED_STAGES
     }

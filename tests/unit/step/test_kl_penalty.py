@@ -1,12 +1,16 @@
 """The KL penalty in rewards and loss, and the steps in which its coefficient adapts."""
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.schema import KlConfig, KlPlace
+from megatron_rl.config.schema import AlgorithmConfig, Config, KlConfig, KlPlace, ReferenceConfig
+from megatron_rl.data.batch import TEACHER_IDS, TEACHER_LOGPROBS
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
+from megatron_rl.rollout.served_reference import Scores
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.stages import reference_logprobs
 from megatron_rl.step.state import StepState
 
 OURS, THEIRS = torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0]), torch.tensor([0.0, -1.5, -1.0, 0.0, -2.0])
@@ -45,6 +49,26 @@ def test_in_the_loss_the_rewards_stay_and_the_loss_gets_its_fields():
     token_rewards, loss_fields, _ = penalty.charge(state_of())
     assert token_rewards is None and loss_fields["reference_logprobs"] is THEIRS
     torch.testing.assert_close(loss_fields["kl_coefs"], torch.tensor([0.1, 0.1, 0.1, 0.5, 0.5]))
+
+
+def test_the_likeliest_tokens_of_each_prompt_types_own_teacher_reach_the_loss_at_their_tokens(monkeypatch):
+    async def served(url, sequences, *, api_key, top_k):
+        assert api_key == "secret" and top_k == 2
+        first_id = {"http://teacher:1": 10, "http://chats:1": 30}[url]
+        lengths = [len(ids) - first for ids, first in sequences]
+        ids = [np.arange(first_id, first_id + 2 * n, dtype=np.int32).reshape(n, 2) for n in lengths]
+        return [Scores(np.full(len(table), -0.5, np.float32), table, -table.astype(np.float32)) for table in ids]
+
+    monkeypatch.setattr(reference_logprobs, "served_logprobs", served)
+    monkeypatch.setenv("TEACHERS_KEY", "secret")
+    kl = KlConfig(place=KlPlace.loss, coef=1.0, top_k=2)
+    teachers = ReferenceConfig(path="http://teacher:1", path_by_type={"chat": "http://chats:1"}, api_key_env="TEACHERS_KEY")
+    state = state_of()
+    reference_logprobs.run(0, state, config=Config(algorithm=AlgorithmConfig(kl=kl), reference=teachers), group=None)
+    assert state.reference_logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, -0.5]
+    _, fields, _ = KlPenalty(kl).charge(state)
+    assert fields[TEACHER_IDS].tolist() == [[0, 0], [10, 11], [12, 13], [0, 0], [30, 31]] and fields[TEACHER_IDS].dtype is torch.int32
+    assert torch.equal(fields[TEACHER_LOGPROBS], -fields[TEACHER_IDS].float())
 
 
 def test_a_step_is_charged_with_the_coefficient_from_before_its_own_measurement():
