@@ -1,5 +1,8 @@
 """The launcher reports ranks that died before they could report."""
 
+import subprocess
+import sys
+
 import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -26,3 +29,22 @@ def test_torchrun_does_not_warn_about_the_options_that_it_is_given(monkeypatch, 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_under_torchrun(2, ["train"]) == 0
     assert caplog.messages == []
+
+
+def test_the_launcher_leaves_no_folder_of_its_own_or_of_a_killed_rank(monkeypatch, tmp_path):
+    rank = (
+        "import os, signal; from megatron_rl.system.files.atomic_files import new_temporary_folder;"
+        "(new_temporary_folder('sglang') / 'socket').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    seen = []
+
+    def kill_a_rank(arguments):
+        assert subprocess.run([sys.executable, "-c", rank]).returncode == -9
+        seen.extend(path.name.rpartition("-")[0].rpartition("-")[0] for path in tmp_path.iterdir())
+        raise ChildFailedError("megatron_rl", {0: ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file="")})
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(torchrun, "main", kill_a_rank)
+    assert run_under_torchrun(2, ["train"]) == 1
+    assert sorted(seen) == ["megatron_rl-ranks", "megatron_rl-sglang"] and list(tmp_path.iterdir()) == []
