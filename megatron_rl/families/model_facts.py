@@ -365,7 +365,7 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
             "kv_up": heads * (content + text.v_head_dim),
             "attended": heads * text.v_head_dim,
         }
-    return sizes | family.sizes(text)
+    return {**sizes, **family.sizes(text)}
 
 
 def split_sizes(config: ModelConfig) -> dict[str, int]:
