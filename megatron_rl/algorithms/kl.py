@@ -91,7 +91,7 @@ def top_k_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     rounding leaves no more of a float32 sum of probabilities.
 
     Args:
-        logprobs: [T, k] float32 or float64, with gradient: of the policy, on the reference's k likeliest tokens.
+        logprobs: [T, k] float32 or float64, with gradient: of the policy, on the reference's k most likely tokens.
         reference_logprobs: [T, k] same dtype and device, constants.
 
     Returns:

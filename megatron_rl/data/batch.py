@@ -20,7 +20,7 @@ TOKENS = "tokens"
 ROUTES = "routes"
 """Field [T, layers, k] of a mixture-of-experts policy's batch, uint8 or int16: expert id + 1 of each token, 0 without a record."""
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
-"""Fields [T, k]: the reference's k likeliest tokens in the place of each token, int32, and their log-probs, float32."""
+"""Fields [T, k]: the reference's k most likely tokens at the position of each token, int32, and their log-probs, float32."""
 ALSO_WANTED = ("lm_mask", "window")
 """Fields [T] bool: further tokens, outside ``mask``, whose log-probs a policy's pass computes."""
 DUMMY_TOKENS = 2

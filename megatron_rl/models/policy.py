@@ -80,7 +80,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [T] and entropies [T] of the batch's tokens, float32, from the last stage's ``forward`` output.
 
-    With ``others`` [T, k], ids of tokens that might stand in the place of each token, log-probs are [T, 1 + k], the token's own first.
+    With ``others`` [T, k], ids of other tokens for the position of each token, log-probs are [T, 1 + k], the token's own first.
 
     Entry t is the log-probability of token t given the preceding tokens, and the entropy of the distribution that
     token t was sampled from. Both are at ``temperature`` and over the tokens that responses may contain (no image

@@ -19,7 +19,7 @@ class Scores(NamedTuple):
     logprobs: np.ndarray
     """[tokens] float32, of each token itself."""
     top_ids: np.ndarray
-    """[tokens, k] int32: the k likeliest tokens in its place, the likeliest first."""
+    """[tokens, k] int32: the k most likely tokens at its position, the most likely first."""
     top_logprobs: np.ndarray
     """[tokens, k] float32."""
 
@@ -78,8 +78,8 @@ def _read(reply: HttpReply, url: str, ids: list[int], first: int, top_k: int) ->
             return Scores(logprobs, table[..., 1].astype(np.int32), table[..., 0].astype(np.float32))
     except (ValueError, RecursionError, LookupError, TypeError, OverflowError):
         pass
-    likeliest = f" and of {top_k} likeliest" if top_k else ""
-    raise _failed(url, ids, f"expected a finite log-prob of each token{likeliest}, got {reply.text[:200]}")
+    others = f" and of {top_k} most likely" if top_k else ""
+    raise _failed(url, ids, f"expected a finite log-prob of each token{others}, got {reply.text[:200]}")
 
 
 def _failed(url: str, ids: list[int], reason: str) -> UserError:

@@ -219,7 +219,7 @@ def _surrogate(
 
 
 def _divergence_from_teacher(outputs: Mapping[str, Tensor], batch: PackedBatch) -> Tensor | None:
-    """[T] divergence over the teacher's likeliest tokens and the remainder; None if the batch has no such tokens."""
+    """[T] divergence over the teacher's most likely tokens and the remainder; None if the batch has no such tokens."""
     if TEACHER_LOGPROBS not in batch.fields:
         return None
     own = outputs[TEACHER_IDS]

@@ -302,7 +302,7 @@ def _token_rewards(config: Config) -> Iterator[str]:
     if kl.top_k and kl.place is not KlPlace.loss:
         yield f"algorithm.kl.top_k: the divergence over {kl.top_k} tokens is a loss; set algorithm.kl.place=loss, or 0"
     elif kl.top_k and (loaded := [key for key, path in references(config).items() if not is_served(path)]):
-        yield f"algorithm.kl.top_k: only a served reference gives its likeliest tokens; give a server's address in {loaded[0]}, or set 0"
+        yield f"algorithm.kl.top_k: only a served reference gives its most likely tokens; give a server's address in {loaded[0]}, or set 0"
     yield from key_value_problems("reference.api_key_env", reference.api_key_env)
     for key, path in references(config).items():
         if is_served(path) and (problem := server_problem(path)):

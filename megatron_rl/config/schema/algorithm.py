@@ -69,7 +69,7 @@ class KlConfig:
     estimator_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the estimator."""
     top_k: int = at_least(0, default=0)
-    """With place=loss and a served reference: the loss is the divergence over the reference's k likeliest tokens and one event
+    """With place=loss and a served reference: the loss is the divergence over the reference's k most likely tokens and one event
     of all others, instead of the estimate from the sampled token. 0: the estimate."""
     coef: float = at_least(0, default=0.0)
     """Coefficient of the divergence."""

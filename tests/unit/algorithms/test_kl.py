@@ -245,7 +245,7 @@ def test_kl_functions_reject_bad_arguments_by_name():
 
 
 class TestTopK:
-    """The divergence over the reference's likeliest tokens and the remainder, against the sum over the whole vocabulary."""
+    """The divergence over the reference's most likely tokens and the remainder, against the sum over the whole vocabulary."""
 
     def found(self, k: int, rows: int = 40, size: int = 11) -> tuple[Tensor, Tensor, Tensor]:
         """Logits with gradient, the divergence over k tokens [rows], and the whole divergence [rows]."""

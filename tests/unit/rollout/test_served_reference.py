@@ -48,7 +48,7 @@ def test_each_sequence_gets_the_logprobs_of_its_tokens_from_first_on_after_a_fai
     assert [one.logprobs.tolist() for one in found] == [[-7 / 8, -1.0], [-1 / 8]]
 
 
-def test_the_likeliest_tokens_in_the_place_of_each_token_come_with_their_logprobs(monkeypatch):
+def test_the_most_likely_tokens_at_each_position_come_with_their_logprobs(monkeypatch):
     async def respond(request):
         return reply_of(await request.json())
 
@@ -61,7 +61,7 @@ def test_a_server_that_gives_fewer_tokens_than_asked_for_is_refused(monkeypatch)
     async def respond(request):
         return reply_of(await request.json() | {"top_logprobs_num": 1})
 
-    with pytest.raises(UserError, match="expected a finite log-prob of each token and of 2 likeliest"):
+    with pytest.raises(UserError, match="expected a finite log-prob of each token and of 2 most likely"):
         scored(respond, monkeypatch, top_k=2)
 
 

@@ -51,7 +51,7 @@ def test_in_the_loss_the_rewards_stay_and_the_loss_gets_its_fields():
     torch.testing.assert_close(loss_fields["kl_coefs"], torch.tensor([0.1, 0.1, 0.1, 0.5, 0.5]))
 
 
-def test_the_likeliest_tokens_of_each_prompt_types_own_teacher_reach_the_loss_at_their_tokens(monkeypatch):
+def test_the_most_likely_tokens_of_each_prompt_types_own_teacher_reach_the_loss_at_their_tokens(monkeypatch):
     async def served(url, sequences, *, api_key, top_k):
         assert api_key == "secret" and top_k == 2
         first_id = {"http://teacher:1": 10, "http://chats:1": 30}[url]
