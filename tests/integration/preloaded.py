@@ -4,10 +4,11 @@ Imports are most of what a small run costs: five CPU seconds per command and per
 ``subprocess.Popen`` asks a template, a process that has imported what such processes need, to fork; everything else starts as
 usual. The fork has the command line, environment, folder, session and standard streams of the process that it replaces, is a
 child of the process that asked, and runs the same module as ``__main__`` to its end. Ranks are forked for torchrun by a copy of
-their launcher from before it began.
+their launcher from before it began. A server that a forked command or rank starts cannot be its child, for it has imported other
+modules: it is the child of a keeper, which ends it with the process that asked.
 
-Tests of how processes start, and of what only ``exec`` sets (the environment in /proc, by which the launcher finds the rank that
-takes a signal), start them outside of it.
+Tests of how processes start and end, and of what only ``exec`` sets (the environment in /proc, by which the launcher finds the rank
+that takes a signal), start them outside of it.
 """
 
 import ctypes
@@ -16,6 +17,8 @@ import importlib
 import os
 import pickle
 import runpy
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -23,13 +26,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from megatron_rl.commands import WITHOUT_TORCH
+from megatron_rl.rollout.sglang.process.options import ServerOptions, server_environment
 from megatron_rl.rollout.sglang.process.server import SglangServer
 
 _SERVER = "sglang.launch_server"
@@ -80,15 +84,19 @@ _THREADS_THAT_FORK = {"jemalloc_bg_thd"}
 _MAX_REQUEST_BYTES = 1 << 20
 _REAL = subprocess.Popen
 
-_templates: dict[str, "_Template"] = {}
+_templates: dict[str, "_Template | _Keepers"] = {}
+_keepers: "_Keepers | None" = None
+"""Keepers of the servers that forks start; None if these start as usual."""
 _lock = threading.Lock()
 _set_by_imports: dict[str, str] = {}
 """In a template: variables of the environment that its imports have set."""
 
 
 @contextmanager
-def preloading() -> Iterator[None]:
-    """Fork processes inside the block where it is possible."""
+def preloading(*, servers: bool = True) -> Iterator[None]:
+    """Fork processes inside the block where it is possible; ``servers``: those that forks start, too."""
+    global _keepers
+    _keepers = _Keepers() if servers else None
     subprocess.Popen = _Popen  # type: ignore[misc]
     try:
         yield
@@ -108,7 +116,11 @@ def serving(server: SglangServer) -> Iterator[SglangServer]:
 
 
 class _Popen(_REAL):  # type: ignore[type-arg, valid-type]
-    """The child is forked by a template, if there is one for it. As it is a child of this process, all the rest is inherited."""
+    """The child is forked by a template, if there is one for it. As it is a child of this process, all the rest is inherited.
+
+    With a ``keeper`` it is no child, and the keeper says how it ended."""
+
+    keeper: socket.socket | None = None
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
         _, _, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest = others
@@ -120,12 +132,53 @@ class _Popen(_REAL):  # type: ignore[type-arg, valid-type]
         streams = [inherited if fd == -1 else fd for fd, inherited in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
         *_, start_new_session, process_group = rest
         assert process_group == -1, "not needed so far"
-        self.pid = template.fork(words, environment, os.fspath(cwd or os.getcwd()), bool(start_new_session), streams)
+        request = _Request(os.getpid(), words, environment, os.fspath(cwd or os.getcwd()), bool(start_new_session), _keepers)
+        self.pid, self.keeper = template.fork(request, streams)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
+    def _internal_poll(self, *arguments: Any, **options: Any) -> int | None:
+        if self.keeper is None:
+            return super()._internal_poll(*arguments, **options)  # type: ignore[misc]
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):  # else another thread waits
+            try:
+                _, status = self._try_wait(os.WNOHANG)
+                if status is not None:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
 
-def _template_for(words: Sequence[str], environment: dict[str, str]) -> "_Template | None":
+    def _try_wait(self, wait_flags: int) -> tuple[int, int | None]:
+        if self.keeper is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc]
+        try:
+            status = self.keeper.recv(4, socket.MSG_DONTWAIT if wait_flags else 0)
+        except BlockingIOError:
+            return 0, None
+        return self.pid, int.from_bytes(status, "big") if status else signal.SIGKILL
+
+
+class _Request(NamedTuple):
+    parent: int
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    new_session: bool
+    keepers: "_Keepers | None"
+
+    def asked(self, channel: socket.socket, streams: list[int]) -> int:
+        """The id of the new process, from a template at the other end of ``channel``."""
+        content = pickle.dumps(self)
+        assert len(content) < _MAX_REQUEST_BYTES
+        socket.send_fds(channel, [len(content).to_bytes(4, "big")], streams)
+        channel.sendall(content)
+        answer = channel.recv(4, socket.MSG_WAITALL)
+        assert answer, "the template of this process has ended; see its traceback"
+        return int.from_bytes(answer, "big")
+
+
+def _template_for(words: Sequence[str], environment: dict[str, str]) -> "_Template | _Keepers | None":
     """The template that can fork the command; None if it has to start as usual."""
     words = _without_u(words) if words[:1] == [sys.executable] else []
     if words[:1] == ["-m"] and "RANK" in environment:
@@ -137,10 +190,9 @@ def _template_for(words: Sequence[str], environment: dict[str, str]) -> "_Templa
     else:
         return None
     with _lock:
-        if kind not in _templates and kind in _PRELOADED:
-            # Servers have variables of their own, all the same ones.
-            base = environment if kind == "server" else os.environ | {"OMP_NUM_THREADS": "1"}
-            _templates[kind] = _Template.started(kind, base)
+        for needed in (kind, "server") if _keepers else (kind,):
+            if needed in _PRELOADED and needed not in _templates:
+                _templates[needed] = _Template.started(needed, _base(needed))
     template = _templates.get(kind)
     return template if template and template.can_fork(environment) else None
 
@@ -156,36 +208,56 @@ class _Template:
     @classmethod
     def started(cls, kind: str, environment: Mapping[str, str]) -> "_Template":
         ours, theirs = socket.socketpair()
-        program = f"from {__name__} import run_template; run_template({kind!r}, {theirs.fileno()})"
+        listener = socket.socket(socket.AF_UNIX)
+        if kind == "server":
+            listener.bind(_Keepers().address)
+            listener.listen()
+        program = f"from {__name__} import run_template; run_template({kind!r}, {theirs.fileno()}, {listener.fileno()})"
         process = _REAL(
             [sys.executable, "-u", "-c", program],
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), listener.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
+        listener.close()
         return cls(ours, environment, process)
 
     def can_fork(self, environment: Mapping[str, str]) -> bool:
         return _read_at_import(environment) == _read_at_import(self._environment)
 
-    def fork(
-        self, words: list[str], environment: dict[str, str], folder: str, new_session: bool, streams: list[int]
-    ) -> int:
+    def fork(self, request: _Request, streams: list[int]) -> tuple[int, None]:
         """The process id of the new child of this process."""
-        request = pickle.dumps((os.getpid(), words, environment, folder, new_session))
-        assert len(request) < _MAX_REQUEST_BYTES
         with _lock:
             _set_subreaper(1)  # the template's grandchild becomes a child of this process
             try:
-                socket.send_fds(self._channel, [len(request).to_bytes(4, "big")], streams)
-                self._channel.sendall(request)
-                answer = self._channel.recv(4, socket.MSG_WAITALL)
+                return request.asked(self._channel, streams), None
             finally:
                 _set_subreaper(0)
-        assert answer, "the template of this process has ended; see its traceback"
-        return int.from_bytes(answer, "big")
+
+
+class _Keepers:
+    """Keepers of the servers that forks of this process start. Forks get a copy."""
+
+    def __init__(self) -> None:
+        self.address = f"\0{__name__}.{os.getpid()}"
+        self._environment = _base("server")
+
+    def can_fork(self, environment: Mapping[str, str]) -> bool:
+        return _read_at_import(environment) == _read_at_import(self._environment)
+
+    def fork(self, request: _Request, streams: list[int]) -> tuple[int, socket.socket]:
+        """The process id of the new child of a keeper, and the socket that keeps it alive."""
+        keeper = socket.socket(socket.AF_UNIX)
+        keeper.connect(self.address)
+        return request.asked(keeper, streams), keeper
+
+
+def _base(kind: str) -> dict[str, str]:
+    """Variables with which a template starts: those of this process, one thread, and in servers those of every server."""
+    base = os.environ | {"OMP_NUM_THREADS": "1"}
+    return server_environment(ServerOptions(""), base, [0]) if kind == "server" else base
 
 
 def _without_u(words: Sequence[str]) -> list[str]:
@@ -211,8 +283,10 @@ def _set_subreaper(value: int) -> None:
 # ------------------------------------------------------------------------------------------------------- in the template
 
 
-def run_template(kind: str, fd: int) -> None:
-    """Import the modules of ``kind`` and fork for the process at the other end of ``fd`` until it ends; a fork runs its module."""
+def run_template(kind: str, fd: int, listener_fd: int) -> None:
+    """Import the modules of ``kind`` and fork for the process at the other end of ``fd`` until it ends; a fork runs its module.
+
+    Forks of the template that ask at the listener have a keeper for each of their servers."""
     gc.disable()
     before = dict(os.environ)
     if kind == "server":
@@ -228,16 +302,30 @@ def run_template(kind: str, fd: int) -> None:
         for task in {*os.listdir("/proc/self/task")} - {str(os.getpid())}
     }
     assert threads <= _THREADS_THAT_FORK, f"a template with the threads {threads} cannot fork"
-    _serve(socket.socket(fileno=fd))()
+    channel, listener = socket.socket(fileno=fd), socket.socket(fileno=listener_fd)
+    _serve(channel, listener if kind == "server" else None)()
 
 
-def _serve(channel: socket.socket) -> Callable[[], None]:
+def _received(channel: socket.socket) -> tuple[_Request, list[int]]:
+    """A request and its streams. Ends this process at the end of the asking one."""
+    head, streams, _, _ = socket.recv_fds(channel, 4, 3)
+    if not head:
+        os._exit(0)
+    return pickle.loads(channel.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)), streams
+
+
+def _serve(channel: socket.socket, listener: socket.socket | None = None) -> Callable[[], None]:
     """Fork a process per request until the asking process has ended. Returns in each fork, with what it is to run."""
     while True:
-        head, streams, _, _ = socket.recv_fds(channel, 4, 3)
-        if not head:
-            os._exit(0)
-        request = channel.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        if listener and listener in select.select([channel, listener], [], [])[0]:
+            asking, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                channel.close()
+                return _keep(asking)
+            asking.close()
+            continue
+        request, streams = _received(channel)
         read, write = os.pipe()
         between = os.fork()
         if between == 0:
@@ -245,22 +333,40 @@ def _serve(channel: socket.socket) -> Callable[[], None]:
             if child:
                 os.write(write, child.to_bytes(4, "big"))
                 os._exit(0)
-            for fd in (channel.detach(), read, write):
+            for fd in (channel.detach(), read, write, *([listener.detach()] if listener else [])):
                 os.close(fd)
-            return _begin(streams, *pickle.loads(request))
+            return _begin(request, streams)
         os.waitpid(between, 0)
         channel.sendall(os.read(read, 4))
         for fd in (*streams, read, write):
             os.close(fd)
 
 
-def _begin(
-    streams: list[int], parent: int, words: list[str], environment: dict[str, str], folder: str, new_session: bool
-) -> Callable[[], None]:
+def _keep(asking: socket.socket) -> Callable[[], None]:
+    """Fork the process that is asked for, end it with the asking process, and tell that of its end. Returns in the fork."""
+    request, streams = _received(asking)
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        asking.close()
+        return _begin(request._replace(parent=keeper), streams)
+    asking.sendall(child.to_bytes(4, "big"))
+    ended = os.pidfd_open(child)
+    if ended not in select.select([ended, asking], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with suppress(BrokenPipeError):
+        asking.sendall(status.to_bytes(4, "big"))
+    os._exit(0)
+
+
+def _begin(request: _Request, streams: list[int]) -> Callable[[], None]:
     """Take over what the process gets from its parent. Returns the run of its module."""
+    global _keepers
+    _, words, environment, folder, new_session, _keepers = request
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while os.getppid() != parent:
-        assert time.monotonic() < deadline, f"process {parent} did not become the parent"
+    while os.getppid() != request.parent:
+        assert time.monotonic() < deadline, f"process {request.parent} did not become the parent"
         time.sleep(0.001)
     if new_session:
         os.setsid()
@@ -272,7 +378,10 @@ def _begin(
     os.environ |= environment | _set_by_imports
     tempfile.tempdir = None
     _templates.clear()
-    _PRELOADED.clear()  # what this process starts is started as usual, except its ranks
+    _PRELOADED.clear()  # what this process starts is started as usual, except its ranks and servers
+    if _keepers:
+        _templates["server"] = _keepers
+        subprocess.Popen = _Popen  # type: ignore[misc]
     if "-c" in words[:3]:
         words = _words_after_exec(words[words.index("-c") + 1 :])
     sys.orig_argv = words
@@ -294,7 +403,8 @@ def _begin(
 def _words_after_exec(program: list[str]) -> list[str]:
     """Run the program of ``python -c`` up to its ``execv``. Returns the command line that it would execute."""
     executed: list[list[str]] = []
-    with patch("os.execv", lambda path, words: executed.append(words)):
+    parent = int(program[1])  # or its keeper
+    with patch("os.execv", lambda path, words: executed.append(words)), patch("os.getppid", lambda: parent):
         sys.argv = ["-c", *program[1:]]
         exec(program[0], {"__name__": "__main__"})
     return executed[0]

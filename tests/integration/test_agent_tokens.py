@@ -27,6 +27,7 @@ from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import TRAINING, WindowGenerator
 from megatron_rl.step.packing import window_batch
 from tests.chat_models import END_ID, VOCAB_SIZE, make_chat_model
+from tests.integration.preloaded import serving
 from tests.integration.test_rollout_server import slow_down
 from tests.unit.agents.fake_run import services
 
@@ -53,12 +54,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[SglangServer]:
     options = ServerOptions(str(model), deterministic=True)
-    server = SglangServer(options, tmp_path_factory.mktemp("log") / "log", start_timeout_s=START_TIMEOUT_S)
-    try:
-        server.start()
+    with serving(SglangServer(options, tmp_path_factory.mktemp("log") / "log", start_timeout_s=START_TIMEOUT_S)) as server:
         yield server
-    finally:
-        server.stop(grace_s=0.0)
 
 
 @asynccontextmanager

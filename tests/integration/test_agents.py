@@ -15,7 +15,7 @@ from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from tests.chat_models import make_chat_model
-from tests.integration.preloaded import preloading
+from tests.integration.preloaded import preloading, serving
 from tests.integration.test_async import kill_and_resume
 from tests.integration.test_train import descendants, run, start, stop_tree, wait_until
 from tests.same_runs import differences
@@ -134,7 +134,7 @@ def test_programs_survive_the_kill_of_server_and_worker_and_end_unscored_with_a_
     recipe = RECIPE.format(folder=folder, preset="tppo", python=sys.executable, argument="") + WINDOWS
     recipe = recipe.replace(str(folder / "agent.py"), str(own / "agent.py")).replace(str(folder / "run"), str(output_dir))
     (own / "recipe.yaml").write_text(recipe)
-    process = start(own, "train", *KILLED)
+    process = start(own, "train", *KILLED, servers=False)
     try:
         wait_for_rows(output_dir / "metrics.jsonl", 1, process)
         names = {child: " ".join(child.cmdline()) for child in descendants(process.pid)}
@@ -196,7 +196,7 @@ def test_a_killed_run_whose_environment_waits_for_a_tool_resumes_bit_for_bit(fol
     (own / "recipe.yaml").write_text(recipe.format(folder=folder, preset="tppo", python=sys.executable, argument="") + WINDOWS)
     monkeypatch.setenv("PYTHONPATH", f"{own}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     options = ServerOptions(str(folder / "model"), deterministic=True, load_weights=False)
-    with SglangServer(options, own / "sglang.log", start_timeout_s=400.0) as server:
+    with serving(SglangServer(options, own / "sglang.log", start_timeout_s=400.0)) as server:
         words = ("schedule.mode=tppo", "batch.window_tokens=8", "run.num_steps=4", "run.save_every_steps=2", f"rollout.urls=[{server.url}]")
         words += ("algorithm.ignore_boundary_tokens=1",)
         status, output = run(own, "train", f"run.output_dir={own}/whole", *words)

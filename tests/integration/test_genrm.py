@@ -19,7 +19,7 @@ from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
-from tests.integration.preloaded import serving
+from tests.integration.preloaded import preloading, serving
 from tests.tiny_models import make_tiny_model
 
 START_TIMEOUT_S = 400.0
@@ -135,6 +135,7 @@ def test_a_killed_judge_leaves_responses_unscored_until_its_restart(server):
         assert down.value is None and "no answer" in down.error
         with pytest.raises(RewardError, match="is its server up"):
             score("genrm", [], {"url": server.url})
-        server.start()
+        with preloading():
+            server.start()
         (after,) = runner.submit([item]).result()
     assert math.isclose(before.value, after.value, abs_tol=PROBABILITY_TOLERANCE)

@@ -1,15 +1,13 @@
 """Runs with adapters alone on the servers (``policy.lora.sync: adapters``) on the real stack: a whole one, and one that was resumed."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.tracking.metrics_file import read_metrics
+from tests.integration.test_train import run
 from tests.word_models import make_word_model
 
 NUM_STEPS = 3
@@ -45,15 +43,8 @@ def folder(tmp_path_factory):
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, num_steps=NUM_STEPS))
     runs = (["whole"], ["resumed", "run.num_steps=2"], ["resumed", "run.resume=true"])
     for overrides in ([f"run.output_dir={folder}/{name}", *own] for name, *own in runs):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(folder / "recipe.yaml"), *overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, f"{overrides}\n{done.stdout[-6000:]}"
+        status, output = run(folder, "train", *overrides)
+        assert status == 0, f"{overrides}\n{output[-6000:]}"
     return folder
 
 

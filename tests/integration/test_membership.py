@@ -8,6 +8,7 @@ from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import read_timeline
+from tests.integration.preloaded import preloading
 from tests.integration.test_train import make_task, start, stop_tree, wait_until
 
 OPTIONS = (
@@ -28,7 +29,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def servers(folder):
     options = ServerOptions(str(folder / "model"), deterministic=True, load_weights=False)
-    with ServerPool.start(options, 3, folder / "logs", start_timeout_s=400.0) as pool:
+    with preloading():
+        pool = ServerPool.start(options, 3, folder / "logs", start_timeout_s=400.0)
+    with pool:
         yield pool.urls
 
 

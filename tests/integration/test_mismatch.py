@@ -38,6 +38,7 @@ from megatron_rl.rollout.sglang.wire.routes import route_shape
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
 from megatron_rl.training.trainer_ranks import build_engine
+from tests.integration.preloaded import preloading
 from tests.tiny_models import make_tiny_model
 
 RECIPE = """
@@ -72,7 +73,7 @@ def sides(config) -> Iterator[TrainerAndServers]:
     try:
         engine = build_engine(config, place, "policy", config.policy, None)
         group = TrainerGroup(TrainerRank(config, place, {"policy": engine}))
-        with temporary_servers(config, group, tokenizer, note=print) as (rollout, wait_for):
+        with preloading(), temporary_servers(config, group, tokenizer, note=print) as (rollout, wait_for):
             rollout.publish()
             yield TrainerAndServers(config, group, rollout, sampling, prompts, wait_for)
     finally:

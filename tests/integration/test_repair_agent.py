@@ -11,6 +11,7 @@ import time
 import pytest
 
 from megatron_rl.tracking.metrics_file import read_metrics
+from tests.integration.preloaded import preloading
 from tests.unit.examples.test_examples import ROOT
 
 FOLDER = ROOT / "examples" / "agents" / "repair"
@@ -19,10 +20,11 @@ TIMEOUT_S = 500
 
 def run(*words):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    with preloading():
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
 
 

@@ -263,14 +263,15 @@ def test_a_worker_on_another_node_changes_no_bit(windows, model_path, url, tmp_p
     words = ["preset=tppo", *RUNS["tppo"], "parallel.num_ranks=2", "rollout.num_workers=1", "run.num_steps=2"]
     repository = Path(__file__).resolve().parents[2]
     for name, path in (("one", ""), ("two", f"{tmp_path / 'nodes'}:")):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_rl.cli", "train", f"--config={recipe}", *words, f"run.output_dir={tmp_path / name}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{repository}"},
-        )
+        with preloading():  # only the first: a fork would read sitecustomize.py too late
+            done = subprocess.run(
+                [sys.executable, "-m", "megatron_rl.cli", "train", f"--config={recipe}", *words, f"run.output_dir={tmp_path / name}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=500,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{repository}"},
+            )
         assert done.returncode == 0, done.stdout[-6000:]
         assert ("rollout workers on other nodes: 1 each" in done.stdout) == (name == "two"), done.stdout[-6000:]
         assert "made on the driver's machine" not in done.stdout

@@ -50,10 +50,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, *overrides, forks=True):
+def start(folder, *overrides, forks=True, servers=True):
     command = [sys.executable, "-m", "megatron_rl.cli", "select-prompts", "--config", str(folder / "recipe.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with preloading() if forks else contextlib.nullcontext():
+    with preloading(servers=servers) if forks else contextlib.nullcontext():
         return subprocess.Popen(
             [*command, *overrides],
             stdout=subprocess.PIPE,
@@ -116,7 +116,7 @@ def test_selection_keeps_prompts_that_are_sometimes_solved(folder, whole_run):
 
 
 def test_a_killed_selection_resumes_and_a_restarted_server_gives_the_same_responses(folder, whole_run):
-    process = start(folder, f"run.output_dir={folder}/killed", SLOWLY)
+    process = start(folder, f"run.output_dir={folder}/killed", SLOWLY, servers=False)
     deadline = time.monotonic() + TIMEOUT_S
     while not scores_of(folder, "killed"):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
@@ -129,7 +129,7 @@ def test_a_killed_selection_resumes_and_a_restarted_server_gives_the_same_respon
     _, alive = psutil.wait_procs(servers, timeout=30)
     assert not alive, "servers and graders die with the command"
 
-    process = start(folder, f"run.output_dir={folder}/killed")
+    process = start(folder, f"run.output_dir={folder}/killed", servers=False)
     while len(scores_of(folder, "killed")) == len(before):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.05)

@@ -104,14 +104,14 @@ def make_task(folder):
     return folder
 
 
-def start(folder, command, *overrides, python_path=(), forks=True):
-    """``forks``: the processes that start have their imports already (``preloaded.py``)."""
+def start(folder, command, *overrides, python_path=(), forks=True, servers=True):
+    """``forks``: the processes that start have their imports already (``preloaded.py``), and so, if ``servers``, have theirs."""
     arguments = [sys.executable, "-m", "megatron_rl.cli", command, "--config", str(folder / "recipe.yaml"), *overrides]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
     if python_path:
         environment["PYTHONPATH"] = os.pathsep.join([*map(str, python_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with preloading() if forks else contextlib.nullcontext():
+    with preloading(servers=servers) if forks else contextlib.nullcontext():
         return subprocess.Popen(
             arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
