@@ -74,6 +74,8 @@ def adapted_linears(config: ModelConfig, targets: Sequence[str], rank: int) -> l
     (``q_proj``, ``mlp.*``), or ``ALL_LINEAR``. Raises ModelError for a target without a match.
     """
     linears = [entry for entry in entries(config, "critic") if _is_linear(entry)]
+    if ALL_LINEAR in targets and (missing := _without_adapter(config)):
+        raise ModelError(f"{ALL_LINEAR}: {', '.join(missing)} of this model can have no adapter; name the modules that shall have one")
     patterns = {target: re.compile(fnmatch.translate(target)) for target in targets}
     unused, found = set(targets), []
     for entry in linears:
@@ -94,14 +96,23 @@ def adapted_linears(config: ModelConfig, targets: Sequence[str], rank: int) -> l
 
 
 def _is_linear(entry: Entry) -> bool:
+    return _is_matrix(entry) and isinstance(entry.transform, _ADAPTABLE)
+
+
+def _is_matrix(entry: Entry) -> bool:
     return (
         entry.megatron.startswith("decoder.layers.")
         and entry.megatron.endswith(".weight")
         and entry.part is None
-        and isinstance(entry.transform, _ADAPTABLE)
         and all(len(shape) == 2 for shape in entry.hf.values())
         and _ROUTER not in entry.megatron
     )
+
+
+def _without_adapter(config: ModelConfig) -> list[str]:
+    """Last words of the modules of attention, dense MLPs and shared experts that can have no adapter."""
+    left = [entry for entry in entries(config, "critic") if _is_matrix(entry) and not _is_linear(entry) and not is_expert(entry)]
+    return list(dict.fromkeys(_module(name).rpartition(".")[2] for entry in left for name in entry.hf))
 
 
 def _matches(target: str, pattern: re.Pattern[str], module: str, entry: Entry) -> bool:

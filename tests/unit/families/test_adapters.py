@@ -8,9 +8,9 @@ from megatron_rl.errors import ModelError
 from megatron_rl.families.adapters import ALL_LINEAR, adapted_linears, linear_modules
 from megatron_rl.families.model_facts import as_config
 from megatron_rl.families.parameters import entries
-from tests.tiny_families import SHAPES, family_config
+from tests.tiny_families import LINEAR_SHAPES, SHAPES, family_config
 
-CONFIGS = {name: family_config(name) for name in SHAPES}
+CONFIGS = {name: family_config(name) for name in SHAPES if name not in LINEAR_SHAPES}
 
 
 def modules(shape: str, *targets: str) -> list[str]:
@@ -22,6 +22,14 @@ def test_all_linear_is_every_linear_layer_but_those_of_routed_experts(shape):
     expected = [name for name in linear_modules(CONFIGS[shape]) if ".experts." not in name]
     assert modules(shape, ALL_LINEAR) == expected and expected
     assert not any(word in name for name in expected for word in ("norm", "mlp.gate.", "embed", "lm_head"))
+
+
+@pytest.mark.parametrize("shape", LINEAR_SHAPES)
+def test_all_linear_is_refused_if_linear_layers_would_be_left_out(shape):
+    config = family_config(shape)
+    with pytest.raises(ModelError, match="all-linear: in_proj_.*q_proj, k_proj, v_proj of this model can have no adapter"):
+        adapted_linears(config, [ALL_LINEAR], 3)
+    assert adapted_linears(config, ["out_proj"], 3)
 
 
 @pytest.mark.parametrize(
