@@ -76,7 +76,9 @@ def _train(config: Config, group: TrainerGroup) -> None:
     if step < config.sft.num_steps:
         console.print(
             f"sft: stopped after {step} of {config.sft.num_steps} steps: the mean loss of the last {_NUM_RECENT} is {mean(recent):.4f}, at "
-            f"most sft.stop_at_loss={config.sft.stop_at_loss:g}"
+            f"most sft.stop_at_loss={config.sft.stop_at_loss:g}",
+            highlight=False,
+            soft_wrap=True,
         )
     group.save_hf("policy", config.sft.output_path)
     record = to_yaml_values(config.sft) | {"base_model": config.policy.path, "train_files": files, "seed": config.run.seed}

@@ -88,7 +88,8 @@ def assert_same_step(found: dict, expected: dict, relative: float = RELATIVE) ->
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=relative)
     assert found["metrics"].keys() == expected["metrics"].keys()
     for name, (total, denominator) in expected["metrics"].items():
-        assert found["metrics"][name][0] == pytest.approx(total, rel=relative, abs=relative), name
+        # Sums of differences that nearly cancel, such as approx_kl_k1, keep the rounding of what they sum.
+        assert found["metrics"][name][0] == pytest.approx(total, rel=relative, abs=3 * relative), name
         assert found["metrics"][name][1] == pytest.approx(denominator, rel=relative), name
 
 

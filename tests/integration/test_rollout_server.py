@@ -26,7 +26,6 @@ from megatron_rl.rollout.sglang.process.attached_server import AttachedServer, d
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer, group_members, is_healthy
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
-from tests.integration.preloaded import serving
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]
@@ -46,8 +45,12 @@ def model_path(tmp_path_factory) -> Path:
 def server(model_path, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("log") / "sglang.log"
     options = ServerOptions(str(model_path), deterministic=True, nccl=NCCL)
-    with serving(SglangServer(options, log_path, start_timeout_s=START_TIMEOUT_S)) as server:
+    server = SglangServer(options, log_path, start_timeout_s=START_TIMEOUT_S)
+    try:
+        server.start()
         yield server
+    finally:
+        server.stop(grace_s=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -44,5 +44,5 @@ def test_the_tutorial_ends_with_a_trained_model(tmp_path):
     rows = read_metrics(tmp_path / "outputs" / "brackets" / "run" / "metrics.jsonl")
     assert [row.step for row in rows] == list(range(7)) and "reward/right_share" in rows[-1].metrics
     before, after = (float(found) / 100 for found in re.findall(r"^\d/2 outputs\S+: accuracy (\S+)%", done.stdout, re.MULTILINE))
-    assert before < 0.1 and after > 0.6, done.stdout
+    assert before < 0.2 and after > 0.6, done.stdout
     assert after == pytest.approx(rows[-1].metrics["eval/accuracy"])

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from megatron_rl.config.derived import eval_sets, needs_critic, needs_reference, uses_attached_servers
 from megatron_rl.config.load import flat_params, load_config
-from megatron_rl.config.schedule_facts import Overlap, overlap_of
-from megatron_rl.config.schema import Config, Mode, Overlong
+from megatron_rl.config.schedule_facts import Overlap, overlap_of, why_not_ahead
+from megatron_rl.config.schema import Config, Overlong
 
 _OTHER_COMMANDS = ("sft", "critic_pretrain", "reward_train", "dpo", "label_lines", "select_prompts")
 """Sections that one command reads; a recipe may serve several commands."""
@@ -31,7 +31,7 @@ def unused_keys(config: Config, command: str) -> Iterator[str]:
 def _unread(config: Config) -> list[tuple[str, tuple[str, ...]]]:
     """(reason, beginnings of the keys that are not read because of it) of each reason that holds."""
     algorithm, rollout, process = config.algorithm, config.rollout, config.reward.process
-    correction, mode = algorithm.correction, config.schedule.mode
+    correction, overlap = algorithm.correction, overlap_of(config.schedule)
     rows: list[tuple[bool, str, tuple[str, ...]]] = [
         (not needs_critic(config) and not process.path, f"algorithm.advantage={algorithm.advantage} has no critic", _OF_CRITIC),
         (not needs_reference(config), "algorithm.kl.place=none", ("reference.", "algorithm.kl.")),
@@ -40,8 +40,8 @@ def _unread(config: Config) -> list[tuple[str, tuple[str, ...]]]:
         (bool(config.reward.by_type), "reward.by_type has the rewards of all types", ("reward.name", "reward.options")),
         (not rollout.fire.temperature, "rollout.fire.temperature=0", ("rollout.fire.",)),
         (uses_attached_servers(rollout), "its servers are attached", tuple(f"rollout.{name}" for name in _OF_SERVERS)),
-        (mode is not Mode.async_, f"schedule.mode={mode.value}", ("schedule.max_staleness", "schedule.weight_update")),
-        (overlap_of(config.schedule) is Overlap.nothing, "full responses have no windows", _OF_WINDOWS),
+        (overlap < Overlap.training, f"schedule.{why_not_ahead(config.schedule)}", ("schedule.max_staleness", "schedule.weight_update")),
+        (overlap is Overlap.nothing, "full responses have no windows", _OF_WINDOWS),
         (algorithm.overlong is not Overlong.soft, f"algorithm.overlong={algorithm.overlong.value}", ("algorithm.overlong_",)),
         (not algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false", ("algorithm.dynamic_sampling.max_",)),
         (correction.weight == "none", "algorithm.correction.weight=none", _OF_WEIGHTS),

@@ -202,7 +202,7 @@ class Recorder:
         self.keep(step, metrics)
 
     def keep(self, step, metrics):
-        of_the_process = ("rollout/num_live_servers", "checkpoint/num_failed", "sync/")
+        of_the_process = ("rollout/num_live_servers", "rollout/num_refused", "checkpoint/num_failed", "sync/")
         self.rows[step] = {name: value for name, value in metrics.items() if not name.startswith(of_the_process)}
 
 
