@@ -55,23 +55,23 @@ def rotate_pack(
     rows: Tensor,
     cu_seqlens: Tensor,
     freqs: Tensor,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    *,
     mscale: float = 1.0,
     cp_group: dist.ProcessGroup | None = None,
+    **orders: bool,
 ) -> Tensor:
     """Rotate rows [T, heads, d] of this rank, given cu_seqlens [N+1] of the whole pack and freqs [positions, 1, 1, d].
 
-    ``freqs`` has one entry per position of the longest sequence, or one entry per row of the pack.
+    ``freqs`` has one entry per position of the longest sequence, or one entry per row of the pack. ``orders``: Megatron's names of
+    other orders of a row's numbers, all False for halves.
     """
     group = cp_group or parallel_state.get_context_parallel_group()
     pack = (freqs, cu_seqlens, len(rows), group.size(), group.rank())
-    plain = freqs.shape[-1] == rows.shape[-1] and not (rotary_interleaved or multi_latent_attention)
+    plain = freqs.shape[-1] == rows.shape[-1] and not any(orders.values())
     if plain and rows.device.type == "cpu":
         rotated: Tensor = _Rotation.apply(rows, *_factors_of_rows(*pack, mscale, rows.dtype))
         return rotated
-    angles, options = _angles_of_rows(*pack), (rotary_interleaved, multi_latent_attention, mscale)
-    return rope_utils._apply_rotary_pos_emb_bshd(rows.unsqueeze(1), angles, *options).squeeze(1)
+    return rope_utils._apply_rotary_pos_emb_bshd(rows.unsqueeze(1), _angles_of_rows(*pack), mscale=mscale, **orders).squeeze(1)
 
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_pack
