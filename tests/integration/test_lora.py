@@ -145,7 +145,7 @@ def test_logprobs_and_merged_weights_equal_pefts(results, folder, case):
         torch.testing.assert_close(logprobs_of(model, mask), torch.cat(found["logprobs"]) * mask, rtol=2e-6, atol=1e-5)
         with model.disable_adapter():
             torch.testing.assert_close(
-                logprobs_of(model, mask), torch.cat(found["reference"]) * mask, rtol=0, atol=1e-5
+                logprobs_of(model, mask), torch.cat(found["reference"]) * mask, rtol=2e-6, atol=1e-5
             )
         merged = model.merge_and_unload().state_dict()
     for name, value in found["merged 3"].items():
