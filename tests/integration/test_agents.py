@@ -144,20 +144,23 @@ def test_programs_survive_the_kill_of_server_and_worker_and_end_unscored_with_a_
             victim.kill()
         wait_until((output_dir / "checkpoints" / "step-2" / "manifest.json").exists, process, "the checkpoint")
         wait_for_rows(output_dir / "metrics.jsonl", 3, process)
-        before = {path.parent.name for path in (output_dir / "agents").glob("*/workspace")}
+        outputs = {path.parent.name: path.read_text() for path in (output_dir / "agents").glob("*/output.txt")}
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
     finally:
         stop_tree(process)
     gone = [p for p in psutil.process_iter(["cmdline"]) if str(own / "agent.py") in " ".join(p.info["cmdline"] or ())]
     psutil.wait_procs(gone, timeout=20)
-    assert before and not any(one.is_running() for one in gone)  # programs end with their run
+    assert outputs and not any(one.is_running() for one in gone)  # programs end with their run
+    # Of these a program may still have written that its connection has ended.
+    with_the_run = {path.parent.name for path in (output_dir / "agents").glob("*/output.txt")}
     status, output = run(own, "train", *KILLED)
     assert status == 0 and "resumes after step" in output, output
     metrics = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(metrics) == [*range(1, 10)] and metrics[3]["rollout/num_server_restarts"] >= 1
     assert {row["rollout/num_slots"] for row in metrics.values()} == {8.0}
-    outputs = {path.parent.name: path.read_text() for path in (output_dir / "agents").glob("*/output.txt")}
+    later = {path.parent.name: path.read_text() for path in (output_dir / "agents").glob("*/output.txt")}
+    outputs |= {name: text for name, text in later.items() if name not in with_the_run}
     assert not any("Traceback" in text for text in outputs.values()), outputs
     rows = read_samples(sample_files(output_dir).values()).to_pylist()
     ended = [row for row in rows if "ended with its run" in row["error"]]
