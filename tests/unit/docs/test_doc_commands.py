@@ -44,7 +44,7 @@ ELSEWHERE = {
 }
 """Programs whose arguments are not checked, with the reason."""
 NOT_RUN = {
-    ".ci/": "run and gpu_torch set everything up for the whole suite",
+    ".ci/": "its scripts set everything up for the whole suite",
     "launch/setup.sh": "installs packages; tests/unit/examples/test_setup_script.py",
     "launch/slurm.sbatch": "needs SLURM; tests/unit/tools/test_launch_env.py",
     "examples/": "tests/unit/examples/test_run_scripts.py and test_judge_script.py run them",
