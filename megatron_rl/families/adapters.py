@@ -73,9 +73,11 @@ def adapted_linears(config: ModelConfig, targets: Sequence[str], rank: int) -> l
     ``targets``: patterns of a shell for names of modules (``model.layers.0.self_attn.q_proj``) or for their ends
     (``q_proj``, ``mlp.*``), or ``ALL_LINEAR``. Raises ModelError for a target without a match.
     """
-    linears = [entry for entry in entries(config, "critic") if _is_linear(entry)]
-    if ALL_LINEAR in targets and (missing := _without_adapter(config)):
-        raise ModelError(f"{ALL_LINEAR}: {', '.join(missing)} of this model can have no adapter; name the modules that shall have one")
+    matrices = [entry for entry in entries(config, "critic") if _is_matrix(entry)]
+    linears = [entry for entry in matrices if _is_linear(entry)]
+    missing = [entry for entry in matrices if not _is_linear(entry) and not is_expert(entry)]
+    if ALL_LINEAR in targets and missing:
+        raise ModelError(f"{ALL_LINEAR}: {_last_words(missing)} of this model can have no adapter; name the modules that shall have one")
     patterns = {target: re.compile(fnmatch.translate(target)) for target in targets}
     unused, found = set(targets), []
     for entry in linears:
@@ -87,9 +89,8 @@ def adapted_linears(config: ModelConfig, targets: Sequence[str], rank: int) -> l
         if any(flags):
             found.append(_adapted(entry, tuple(flags), rank))
     if unused:
-        modules = list(dict.fromkeys(_module(name).rpartition(".")[2] for entry in linears for name in entry.hf))
         raise ModelError(
-            f"{sorted(unused)[0]!r} matches no linear layer that can have an adapter; the model has {', '.join(modules)} "
+            f"{sorted(unused)[0]!r} matches no linear layer that can have an adapter; the model has {_last_words(linears)} "
             f"(and {ALL_LINEAR}); embeddings, heads, norms, routers and stacked experts have none"
         )
     return found
@@ -109,10 +110,9 @@ def _is_matrix(entry: Entry) -> bool:
     )
 
 
-def _without_adapter(config: ModelConfig) -> list[str]:
-    """Last words of the modules of attention, dense MLPs and shared experts that can have no adapter."""
-    left = [entry for entry in entries(config, "critic") if _is_matrix(entry) and not _is_linear(entry) and not is_expert(entry)]
-    return list(dict.fromkeys(_module(name).rpartition(".")[2] for entry in left for name in entry.hf))
+def _last_words(linears: Sequence[Entry]) -> str:
+    """Last words of the names of the layers' modules, each once, for a message."""
+    return ", ".join(dict.fromkeys(_module(name).rpartition(".")[2] for entry in linears for name in entry.hf))
 
 
 def _matches(target: str, pattern: re.Pattern[str], module: str, entry: Entry) -> bool:

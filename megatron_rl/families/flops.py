@@ -61,13 +61,13 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     sizes, text = dims(hf_config), text_config(hf_config)
     # One layer of each kind is enough.
     kinds = layer_kinds(hf_config)
-    layers = {_matrices(hf_config, kinds.index(kind)): number for kind, number in Counter(kinds).items()}
+    layers = {kind: _matrices(hf_config, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
     per_token = 2.0 * sum(
-        number * sum(_passed_weights(matrix, text, sizes) for matrix in layer) for layer, number in layers.items()
+        number * sum(_passed_weights(matrix, text, sizes) for matrix in layers[kind]) for kind, number in Counter(kinds).items()
     )
     per_token += 2.0 * sizes["hidden"] * (1 if role == "critic" else sizes["vocab"])
     per_token += 2.0 * sum(kind.is_linear for kind in kinds) * _recurrence(sizes)
-    widths = {kind: _attention_width(_matrices(hf_config, kinds.index(kind)), sizes) for kind in set(kinds)}
+    widths = {kind: _attention_width(layer, sizes) for kind, layer in layers.items()}
     per_pair: dict[int | None, float] = {}
     for layer, kind in enumerate(kinds):
         window = family_of(hf_config).window(text, layer)
