@@ -15,6 +15,7 @@ from megatron_rl.config.derived import is_due
 from megatron_rl.config.schema import Config, DpoConfig, RewardModelKind, RewardTrainConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError, UserError
+from megatron_rl.models.hf.weights import write_score_head
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE
 from megatron_rl.supervised.fine_tuning import epoch_batches
@@ -169,6 +170,7 @@ def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _write_record(config: Config, examples: Sequence[Sequence[RewardExample]], history: History) -> None:
+    """Write what the model learned from and how it must be asked, next to its weights."""
     settings = asdict(config.reward_train)
     num_train, num_eval = map(len, examples)
     record = {
@@ -188,5 +190,8 @@ def _write_record(config: Config, examples: Sequence[Sequence[RewardExample]], h
             "no_word": settings["no_word"],
             "use_chat_template": config.data.use_chat_template,
         }
+    if config.reward_train.kind is RewardModelKind.bradley_terry:
+        record["reward_model"] = {"use_chat_template": config.data.use_chat_template, "system_prompt": config.data.system_prompt}
+        write_score_head(Path(config.reward_train.output_path))
     path = Path(config.reward_train.output_path) / _RECORD_FILE
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

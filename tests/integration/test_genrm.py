@@ -61,9 +61,9 @@ def probability(model_path):
 
 
 def score(name: str, items: list[tuple], options: dict[str, Any], **settings: Any) -> list[Score]:
-    fields = ("prompt", "anchor" if name == "pairwise" else "reference")
+    fields = ("prompt", *{"pairwise": ["anchor"], "genrm": ["reference"]}.get(name, []))
     with start_runner(
-        name, RunnerSettings(timeout_s=60.0, **settings), options={**WORDS, **options}, row_fields=fields
+        name, RunnerSettings(timeout_s=60.0, **settings), options={**({} if name == "reward_model" else WORDS), **options}, row_fields=fields
     ) as runner:
         return runner.submit(items).result()
 
@@ -117,6 +117,11 @@ def test_a_text_that_does_not_fit_the_judge_is_unscored(server):
     long, short = score("genrm", items, {"url": server.url})
     assert long.value is None and "1024" in long.error
     assert short.value is not None
+
+
+def test_a_generative_model_is_no_reward_model(server, model_path):
+    with pytest.raises(RewardError, match="serves no reward model.*ForSequenceClassification"):
+        score("reward_model", [], {"url": server.url, "tokenizer_path": str(model_path)})
 
 
 def test_judgment_words_of_several_tokens_are_refused(server):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.cli import main
+from megatron_rl.rewards.registry import RewardError, check_options, resolve
 from tests.integration.preloaded import preloading
 from tests.word_models import make_word_model
 
@@ -86,6 +87,10 @@ def test_a_scalar_reward_model_learns_held_out_preferences(task, scalar_model):
     assert history[0]["step"] == 0 and history[0]["eval/loss"] == pytest.approx(0.69, abs=0.2)
     assert history[-1]["eval/accuracy"] > 0.9 and history[-1]["eval/margin"] > 1.0
     assert "reward-train step 40 held out: loss" in scalar_model
+    options = {"url": "http://127.0.0.1:1", "tokenizer_path": str(task / "bradley_terry")}
+    check_options(resolve("reward_model"), options, ("prompt",))
+    with pytest.raises(RewardError, match="system_prompt is 'be brief', was ''"):
+        check_options(resolve("reward_model"), {**options, "chat": True, "system_prompt": "be brief"}, ("prompt",))
 
 
 def test_a_reward_model_starts_the_critic(task, scalar_model):
@@ -95,8 +100,8 @@ def test_a_reward_model_starts_the_critic(task, scalar_model):
     from megatron_rl.parallel import topology as topologies
     from megatron_rl.training.engine import Engine
 
-    (weights_file,) = (task / "bradley_terry").glob("*.safetensors")
-    head = load_file(weights_file)["value_head.weight"]
+    head = load_file(task / "bradley_terry" / "model-00001-of-00001.safetensors")["value_head.weight"]
+    assert torch.equal(load_file(task / "bradley_terry" / "score.safetensors")["score.weight"], head)
     topology = topologies.initialize(ParallelConfig(), seed=0)
     try:
         engine = Engine(

@@ -4,6 +4,7 @@ Loading needs no communication: each rank reads its own slices from the files. E
 in the order of the files and assembles each from the ranks that own its shards (``gather.py``).
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -30,14 +32,26 @@ from megatron_rl.models.hf.gather import (
     named_parameters,
     sharded_parameters,
 )
-from megatron_rl.models.hf.tensor_sources import CheckpointSource, TensorSource, WeightsError, is_mtp, mtp_tensors
+from megatron_rl.models.hf.tensor_sources import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointSource,
+    TensorSource,
+    WeightsError,
+    is_mtp,
+    mtp_tensors,
+)
+from megatron_rl.system.files.atomic_files import write_atomic
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 _LEAST_BYTES = 64 * 1024**2
 """Bytes that one rank writes before another rank gets a tensor, so that small models are saved in few files."""
 _FREQUENCIES = re.compile(r"\brotary_emb\.inv_freq$")
 """Tensors of old files that are ignored: transformers and this trainer compute frequencies from config.json."""
-_LM_HEAD, _SCORE_HEAD = "lm_head.weight", "score.weight"
+_LM_HEAD, _SCORE_HEAD, _SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
+_MAIN_FILE, _SCORE_FILE = "model-00001-of-00001.safetensors", "score.safetensors"
+_CLASSIFIERS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Model types for which SGLang has a classifier, with the start of its name."""
 _ROWS_PER_COMPARISON = 4096
 
 
@@ -86,7 +100,7 @@ def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) ->
     """
     expected = expected_names(hf_config, role)
     names = [name for name in source.files if name not in expected]
-    known = {_LM_HEAD, _SCORE_HEAD}
+    known = {_LM_HEAD, _SCORE_HEAD, _SCORE_BIAS}
     unknown = [name for name in names if not _FREQUENCIES.search(name) and not is_mtp(hf_config, name)]
     # Empty tensors are ignored: transformers saves some if n_shared_experts is 0.
     check_no_unknown_tensors(
@@ -104,6 +118,29 @@ def unread_tensors_note(hf_config: PretrainedConfig, path: str | Path, role: Rol
         return ""
     fate = "the critic starts with a fresh value head" if role == "critic" else "a policy has no use for it"
     return f"{path}: {_SCORE_HEAD}, the head of a classifier, is not read: {fate}"
+
+
+def write_score_head(folder: Path) -> None:
+    """Make a critic's folder one that SGLang serves as a classifier with one label, if it has one for this model type.
+
+    The value head is written again under the classifier's name, with a bias of 0: SGLang's heads of Qwen models have a bias, which
+    is a random number if the files have none.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] not in _CLASSIFIERS:
+        return
+    source = CheckpointSource(folder)
+    head = source.read(VALUE_HEAD, (1, config["hidden_size"]))[:]
+    tensors = {_SCORE_HEAD: head.clone(), _SCORE_BIAS: torch.zeros(1, dtype=head.dtype)}
+    save_file(tensors, folder / _SCORE_FILE, metadata={"format": "pt"})
+    files, single = source.files | dict.fromkeys(tensors, _SCORE_FILE), folder / SINGLE_FILE
+    if single.is_file():  # readers look for further files in an index only
+        files = {name: _MAIN_FILE if file == SINGLE_FILE else file for name, file in files.items()}
+        single.rename(folder / _MAIN_FILE)
+    write_atomic(folder / INDEX_FILE, json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+    config["architectures"] = [f"{_CLASSIFIERS[config['model_type']]}ForSequenceClassification"]
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    write_atomic(folder / "config.json", json.dumps(config, indent=2))
 
 
 def _check_tied_head(hf_config: PretrainedConfig, source: CheckpointSource) -> None:

@@ -86,13 +86,15 @@ class JudgeOptions:
 DEFAULT_OPTIONS = JudgeOptions()
 
 
+def check_urls(name: str, url: Any) -> None:
+    """Raise RewardError for a value that is neither a server's address nor a list of such addresses."""
+    for one in url if isinstance(url, list) and url else [url]:
+        check_url(name, one)
+
+
 def check_judge(name: str, options: Mapping[str, Any], template: str, template_fields: Sequence[str]) -> None:
     """Raise UserError for invalid options of a judge; contacts no server."""
-    if isinstance(options.get("url"), list):
-        for url in options["url"]:
-            check_url(name, url)
-    if not options.get("url") or isinstance(options["url"], str):
-        check_url(name, options.get("url"))
+    check_urls(name, options.get("url"))
     for key in ("yes_words", "no_words"):
         words = options.get(key)
         if words is not None and not (
@@ -108,13 +110,18 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, template_f
     if settings.chat and not settings.tokenizer_path:
         raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is used")
     if settings.tokenizer_path:
-        if not Path(settings.tokenizer_path, "tokenizer_config.json").is_file():
-            raise RewardError(
-                f"reward {name!r}: option tokenizer_path: {settings.tokenizer_path} has no tokenizer_config.json; "
-                "give the judge's model folder, or omit the option to use the server's tokenizer"
-            )
+        check_tokenizer_path(name, settings.tokenizer_path, "; or omit the option to use the server's tokenizer")
         _local_ids(settings.tokenizer_path, settings.words)
         _check_training(name, settings, template)
+
+
+def check_tokenizer_path(name: str, path: str, otherwise: str = "") -> None:
+    """Raise RewardError for a folder without a tokenizer; ``otherwise``: another remedy."""
+    if not Path(path, "tokenizer_config.json").is_file():
+        raise RewardError(
+            f"reward {name!r}: option tokenizer_path: {path or 'not set'} has no tokenizer_config.json; "
+            f"give the served model's folder{otherwise}"
+        )
 
 
 def _options_of(options: Mapping[str, Any]) -> JudgeOptions:
@@ -123,22 +130,29 @@ def _options_of(options: Mapping[str, Any]) -> JudgeOptions:
 
 
 def _check_training(name: str, settings: JudgeOptions, template: str) -> None:
-    """Check that a judge written by `reward-train` is queried as it was trained, as recorded in its folder."""
-    path = Path(settings.tokenizer_path, _TRAINING_RECORD)
-    trained = json.loads(path.read_text(encoding="utf-8")).get("judge") if path.is_file() else None
-    if not trained:
-        return
-    yes_words, no_words = settings.words
-    settings_now_and_then = {
-        "template": (template, trained["template"]),
-        "yes_words": ([*yes_words], [trained["yes_word"]]),
-        "no_words": ([*no_words], [trained["no_word"]]),
-        "chat": (settings.chat, trained["use_chat_template"]),
-    }
-    different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in settings_now_and_then.items() if now != then]
+    yes_words, no_words = ([*words] for words in settings.words)
+    now = {"template": ("template", template), "yes_words": ("yes_word", yes_words), "no_words": ("no_word", no_words)}
+    check_trained(name, settings.tokenizer_path, "judge", now | {"chat": ("use_chat_template", settings.chat)})
+
+
+def check_trained(name: str, folder: str, section: str, now: Mapping[str, tuple[str, Any]]) -> None:
+    """Check that a model written by `reward-train` is queried as it was trained.
+
+    Args:
+        folder: the model's folder; without a record of the training nothing is checked.
+        section: part of the record.
+        now: options of this run, each with its name in the record and its value; a list there is a choice of words.
+    """
+    path = Path(folder, _TRAINING_RECORD)
+    trained = json.loads(path.read_text(encoding="utf-8")).get(section) if path.is_file() else None
+    different = [
+        f"{option} is {value!r}, was {trained[key]!r}"
+        for option, (key, value) in now.items()
+        if trained and value not in (trained[key], [trained[key]])
+    ]
     if different:
         raise RewardError(
-            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained with other settings ({_TRAINING_RECORD}): "
+            f"reward {name!r}: the model in {folder} was trained with other settings ({_TRAINING_RECORD}): "
             f"{'; '.join(different)}. Set the options to the values used in training"
         )
 
@@ -169,14 +183,14 @@ def solution_of(response: str, *, require_think: bool = False, opened_by_prompt:
     return None if parts is None else parts[1]
 
 
-def escape_control_tokens(text: str, settings: JudgeOptions) -> str:
-    """Remove spellings of the judge's control tokens from ``text``: a response must not end its turn and judge itself.
+def escape_control_tokens(text: str, tokenizer_path: str) -> str:
+    """Remove spellings of the model's control tokens from ``text``: a response must not end its turn and judge itself.
 
     The tokens are known only with ``tokenizer_path``; with the server's tokenizer the text is unchanged.
     """
-    if not settings.tokenizer_path:
+    if not tokenizer_path:
         return text
-    pattern = _special_pattern(settings.tokenizer_path)
+    pattern = _special_pattern(tokenizer_path)
     while pattern is not None and pattern.search(text):  # repeat, because a removal may join the rest into another control token
         text = pattern.sub("", text)
     return text
@@ -187,7 +201,7 @@ def judged_text(response: str, settings: JudgeOptions) -> str | None:
     solution = solution_of(
         response, require_think=settings.require_think, opened_by_prompt=settings.opened_by_prompt
     )
-    return None if solution is None else escape_control_tokens(solution, settings)
+    return None if solution is None else escape_control_tokens(solution, settings.tokenizer_path)
 
 
 async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
@@ -197,7 +211,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
         Transient, RewardCallError: no reply, or an invalid one.
         UserError: judgment words that are not single tokens.
     """
-    url = _next_server(settings.urls)
+    url = next_server(settings.urls)
     yes_ids, no_ids = await _word_ids(settings, url)
     # Servers may compute equal texts differently in one batch: sending each text once gives equal probabilities.
     unique = list(dict.fromkeys(texts))
@@ -209,23 +223,34 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
         "token_ids_logprob": [ids] * len(unique),
     }
     if settings.tokenizer_path:
-        tokenizer = _tokenizer(settings.tokenizer_path)
+        tokenizer = tokenizer_in(settings.tokenizer_path)
         body["input_ids"] = [tokenizer.encode_prompt(text, chat=settings.chat) for text in unique]
     else:
         body["text"] = unique
-    try:
-        answers = await post_json(f"{url}/generate", body)
-    except Transient:
-        _down_until[url] = time.monotonic() + _DOWN_S
-        raise
-    _down_until.pop(url, None)
-    if not isinstance(answers, list) or len(answers) != len(unique):
-        raise RewardCallError(f"{url}: expected {len(unique)} replies, got {str(answers)[:200]}")
+    answers = await ask(url, "generate", body, len(unique))
     judgments = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
     return [judgments[text] for text in texts]
 
 
-def _next_server(urls: Sequence[str]) -> str:
+async def ask(url: str, route: str, body: Any, num_replies: int) -> list[Any]:
+    """The server's replies to a list of inputs; a server that does not answer is skipped for a while.
+
+    Raises:
+        Transient, RewardCallError: no reply, or another number of replies.
+    """
+    try:
+        answers = await post_json(f"{url}/{route}", body)
+    except Transient:
+        _down_until[url] = time.monotonic() + _DOWN_S
+        raise
+    _down_until.pop(url, None)
+    if not isinstance(answers, list) or len(answers) != num_replies:
+        raise RewardCallError(f"{url}: expected {num_replies} replies, got {str(answers)[:200]}")
+    return answers
+
+
+def next_server(urls: Sequence[str]) -> str:
+    """URL whose turn it is, among those that answered last."""
     now = time.monotonic()
     # If all servers are down, try them anyway: they may be back.
     up = [url for url in urls if _down_until.get(url, 0.0) <= now] or urls
@@ -284,7 +309,7 @@ async def _word_ids(settings: JudgeOptions, url: str) -> _Ids:
 
 @cache
 def _local_ids(tokenizer_path: str, words: _Words) -> _Ids:
-    encode = _tokenizer(tokenizer_path).encode
+    encode = tokenizer_in(tokenizer_path).encode
     return _split(words, {word: word_token(encode, word) for word in itertools.chain(*words)})
 
 
@@ -299,12 +324,13 @@ def _split(words: _Words, ids: Mapping[str, int]) -> _Ids:
 
 @cache
 def _special_pattern(path: str) -> re.Pattern[str] | None:
-    specials = sorted(filter(None, _tokenizer(path).special_texts), key=len, reverse=True)
+    specials = sorted(filter(None, tokenizer_in(path).special_texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, specials))) if specials else None
 
 
 @cache
-def _tokenizer(path: str) -> Any:
+def tokenizer_in(path: str) -> Any:
+    """Tokenizer of a folder, loaded once."""
     from megatron_rl.data.tokenizer import Tokenizer  # imports torch, which only some judges need
 
     return Tokenizer(path)
