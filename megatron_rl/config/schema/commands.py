@@ -61,7 +61,7 @@ class RewardModelKind(Enum):
     """Kind of reward model."""
 
     bradley_terry = "bradley_terry"
-    """One score per response, trained on preferences; becomes critic.path."""
+    """One score per response, trained on preferences; serves the reward reward_model, or becomes critic.path."""
     pairwise = "pairwise"
     """A judge that compares two responses with one word, trained on preferences; serves the rewards pairwise and genrm."""
     process = "process"
