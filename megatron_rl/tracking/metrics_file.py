@@ -18,7 +18,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from typing import Any
 from megatron_rl.system.files.atomic_files import write_atomic
 
 logger = logging.getLogger(__name__)
+_START = b'\n{"step": %d, '
+"""End of a line and start of the next one, as ``_encode`` writes them."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,18 @@ def read_metrics(path: str | Path) -> list[MetricsRow]:
 
     A torn last line is skipped silently, any other unreadable line with a warning that names its file and line.
     """
-    path = Path(path)
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = _decode(line)
-        if row is not None:
-            rows.append(row)
-        elif line.strip() and number < len(lines):
-            logger.warning("%s:%d: expected a JSON record of a step, skipped %r", path, number, line[:80])
-    return rows
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: str | Path) -> Iterator[MetricsRow]:
+    """The rows of ``read_metrics`` one at a time, for a file that is larger than memory should hold."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _decode(line)
+            if row is not None:
+                yield row
+            elif line.strip() and line.endswith(b"\n"):
+                logger.warning("%s:%d: expected a JSON record of a step, skipped %r", path, number, line[:80])
 
 
 class MetricsTail:
@@ -135,10 +138,9 @@ class MetricsWriter:
     ):
         self.path = Path(path)
         self._warn = warn
-        self._lines: list[bytes] = []
-        """All lines of the file, to rewrite it if it is removed."""
         self._lock = threading.Lock()
         self._unwritten = b""
+        """The end of the file that could not be written yet; the rest is only on disk."""
         self._warned: set[str] = set()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -146,18 +148,18 @@ class MetricsWriter:
         self._open()
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
     def add_to(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the line of ``step``, or append a line if there is none."""
         with self._lock:
-            # From the end, because late metrics belong to recent steps.
-            for number in reversed(range(len(self._lines))):
-                row = _decode(self._lines[number])
-                if row is not None and row.step == step:
-                    numbers, _ = as_numbers(metrics)
-                    self._lines[number] = _encode(step, row.time_s, {**row.metrics, **numbers})
-                    self._rewrite()
+            content = self._content()
+            start = content.rfind(_START % step) + 1
+            end = content.find(b"\n", start) + 1
+            row = _decode(content[start:end])
+            if row is not None and row.step == step:
+                line = _encode(step, row.time_s, {**row.metrics, **as_numbers(metrics)[0]})
+                if self._rewrite(content[:start] + line + content[end:]):
                     return
         self.log(step, metrics)
 
@@ -169,7 +171,6 @@ class MetricsWriter:
         line = _encode(step, time.time() if time_s is None else time_s, numbers)
         with self._lock:
             self._restore_if_removed()
-            self._lines.append(line)
             self._unwritten += line
             self._drain()
 
@@ -193,16 +194,23 @@ class MetricsWriter:
         except OSError:
             return
         self._warn(f"{self.path} was removed or replaced during the run; it is rewritten completely")
-        self._rewrite()
+        self._rewrite(self._content())
 
-    def _rewrite(self) -> None:
+    def _content(self) -> bytes:
+        """All lines, also of a file that was removed: the descriptor still has them."""
+        return Path(f"/proc/self/fd/{self._descriptor}").read_bytes() + self._unwritten
+
+    def _rewrite(self, content: bytes) -> bool:
+        """Replace the file. Returns False if it cannot be written."""
         try:
-            write_atomic(self.path, b"".join(self._lines))
+            write_atomic(self.path, content)
             os.close(self._descriptor)
             self._open()
             self._unwritten = b""
+            return True
         except OSError as error:
             self._warn_once("", f"cannot write {self.path} ({error}); lines are kept in memory. Free space on its disk")
+            return False
 
     def _drain(self) -> None:
         try:
@@ -227,7 +235,6 @@ class MetricsWriter:
                 kept.append(line)
         if len(kept) < len(lines):
             write_atomic(self.path, b"".join(kept))
-        self._lines = kept
 
     def __enter__(self) -> "MetricsWriter":
         return self

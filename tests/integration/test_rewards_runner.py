@@ -203,6 +203,33 @@ def test_a_killed_fork_server_is_restarted_and_reported_and_no_item_is_lost(
     assert "fork server of the reward" in warning and "is restarted" in warning
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("num_kills", [3, 4])
+def test_a_fork_server_that_is_killed_at_its_start_or_restart_is_started_three_times_more(
+    number: signal.Signals, num_kills: int, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, kills = f"reward_{uuid.uuid4().hex}", tmp_path / "kills"
+    (tmp_path / f"{module}.py").write_text(
+        f"import os, pathlib, time\nkills = pathlib.Path({str(kills)!r})\n"
+        f"if os.getpid() != {os.getpid()}:\n"
+        f"    kills.open('a').write('x')\n    if len(kills.read_text()) not in {{1, {num_kills + 1}}}:\n"
+        f"        os.kill(os.getpid(), {int(number)})\n        time.sleep(60)\n"
+        "def score(response, answer):\n    time.sleep(0.1)\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(f"{module}:score", RunnerSettings(num_workers=2)) as runner:
+        future = runner.submit([("a", "")] * 20)
+        time.sleep(0.3)
+        (fork_server,) = [pid for pid in marked_processes(mark) if parent_of(pid) == os.getpid()]
+        os.kill(fork_server, number)  # the first; the others follow during the imports
+        if num_kills == 3:
+            assert [score.value for score in future.result(timeout=60)] == [1.0] * 20
+        else:
+            with pytest.raises(RewardError, match=f"died of {number.name} while it imported.*for the 4th time; check"):
+                future.result(timeout=60)
+    assert wait_until_gone(mark) == set()
+
+
 def test_a_killed_worker_is_reported_once_and_its_item_is_retried(mark: str, caplog: pytest.LogCaptureFixture) -> None:
     with hostile_runner(timeout_s=10.0, num_workers=1) as runner:
         for _ in range(2):

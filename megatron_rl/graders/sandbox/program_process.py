@@ -5,14 +5,15 @@ No guard is here, because the program controls this interpreter. All messages fr
 
 import atexit
 import builtins
+import concurrent.futures
 import contextlib
 import gc
 import importlib
 import inspect
-import io
 import operator
 import os
 import random
+import re
 import sys
 import threading
 import types
@@ -75,6 +76,8 @@ class ProgramProcess:
     def serve(self) -> None:
         """Handle requests until the test process is gone."""
         sys.argv = ["solution.py"]
+        if re.search(r"multiprocessing|ProcessPool", self._program["code"]):
+            _use_threads_as_processes()
         stack_size = threading.stack_size
         threading.stack_size = lambda size=0: stack_size(min(size, _MAX_STACK_BYTES))
         while True:
@@ -151,8 +154,7 @@ class ProgramProcess:
             given.seek(0)
             os.dup2(given.fileno(), 0)
             os.dup2(printed.fileno(), 1)
-            sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-            sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "wb", closefd=False)))
+            sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
             vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout)
             module = sys.modules["__main__"] = types.ModuleType("__main__")
             try:
@@ -227,6 +229,16 @@ def _operate(name: str, *operands: Any) -> Any:
     return (_CONTEXT.get(name) or getattr(operator, name, None) or getattr(builtins, name))(*operands)
 
 
+def _use_threads_as_processes() -> None:
+    """Let ``multiprocessing`` start threads, because no process can be started, and use their locks."""
+    dummy, context, heap = (importlib.import_module(f"multiprocessing.{name}") for name in ("dummy", "context", "heap"))
+    for name in ("Lock", "RLock", "Semaphore", "BoundedSemaphore", "Condition", "Event"):
+        setattr(context.BaseContext, name, staticmethod(getattr(threading, name)))
+    vars(sys.modules["multiprocessing"]).update({name: getattr(dummy, name) for name in dummy.__all__})
+    heap.Arena._dir_candidates = []  # of shared values: only this folder can be written to
+    concurrent.futures.ProcessPoolExecutor = concurrent.futures.ThreadPoolExecutor  # type: ignore[assignment,misc]
+
+
 class _Left(SystemExit):
     """The script has called os._exit."""
 
@@ -235,10 +247,10 @@ _exit = os._exit
 
 
 def _leave_script(code: int) -> None:
-    """``os._exit`` of a script, whose output is to be read in this process."""
-    if threading.current_thread() is threading.main_thread():
-        raise _Left(code)
-    _exit(code)
+    """``os._exit`` of a script, whose output is to be read in this process. In another thread it ends that thread."""
+    if code and threading.current_thread() is not threading.main_thread():
+        _exit(code)
+    raise _Left(code)
 
 
 def _end_script() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.worker import PROGRESS_BYTES, SharedProgress
-from megatron_rl.system.processes.child_process import receive_frame, start_module, wait_or_kill
+from megatron_rl.system.processes.child_process import describe_end, receive_frame, start_module, wait_or_kill
 
 _REPLY_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
@@ -71,6 +71,7 @@ class ForkServerClient:
 
         Raises:
             RewardError: the import failed, or took longer than ``start_timeout_s``.
+            ForkServerLost: a signal ended the process before that.
         """
         async with self._asking:
             await self._start()
@@ -99,6 +100,9 @@ class ForkServerClient:
             reply = await self._reply(settings.start_timeout_s)
         except ForkServerLost as error:
             self.stop(timeout_s=0)
+            if not isinstance(error.__cause__, TimeoutError) and self._process.returncode < 0:
+                end = describe_end(self._process.returncode)
+                raise ForkServerLost(f"the fork server of the reward {end} while it imported {self._path}") from error
             raise RewardError(
                 f"reward {self._path}: its process did not start within {settings.start_timeout_s:g} s "
                 f"({error}); does the module import in a plain python process?"

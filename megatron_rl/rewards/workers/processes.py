@@ -114,7 +114,7 @@ class RewardRunner(CallQueue):
         self._work = asyncio.Event()
         self._reviving = asyncio.Lock()
         try:
-            await self._fork_server.start()
+            await self._start_fork_server()
         except (RewardError, OSError):
             self._fork_server.release()
             raise
@@ -189,16 +189,25 @@ class RewardRunner(CallQueue):
 
     async def _revive(self, generation: int, error: ForkServerLost) -> None:
         async with self._reviving:
-            if generation != self._num_restarts:
-                return  # another worker's task has restarted the fork server
-            if self._num_restarts == _MAX_FORK_SERVER_RESTARTS:
-                raise RewardError(
-                    f"{error}, for the {_MAX_FORK_SERVER_RESTARTS + 1}th time; check the memory of the machine (dmesg)"
-                )
-            self._num_restarts += 1
-            logger.warning("reward %r: %s; it is restarted, and no response is lost", self.name, error)
-            self._fork_server.stop()
-            await self._fork_server.start()
+            if generation == self._num_restarts:  # otherwise another worker's task has restarted the fork server
+                await self._start_fork_server(error)
+
+    async def _start_fork_server(self, lost: ForkServerLost | None = None) -> None:
+        """Start the fork server, after ``lost`` again. Raises RewardError if it was lost more often than restarts are allowed."""
+        while True:
+            if lost is not None:
+                if self._num_restarts == _MAX_FORK_SERVER_RESTARTS:
+                    often = f"for the {_MAX_FORK_SERVER_RESTARTS + 1}th time; check the memory of the machine (dmesg)"
+                    failure = RewardError(f"reward runner {self.name!r} failed: {lost}, {often}")
+                    self._refuse(failure)  # the other workers' tasks fail too, but know less
+                    raise failure
+                self._num_restarts += 1
+                logger.warning("reward %r: %s; it is restarted, and no response is lost", self.name, lost)
+                self._fork_server.stop()
+            try:
+                return await self._fork_server.start()
+            except ForkServerLost as error:
+                lost = error
 
     # --------------------------------------------------------------------------------------------- one chunk of items
 

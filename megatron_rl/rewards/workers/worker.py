@@ -307,12 +307,25 @@ def _silence() -> None:
     os.close(null)
 
 
+class _Terminated(SystemExit):
+    """SIGTERM, unlike an exit that the reward's module asks for."""
+
+
 def _leave(_signal_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the end
+    raise _Terminated
 
 
 def main() -> None:
-    """Entry point of the fork server; its settings come as JSON on standard input."""
+    """Entry point of the fork server: dies of SIGTERM, after its workers, if that is how it ends."""
+    try:
+        _main()
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _main() -> None:
     start = json.load(sys.stdin)
     signal.signal(signal.SIGTERM, _leave)
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)  # not SIGKILL, because the server must kill its workers' descendants first
@@ -327,6 +340,8 @@ def main() -> None:
         reward = resolve(start["path"])
         if reward.prepare is not None:
             reward.prepare(start["options"])
+    except _Terminated:
+        raise
     except BaseException as error:  # the runner reports any failure to import
         control.send(json.dumps({"error": describe(error)}).encode())
         return

@@ -6,19 +6,17 @@ all ranks after 30 s. The launcher runs until its ranks have exited. A second Ct
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_rl.system.files.atomic_files import new_temporary_folder, remove_abandoned_folders
+from megatron_rl.system.files.atomic_files import remove_abandoned_folders
 from megatron_rl.system.processes.signals import INTERRUPTED, STOP_SIGNALS, STOPPED, StopRequested
 
 if TYPE_CHECKING:
@@ -55,15 +53,17 @@ def launch(arguments: Sequence[str]) -> int:
         # Without an endpoint, which this rendezvous does not read, torchrun warns about its own default address.
         endpoint = ["--rdzv-backend", LOCAL_RENDEZVOUS, "--rdzv-endpoint", "localhost"]
         arguments = [*endpoint, "--rdzv-id", uuid.uuid4().hex, *arguments[1:]]
-    with _temporary_folder() as folder, _Forwarder().installed() as forwarder:
+    with _Forwarder().installed() as forwarder:
         try:
-            # torchrun requires at least one signal to handle.
-            torchrun(["--signals-to-handle", "SIGQUIT", "--log-dir", str(folder), *arguments])
+            # torchrun requires at least one signal to handle. Without a folder for logs, a killed launcher leaves none.
+            torchrun(["--signals-to-handle", "SIGQUIT", "--log-dir", os.devnull, *arguments])
         except ChildFailedError as failure:
             return _status_of(failure, forwarder)
         except StopRequested as stop:
             print(f"stopped: {stop}, before the ranks were started", file=sys.stderr, flush=True)
             return STOPPED
+        finally:
+            remove_abandoned_folders()  # of ranks that were killed
     return 0
 
 
@@ -123,17 +123,6 @@ def _ranks() -> dict[int, psutil.Process]:
         with suppress(psutil.Error, KeyError, ValueError):
             found[int(process.environ()["RANK"])] = process
     return found
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """Create a folder and remove it at the end, together with folders that killed launchers and ranks have left."""
-    folder = new_temporary_folder("ranks")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        remove_abandoned_folders()
 
 
 def _killed_by(rank: int, number: int) -> str:

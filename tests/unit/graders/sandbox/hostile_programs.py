@@ -192,7 +192,7 @@ GUARDED = {
     "a shared memory": "import mmap, ctypes\nif ctypes.CDLL(None).shmget(0, 4096, 0o1600) < 0: raise OSError",
     "a file in memory": "import os; os.memfd_create('x')",
     "a process": "import os; os.fork()",
-    "another interpreter": "import multiprocessing as m; p = m.Process(target=print); p.start()",
+    "another interpreter": "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start()",
     "a command": "import os; os.execv('/bin/true', ['true'])",
     "an unnamed socket to a path": "import socket; a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "a signal": "import os; os.kill(os.getppid(), 0)",

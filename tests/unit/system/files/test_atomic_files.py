@@ -73,11 +73,11 @@ def test_temporary_folders_of_killed_processes_are_removed_and_those_of_running_
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    for left in (f"megatron_rl-sglang-{gone.pid}-a1", f"megatron_rl-ranks-{gone.pid}-b2"):
+    for left in (f"megatron_rl-sglang-{gone.pid}-a1", f"megatron_rl-other-{gone.pid}-b2"):
         (tmp_path / left / "sockets").mkdir(parents=True)
     others = [tmp_path / name for name in ("megatron_rl-notes", f"other-sglang-{gone.pid}-a1", "megatron_rl-sglang-x-a1")]
     for other in others:
         other.mkdir()
-    own = new_temporary_folder("ranks")
+    own = new_temporary_folder("sglang")
     remove_abandoned_folders()
     assert sorted(tmp_path.iterdir()) == sorted([own, *others])

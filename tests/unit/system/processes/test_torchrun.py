@@ -1,5 +1,7 @@
 """The launcher reports ranks that died before they could report."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -47,4 +49,18 @@ def test_the_launcher_leaves_no_folder_of_its_own_or_of_a_killed_rank(monkeypatc
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(torchrun, "main", kill_a_rank)
     assert run_under_torchrun(2, ["train"]) == 1
-    assert sorted(seen) == ["megatron_rl-ranks", "megatron_rl-sglang"] and list(tmp_path.iterdir()) == []
+    assert seen == ["megatron_rl-sglang"] and list(tmp_path.iterdir()) == []
+
+
+def test_a_launcher_that_is_killed_leaves_no_temporary_file(tmp_path):
+    rank = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    options = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable, "-c", rank]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"from megatron_rl.system.processes.torchrun import launch; launch({options})"],
+        env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    rank_pid = int(launcher.stdout.readline())
+    for pid in (launcher.pid, rank_pid):
+        os.kill(pid, signal.SIGKILL)
+    launcher.communicate()
+    assert list(tmp_path.iterdir()) == []
