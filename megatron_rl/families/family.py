@@ -101,6 +101,8 @@ class SGLangSupport:
     """Part of Hugging Face names that SGLang's names do not have."""
     expert_parts: Mapping[str, tuple[str, int, int]] = field(default_factory=lambda: EXPERT_PARTS)
     """Maps an expert's projection to (SGLang's parameter, index within the expert, projections per expert)."""
+    float32: tuple[str, ...] = ()
+    """Ends of names of parameters that a server keeps in float32, and a trainer in the model's dtype."""
     is_sparse_everywhere: bool = False
     """True if SGLang treats every layer as a mixture of experts."""
     is_never_tied: bool = False
@@ -129,9 +131,7 @@ class Family:
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """True if the family reads ``partial_rotary_factor``, which other families do not know."""
-    layer_types: tuple[str, ...] = ("full_attention",)
-    """Supported values in ``layer_types``."""
-    window: Callable[[ModelConfig, int], int | None] = lambda config, layer: None
+    window: Callable[[ModelConfig, int], int | None] | None = None
     """Function (config, layer index) that returns the number of tokens that a token attends to, itself included; None: all."""
     unsplit: Mapping[str, str] = field(default_factory=dict)
     """Maps keys of ``parallel`` that must be 1 to the reason."""
@@ -150,6 +150,12 @@ class Family:
     served: SGLangSupport = field(default_factory=SGLangSupport)
     read_as: str = ""
     """The ``model_type`` whose class in transformers reads config.json; empty: the family's own."""
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Supported values in the field ``layer_types``."""
+        possible = {"full_attention": True, "sliding_attention": self.window, "linear_attention": self.is_linear}
+        return [name for name, holds in possible.items() if holds]
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_rl.families.family import ModelConfig, family_of
-from megatron_rl.families.model_facts import dims, layer_kinds, text_config
+from megatron_rl.families.model_facts import dims, layer_kinds, layer_windows, text_config
 from megatron_rl.families.parameters import Role
 
 _CHUNK_TOKENS = 64
@@ -69,8 +69,7 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     per_token += 2.0 * sum(kind.is_linear for kind in kinds) * _recurrence(sizes)
     widths = {kind: _attention_width(layer, sizes) for kind, layer in layers.items()}
     per_pair: dict[int | None, float] = {}
-    for layer, kind in enumerate(kinds):
-        window = family_of(hf_config).window(text, layer)
+    for kind, window in zip(kinds, layer_windows(hf_config), strict=True):
         per_pair[window] = per_pair.get(window, 0.0) + 2.0 * widths[kind]
     windowed = {window: operations for window, operations in per_pair.items() if window is not None}
     return ForwardFlops(per_token, per_pair.get(None, 0.0), windowed)

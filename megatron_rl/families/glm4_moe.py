@@ -41,5 +41,5 @@ FAMILY = Family(
     ),
     takes_partial_rotary=True,
     num_mtp_layers="num_nextn_predict_layers",
-    served=SGLangSupport(is_never_tied=True),
+    served=SGLangSupport(float32=("mlp.gate.weight",), is_never_tied=True),
 )

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
-from megatron_rl.families.layer_rules import ATTENTION, NORMS, QKV_BIAS, moe_kwargs
-from megatron_rl.families.transforms import ColumnParallel, GatedMLP, Interleaved, Replicated, RowParallel, Transposed
+from megatron_rl.families.layer_rules import ATTENTION, NORMS, QKV_BIAS, STACKED_DOWN, moe_kwargs
+from megatron_rl.families.transforms import ColumnParallel, GatedMLP, Interleaved, Replicated, Transposed
 
 _BIASES_AND_SINKS = (
     *QKV_BIAS,
@@ -27,12 +27,7 @@ _EXPERTS = (
         Interleaved(GatedMLP()),
         is_stacked=True,
     ),
-    Rule(
-        "mlp.experts.{expert}.linear_fc2.weight",
-        {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
-        Transposed(RowParallel()),
-        is_stacked=True,
-    ),
+    STACKED_DOWN,
     Rule(
         "mlp.experts.{expert}.linear_fc2.bias",
         {"mlp.experts.down_proj_bias": ("experts", "hidden")},
@@ -84,7 +79,6 @@ FAMILY = Family(
     experts=Experts(
         in_layer=lambda config, index: True, number=("num_local_experts", "num_experts"), ffn_size="intermediate_size"
     ),
-    layer_types=("full_attention", "sliding_attention"),
     window=_window,
     unsplit={
         "expert_tensor_parallel_size": "Megatron would add the experts' biases once per rank",

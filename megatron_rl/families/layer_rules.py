@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_rl.families.family import ModelConfig, Rule
 from megatron_rl.families.model_facts import dims, has_experts, router_groups, text_config
-from megatron_rl.families.transforms import QKV, GatedMLP, Replicated, RowParallel
+from megatron_rl.families.transforms import QKV, GatedMLP, Replicated, RowParallel, Transposed
 
 NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}, Replicated()),
@@ -68,6 +68,12 @@ def expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+STACKED_DOWN = Rule(
+    "mlp.experts.{expert}.linear_fc2.weight",
+    {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
+    Transposed(RowParallel()),
+    is_stacked=True,
+)
 EXPERTS = expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")
 _BIASED_EXPERTS = (
     *EXPERTS,

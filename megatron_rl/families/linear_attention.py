@@ -37,6 +37,7 @@ FRESH = {
     "linear_attn.A_log": math.log(0.1),
 }
 """Values of a fresh model's vectors."""
+SERVED_IN_FLOAT32 = ("linear_attn.A_log",)
 
 
 def linear_attention(projections: Mapping[str, tuple[str, ...]], *, heads: str = "") -> tuple[Rule, ...]:

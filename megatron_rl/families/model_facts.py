@@ -297,6 +297,13 @@ def has_linear_attention(config: ModelConfig) -> bool:
     return any(kind.is_linear for kind in layer_kinds(config))
 
 
+@cached_by_content
+def layer_windows(config: ModelConfig) -> list[int | None]:
+    """The number of tokens that a token of each decoder layer attends to, itself included; None: all."""
+    window, text = family_of(config).window, text_config(config)
+    return [window and window(text, index) for index in range(text.num_hidden_layers)]
+
+
 def uses_only_experts(config: ModelConfig) -> bool:
     """True if every layer is a mixture of experts with its own size, so that no MLP has ``intermediate_size``."""
     experts = family_of(config).experts

@@ -1,11 +1,11 @@
 """Qwen3-VL with experts, which its files store stacked: one tensor for all experts of a layer."""
 
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
-from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM, moe_kwargs
+from megatron_rl.families.layer_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM, STACKED_DOWN, moe_kwargs
 from megatron_rl.families.model_facts import has_experts
 from megatron_rl.families.qwen3_moe import NUM_EXPERTS, in_layer
 from megatron_rl.families.qwen3_vl import VISION
-from megatron_rl.families.transforms import GatedMLP, Replicated, RowParallel, Transposed
+from megatron_rl.families.transforms import GatedMLP, Replicated, Transposed
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
 _STACKED_EXPERTS = (
@@ -16,12 +16,7 @@ _STACKED_EXPERTS = (
         Transposed(GatedMLP(), halves=True),
         is_stacked=True,
     ),
-    Rule(
-        "mlp.experts.{expert}.linear_fc2.weight",
-        {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
-        Transposed(RowParallel()),
-        is_stacked=True,
-    ),
+    STACKED_DOWN,
 )
 
 

@@ -187,6 +187,11 @@ def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | N
     return None
 
 
+def is_float32(server_name: str) -> bool:
+    """Return whether servers of a family keep this parameter in float32, whatever the model's dtype."""
+    return any(server_name.endswith(family.served.float32) for family in families().values())
+
+
 def _joined(name: str, served: SGLangSupport) -> tuple[str, int]:
     name = name.replace(served.omitted, "")
     expert = _EXPERT.match(name)

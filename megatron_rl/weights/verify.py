@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_rl.families.sglang_limits import joined_name
+from megatron_rl.families.sglang_limits import is_float32, joined_name
 from megatron_rl.weights.bucket_plan import ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import NamedTensors, exhaust
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
@@ -94,9 +94,9 @@ def _parse_ranks(url: str, ranks: list[Any]) -> list[dict[str, str]]:
 class _ParameterHash:
     """The checksum of one server parameter, computed from parts that may arrive out of order.
 
-    Hashes the bytes in the trainer's dtype, in the server's and in float32: trainer and server keep some parameters of a
-    bfloat16 model in float32, and equal bytes in one of the dtypes prove equal weights. Parts stay in memory until all earlier
-    parts have arrived.
+    Hashes the bytes in the trainer's dtype, in the server's and, for a parameter that servers keep in float32, in float32:
+    trainers keep some parameters of a bfloat16 model in float32 too, and equal bytes in one of the dtypes prove equal weights.
+    Parts stay in memory until all earlier parts have arrived.
     """
 
     def __init__(self, name: str, server_dtype: torch.dtype | None):
@@ -126,7 +126,7 @@ class _ParameterHash:
 
     def _update(self, tensor: torch.Tensor) -> None:
         if not self._hashes:
-            dtypes = (tensor.dtype, self._server_dtype or tensor.dtype, torch.float32)
+            dtypes = [tensor.dtype, self._server_dtype or tensor.dtype, *([torch.float32] if is_float32(self._name) else ())]
             self._hashes = {dtype: hashlib.sha256() for dtype in dtypes}
         self._num_rows += tensor.shape[0] if tensor.dim() else 1
         self._row_numel = prod(tensor.shape[1:])

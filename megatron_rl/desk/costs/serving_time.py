@@ -6,6 +6,7 @@
 A server is ``num_gpus`` GPUs under tensor parallelism, with weights and KV cache in bfloat16.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,13 @@ from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.parameter_counts import ParameterCount, head_parameters, layer_parameters, num_parameters
 from megatron_rl.families.family import ModelConfig, family_of
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.families.model_facts import dims, has_experts, layer_kinds, text_config
+from megatron_rl.families.model_facts import dims, has_experts, layer_kinds, layer_windows, text_config
 
 _BYTES = 2
 _STATES_PER_CACHE = 0.9
 """Memory of SGLang's states of linear attention over that of its KV cache (``--mamba-full-memory-ratio``)."""
+_WINDOWED_TOKENS = 0.8
+"""Tokens for which SGLang's cache has room in layers with a window, over those in the others (``--swa-full-tokens-ratio``)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ def decode_curve(config: ModelConfig, gpu: Gpu, *, num_gpus: int, costs: ServerC
     layer_s = costs.layer_s
     if num_gpus > 1:
         layer_s += 2 * (costs.far_all_reduce_s if num_gpus > gpu.per_machine else costs.all_reduce_s)
-    added, cache = costs.floor_s + text_config(config).num_hidden_layers * layer_s, kv_bytes(config, num_gpus)
+    added, cache = costs.floor_s + text_config(config).num_hidden_layers * layer_s, _layer_bytes(config, num_gpus)
+    windows = Counter(_windows(config))
     states = 2 * state_bytes(config, num_gpus)
     bandwidth = gpu.hbm_bandwidth * costs.bandwidth
     token_s = flops_cost(config).per_token / (num_gpus * gpu.flops["bfloat16"] * costs.products)
@@ -66,7 +70,8 @@ def decode_curve(config: ModelConfig, gpu: Gpu, *, num_gpus: int, costs: ServerC
     def seconds(running: float, context_tokens: float) -> float:
         # A mixture reads only the experts that at least one running token chose.
         weights_s = (dense + experts * (1 - missed**running)) / bandwidth
-        cache_s = running * (context_tokens * cache + states) / bandwidth
+        read = sum(number * min(context_tokens, window or context_tokens) for window, number in windows.items())
+        cache_s = running * (read * cache + states) / bandwidth
         return max(weights_s, token_s * running) + cache_s + added + costs.sequence_s * running
 
     return seconds
@@ -82,11 +87,23 @@ def prefill_seconds(
 
 
 def kv_bytes(config: ModelConfig, num_gpus: int) -> float:
-    """Bytes of KV cache per token on each GPU of a server. Key and value heads are sharded down to one per GPU."""
-    sizes, layers = dims(config), sum(not kind.is_linear for kind in layer_kinds(config))
+    """Bytes of KV cache per token on each GPU of a server."""
+    windows = _windows(config)
+    full = windows.count(None)
+    return _layer_bytes(config, num_gpus) * (full + (_WINDOWED_TOKENS if full else 1) * (len(windows) - full))
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    """The window of each layer with a KV cache; None: it attends to all tokens."""
+    return [window for window, kind in zip(layer_windows(config), layer_kinds(config), strict=True) if not kind.is_linear]
+
+
+def _layer_bytes(config: ModelConfig, num_gpus: int) -> float:
+    """Bytes of one layer's KV cache per token on each GPU. Key and value heads are sharded down to one per GPU."""
+    sizes = dims(config)
     if family_of(config).is_latent:
-        return layers * sizes["kv_down"] * _BYTES
-    return layers * 2 * max(sizes["groups"] / num_gpus, 1) * sizes["head_dim"] * _BYTES
+        return sizes["kv_down"] * _BYTES
+    return 2 * max(sizes["groups"] / num_gpus, 1) * sizes["head_dim"] * _BYTES
 
 
 def state_bytes(config: ModelConfig, num_gpus: int) -> float:

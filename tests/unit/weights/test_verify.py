@@ -66,6 +66,12 @@ def test_server_may_keep_some_parameters_in_the_trainers_dtype():
     assert compare(trainer, server, torch.bfloat16).differing == {}
 
 
+def test_server_keeps_parameters_of_some_families_in_float32():
+    trainer = {"linear_attn.A_log": torch.randn(4).bfloat16(), "norm.weight": torch.randn(4).bfloat16()}
+    server = {name: checksum(tensor.float()) for name, tensor in trainer.items()}
+    assert compare(trainer, server, torch.bfloat16).differing == {URL: ("norm.weight",)}
+
+
 def test_parameters_of_only_one_side_are_listed():
     report = compare({"norm.weight": torch.ones(1), "lm_head.weight": torch.ones(1)}, {"norm.weight": "x", "bias": "y"})
     assert report.uncompared == ("lm_head.weight", "bias")

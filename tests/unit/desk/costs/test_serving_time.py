@@ -6,6 +6,7 @@ from transformers import AutoConfig
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import ServerCosts, decode_curve, kv_bytes, kv_tokens, prefill_seconds
 from megatron_rl.families.flops import flops_cost
+from megatron_rl.families.model_facts import layer_windows
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import COMMON, SHAPES
 
@@ -30,6 +31,21 @@ def test_a_decode_step_reads_weights_and_cache():
     assert step(8, 100) - step(8, 50) == pytest.approx(8 * 50 * cache / H100.hbm_bandwidth)
     layer = 48 * 26 * 4 * 4 + 3 * 48 * 80 + 2 * 48
     assert step(1, 0) == pytest.approx(2 * (2 * layer + 48 + 101 * 48) / H100.hbm_bandwidth)
+
+
+def test_layers_with_a_window_read_no_more_than_it_and_have_a_smaller_cache():
+    config = config_of("gpt_oss")
+    costs = ServerCosts(bandwidth=1.0, products=100.0, floor_s=0.0, layer_s=0.0, sequence_s=0.0)
+    step = decode_curve(config, H100, num_gpus=1, costs=costs)
+    windows = layer_windows(config)
+    (window,) = {window for window in windows if window}
+    full, layer = windows.count(None), 2 * config.num_key_value_heads * config.head_dim * 2
+    assert 0 < full < len(windows)
+    assert step(8, window) - step(8, 0) == pytest.approx(8 * window * len(windows) * layer / H100.hbm_bandwidth)
+    assert step(8, 9 * window) - step(8, window) == pytest.approx(8 * 8 * window * full * layer / H100.hbm_bandwidth)
+    assert kv_bytes(config, 1) == pytest.approx(layer * (full + 0.8 * (len(windows) - full)))
+    config.layer_types = ["sliding_attention"] * len(windows)
+    assert kv_bytes(config, 1) == layer * len(windows)
 
 
 def test_few_sequences_read_few_experts():

@@ -1,0 +1,156 @@
+"""Random models (``odd_models.py``) against transformers in float64: logits, gradients, and packs against their sequences alone.
+
+``python -m tests.odd_exact FIRST LAST family ...``: a line per model, then the largest differences and the reasons of refusals.
+Differences are relative to the largest element of their tensor; gradients of at most 1e-6 of the largest gradient are not counted.
+"""
+
+import collections
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.cpu.megatron import ModuleCopy
+from megatron_rl.errors import UserError
+from megatron_rl.models import policy
+from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.models.hf.weights import export_weights, load_weights
+from megatron_rl.parallel import topology
+from tests.integration.models_worker import pack
+from tests.odd_models import odd_config, write_model
+
+LENGTHS = (9, 1, 40, 17, 70)
+BOUNDS = {"logits": 1e-4, "gradients": 1e-4, "packs": 1e-5}
+_TINY = 1e-6
+"""Gradients below this share of the largest one are rounding errors of float32 intermediates."""
+
+
+def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    return ((found - expected).abs().max() / max(expected.abs().max().item(), least, 1e-30)).item()
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """transformers' models compute norms, softmax and the gated delta rule in float64 inside, not in float32."""
+    wide = ModuleCopy(torch, {"float32": torch.float64, "float": torch.float64})
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.models.")]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        for module in modules:
+            if vars(module).get("torch") is torch:
+                stack.enter_context(patch.dict(vars(module), torch=wide))
+        yield
+
+
+def by_transformers(folder: Path, sequences: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and gradients of their weighted sum by name in files. Raises what transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    with in_float64():
+        logits = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
+        (logits * torch.cat(weights)).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    # Saving takes experts apart as the files have them; handed gradients, it does the same for them.
+    model.save_pretrained(folder / "gradients")
+    return logits.detach(), {k: v for file in (folder / "gradients").glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def differences(folder: Path, config: Any, sequences: list[Tensor], weights: list[Tensor], expected: Any) -> dict[str, float]:
+    """Name of ``BOUNDS`` -> difference of the trainer's model."""
+    (chunk,) = policy.build_policy(config, ParallelConfig(), dtype=torch.float32, seed=None)
+    load_weights([chunk], config, folder)
+    chunk.double()
+
+    def run(batches: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+        chunk.zero_grad()
+        hidden = torch.cat([policy.forward(chunk, pack([sequences[i] for i in batch]))[0] for batch in batches])
+        logits = hidden @ policy.head_weight(chunk)[: config.vocab_size].T
+        (logits * torch.cat([weights[i] for batch in batches for i in batch])).sum().backward()
+        kept = [parameter.detach().clone() for parameter in chunk.parameters()]
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            gradients = {name: tensor.clone() for name, tensor in export_weights([chunk], config)}
+            for parameter, value in zip(chunk.parameters(), kept, strict=True):
+                parameter.copy_(value)
+        return logits.detach(), gradients
+
+    everything = list(range(len(sequences)))
+    (logits, gradients), (alone, of_alone) = run([everything]), run([[i] for i in everything])
+
+    def worst(others: dict[str, Tensor]) -> float:
+        # A router's bias is no parameter, and has no gradient.
+        names = [name for name in gradients if not name.endswith("correction_bias")]
+        assert set(names) <= others.keys(), sorted(set(names) - others.keys())
+        least = _TINY * max(tensor.abs().max().item() for tensor in others.values())
+        return max(relative(gradients[name], others[name], least) for name in names)
+
+    packs = max(relative(logits, alone), worst(of_alone))
+    return {"logits": relative(logits, expected[0]), "gradients": worst(expected[1]), "packs": packs}
+
+
+def verdict(folder: Path, family: str, seed: int) -> tuple[str, dict[str, float], str]:
+    """("same" | "refused" | "refused by transformers" | "WRONG", differences, reason)."""
+    fields = odd_config(family, seed)
+    unusable = write_model(folder, fields, seed)
+    try:
+        config = load_hf_config(folder)
+    except UserError as error:
+        assert "\n" not in str(error), error
+        return ("refused by transformers" if unusable else "refused"), {}, str(error).replace(str(folder), "")
+    except Exception as error:  # transformers' own, for its own files
+        return ("refused by transformers" if unusable else "WRONG"), {}, f"{type(error).__name__}: {error}"
+    if unusable:
+        return "refused by transformers", {}, unusable
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(3, fields["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+    weights = [torch.randn(length, fields["vocab_size"], generator=generator, dtype=torch.float64) for length in LENGTHS]
+    try:
+        expected = by_transformers(folder, sequences, weights)
+    except Exception as error:
+        return "refused by transformers", {}, f"{type(error).__name__}: {error}"
+    topology.initialize(ParallelConfig(), seed=1)
+    try:
+        found = differences(folder, config, sequences, weights, expected)
+    except UserError as error:
+        return "refused", {}, str(error).replace(str(folder), "")
+    finally:
+        topology.destroy()
+    wrong = [name for name, bound in BOUNDS.items() if not found[name] < bound]
+    return ("WRONG" if wrong else "same"), found, ", ".join(wrong)
+
+
+def main() -> None:
+    first, last, *families = sys.argv[1:]
+    for family in families:
+        counts, reasons = collections.Counter[str](), collections.Counter[str]()
+        largest = dict.fromkeys(BOUNDS, 0.0)
+        with tempfile.TemporaryDirectory() as scratch:
+            for seed in range(int(first), int(last)):
+                result, found, reason = verdict(Path(scratch) / "model", family, seed)
+                counts[result] += 1
+                largest = {name: max(value, found.get(name, 0.0)) for name, value in largest.items()}
+                if "refused" in result:
+                    reasons[re.sub(r"\d+(\.\d+)?", "N", reason.splitlines()[0])[:100]] += 1
+                print(family, seed, result, {name: f"{value:.1e}" for name, value in found.items()} or "", reason[:160], flush=True)
+        print(family, dict(counts), {name: f"{value:.1e}" for name, value in largest.items()})
+        for reason, number in reasons.most_common():
+            print(f"  {number:4d} {reason}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
