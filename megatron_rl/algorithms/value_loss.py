@@ -30,6 +30,10 @@ from megatron_rl.algorithms.shapes import (
     describe,
 )
 
+_MIN_EXPLAINED_VARIANCE = 0.05
+_TOLERANCE = 0.02
+"""Above the noise of window means, below the change of a critic that still learns."""
+
 
 def value_loss(
     values: Tensor,
@@ -167,11 +171,6 @@ def value_by_position(
         run(sums_by_position, array(per_token), array(inside), array(bounds), array(starts), array(sums))
     columns = {"value": value, "return": target, "advantage": target - value}
     return {name: (columns[name].to(values.device), tokens) for name in names}
-
-
-_MIN_EXPLAINED_VARIANCE = 0.05
-_TOLERANCE = 0.02
-"""Above the noise of window means, below the change of a critic that still learns."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.base import build as build_environment
 from megatron_rl.rewards.router import check_prompts, wanted_row_fields
-from megatron_rl.rollout.sampling import text_digest
+from megatron_rl.rollout.generation import text_digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.families.family import ModelConfig, families
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, is_supported, read_model_json
-from megatron_rl.system.command_line.cli_types import parse_options, split_overrides
+from megatron_rl.system.command_line.terminal import parse_options, split_overrides
 from megatron_rl.system.files.hub_cache import download_hint, find_download
 
 DEFAULT_PRESET = "tppo"

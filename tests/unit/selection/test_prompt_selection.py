@@ -13,8 +13,8 @@ from megatron_rl.cli import main
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.router import RewardAlarm
+from megatron_rl.rollout.generation import Sampling, sample_seed
 from megatron_rl.rollout.requests import Generation
-from megatron_rl.rollout.sampling import Sampling, sample_seed
 from megatron_rl.selection.scores import SamplingPlan, generate_scores, open_score_file
 
 NUM_EACH = 30

@@ -7,12 +7,11 @@ import pytest
 from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.config.schema import Config, HealthAction, HealthConfig
-from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.updates import CriticWarmup
-from megatron_rl.step.watchdog import Rollback, TrainingCollapsed, Watchdog
+from megatron_rl.step.watchdog import HealthGuard, Rollback, TrainingCollapsed, Watchdog
 from tests.unit.step.stage_runs import run_stage
 from tests.unit.step.test_stages import batch_of, state_of
 
