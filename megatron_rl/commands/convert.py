@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _push(arguments: argparse.Namespace) -> None:
-    from megatron_rl.run.model_card import find_run, model_card
+    from megatron_rl.run.summary import find_run, model_card
     from megatron_rl.system.files.hub_cache import CARD, push_folder, pushed_files
 
     source = Path(arguments.input)

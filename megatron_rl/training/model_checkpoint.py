@@ -49,7 +49,7 @@ from megatron_rl.system.files.atomic_files import (
     replace_folder,
     write_atomic,
 )
-from megatron_rl.system.files.pickle_check import UnsafePickle
+from megatron_rl.system.files.probes import UnsafePickle
 from megatron_rl.system.megatron_core import save_options, write_common
 from megatron_rl.system.processes.host_memory import available_bytes_per_rank
 from megatron_rl.training.optimizer import set_num_steps, sharded_state

@@ -58,8 +58,7 @@ from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors, Tens
 from megatron_rl.weights.colocated import ColocatedSender, RankMessaging
 from megatron_rl.weights.disk import DiskSender
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
-from megatron_rl.weights.source_ranks import Channel, RemoteSource
-from megatron_rl.weights.sync_group import SyncGroup, device_of
+from megatron_rl.weights.source_ranks import Channel, RemoteSource, SyncGroup, device_of
 from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, PublishTransfer, UpdateRequest
 
 logger = logging.getLogger(__name__)
