@@ -254,7 +254,7 @@ async def generate_scores(
     max_error_rate: float,
     on_scored: Callable[[int], None] = lambda responses: None,
 ) -> None:
-    """Generate, score and save the samples missing from the file. Raises RewardAlarm if too many cannot be scored."""
+    """Generate, score and save the samples missing from the file. Raises RewardError if too many cannot be scored."""
     missing = missing_samples(prompts, plan.num_samples, scores.done)
     # A shared iterator is the queue: each worker takes the next prompt when it is free.
     queue = iter([prompt for prompt in prompts if prompt.id in missing])

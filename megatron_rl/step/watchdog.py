@@ -34,10 +34,6 @@ _NUM_STANDARD_ERRORS = 6.0
 """Twice three: the best of many noisy means is about three standard errors too high, and the worst is as far too low."""
 
 
-class TrainingCollapsed(UserError):
-    """Raised to stop the run, because of a warning sign whose configured action is to stop."""
-
-
 class Rollback(Exception):
     """Raised to return to the last healthy checkpoint, because of a warning sign whose configured action is a rollback."""
 
@@ -242,7 +238,7 @@ class HealthGuard:
         self._examined = -1
 
     def examine(self, step: int, state: StepState) -> None:
-        """Examine a step's metrics, once per step. Raises TrainingCollapsed or Rollback."""
+        """Examine a step's metrics, once per step. Raises UserError or Rollback."""
         if step <= self._examined:
             return
         self._examined = step
@@ -269,16 +265,16 @@ class HealthGuard:
         for message in messages[HealthAction.warn]:
             self._recorder.console.warning(message)
         if messages[HealthAction.stop]:
-            raise TrainingCollapsed(f"{'; '.join(messages[HealthAction.stop])}. {self._rollback_hint()}")
+            raise UserError(f"{'; '.join(messages[HealthAction.stop])}. {self._rollback_hint()}")
         if messages[HealthAction.roll_back]:
             self._roll_back("; ".join(messages[HealthAction.roll_back]))
 
     def _roll_back(self, why: str) -> None:
         number = self.watchdog.num_rollbacks + 1
         if number > MAX_ROLLBACKS:
-            raise TrainingCollapsed(f"{why}. Already rolled back {MAX_ROLLBACKS} times. {self._rollback_hint()}")
+            raise UserError(f"{why}. Already rolled back {MAX_ROLLBACKS} times. {self._rollback_hint()}")
         if self._checkpointer.newest_healthy is None:
-            raise TrainingCollapsed(f"{why}. {self._rollback_hint()}")
+            raise UserError(f"{why}. {self._rollback_hint()}")
         # The next prompts follow, because those of the failed steps may be the cause.
         raise Rollback(why, self._pool.position(), number)
 

@@ -7,9 +7,9 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,17 +36,14 @@ def show(*texts: str) -> None:
         print(text.translate(LINES))
 
 
-class ProgressCallback(Protocol):
-    """Advances the bar; ``note`` (a loss, for example) is shown at its end."""
-
-    def __call__(self, count: int = 1, *, note: str = "") -> None: ...
-
-
 @contextmanager
 def progress_bar(
     title: str, total: int, *, completed: int = 0, console: "Console | None" = None
-) -> Iterator[ProgressCallback]:
-    """Progress bar on ``console`` (default: standard error); shown only if the console is a terminal."""
+) -> Iterator[Callable[..., None]]:
+    """Progress bar on ``console`` (default: standard error); shown only if the console is a terminal.
+
+    The yielded function (count = 1, note = "") advances the bar; ``note`` (a loss, for example) is shown at its end.
+    """
     # Most commands print lines alone, and their help should not wait for this import.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
