@@ -18,7 +18,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Iterator
-from typing import Any, assert_never
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -37,6 +37,8 @@ PATHS = {
     "/v1/responses": Protocol.RESPONSES,
 }
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_APIS = {Protocol.CHAT: chat_completions, Protocol.MESSAGES: messages_api, Protocol.RESPONSES: responses_api}
+"""The modules of the protocols; each has parse, body, events and error_events."""
 MAX_BODY_BYTES = 8 << 20
 _HOLD_BACK_S = 3.0
 _KEEP_ALIVE_S = 10.0
@@ -54,15 +56,8 @@ def parse_request(path: str, body: Any) -> ChatRequest:
     if path not in PATHS:
         raise BadRequest(f"{path}: no such path; use one of {', '.join(PATHS)}", status=404)
     fields = cleaned(checked(body, dict, "body"))
-    match PATHS[path]:
-        case Protocol.CHAT:
-            request = chat_completions.parse(fields)
-        case Protocol.MESSAGES:
-            request = messages_api.parse(fields, counts_only=path.endswith("count_tokens"))
-        case Protocol.RESPONSES:
-            request = responses_api.parse(fields)
-        case protocol:
-            assert_never(protocol)
+    options = {"counts_only": True} if path.endswith("count_tokens") else {}
+    request: ChatRequest = _APIS[PATHS[path]].parse(fields, **options)
     if not request.messages:
         field = "input" if request.protocol is Protocol.RESPONSES else "messages"
         raise BadRequest(f"{field}: expected at least one message, got none")
@@ -73,28 +68,14 @@ def parse_request(path: str, body: Any) -> ChatRequest:
 
 def answer_body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    match request.protocol:
-        case Protocol.CHAT:
-            return chat_completions.body(request, answer)
-        case Protocol.MESSAGES:
-            return messages_api.body(request, answer)
-        case Protocol.RESPONSES:
-            return responses_api.body(request, answer)
-        case protocol:
-            assert_never(protocol)
+    body: dict[str, Any] = _APIS[request.protocol].body(request, answer)
+    return body
 
 
 def answer_events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
     """Server-sent events of a whole answer, made once it is complete."""
-    match request.protocol:
-        case Protocol.CHAT:
-            return chat_completions.events(request, answer)
-        case Protocol.MESSAGES:
-            return messages_api.events(request, answer)
-        case Protocol.RESPONSES:
-            return responses_api.events(request, answer)
-        case protocol:
-            assert_never(protocol)
+    events: Iterator[bytes] = _APIS[request.protocol].events(request, answer)
+    return events
 
 
 def error_body(protocol: Protocol, status: int, message: str) -> dict[str, Any]:
@@ -107,16 +88,8 @@ def error_body(protocol: Protocol, status: int, message: str) -> dict[str, Any]:
 
 def error_events(protocol: Protocol, status: int, message: str) -> Iterator[bytes]:
     """Server-sent events of an error after a stream has begun."""
-    error = error_body(protocol, status, message)
-    match protocol:
-        case Protocol.CHAT:
-            return chat_completions.error_events(error)
-        case Protocol.MESSAGES:
-            return messages_api.error_events(error)
-        case Protocol.RESPONSES:
-            return responses_api.error_events(error)
-        case other:
-            assert_never(other)
+    events: Iterator[bytes] = _APIS[protocol].error_events(error_body(protocol, status, message))
+    return events
 
 
 class Endpoint:
