@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.algorithms.sequences import mean_and_error
+from megatron_rl.algorithms.pass_at_k import mean_and_error
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
 

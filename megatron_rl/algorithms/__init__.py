@@ -5,13 +5,7 @@ in 1-D tensors and delimited by ``cu_seqlens`` [N+1]. Results that are reduced o
 as sums and denominators.
 """
 
-from megatron_rl.algorithms.advantages import (
-    egae,
-    gae,
-    length_adaptive_lambda,
-    monte_carlo_returns,
-    soft_overlong_penalty,
-)
+from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda, monte_carlo_returns
 from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficients
 from megatron_rl.algorithms.corrections import (
     Correction,
@@ -25,11 +19,17 @@ from megatron_rl.algorithms.critic_free_advantages import (
     remax_advantages,
     rloo_advantages,
 )
+from megatron_rl.algorithms.dis import dis_loss
+from megatron_rl.algorithms.dppo import dppo_kl_loss, dppo_tv_loss
+from megatron_rl.algorithms.gmpo import gmpo_loss
 from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards, top_k_kl
 from megatron_rl.algorithms.loss import Loss
+from megatron_rl.algorithms.m2po import m2po_kept, m2po_loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics
 from megatron_rl.algorithms.normalize import boundary_mask, normalize_advantages, role_normalize
-from megatron_rl.algorithms.policy_loss import cispo_loss, gmpo_loss, gspo_loss, lm_loss, policy_loss, sapo_loss
+from megatron_rl.algorithms.overlong import soft_overlong_penalty
+from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k
+from megatron_rl.algorithms.policy_loss import cispo_loss, gspo_loss, lm_loss, policy_loss
 from megatron_rl.algorithms.preference_losses import (
     bradley_terry_coefficients,
     bradley_terry_loss,
@@ -38,8 +38,7 @@ from megatron_rl.algorithms.preference_losses import (
     pairwise_score,
     swap_consistency,
 )
-from megatron_rl.algorithms.sequences import mean_and_error, pass_at_k
-from megatron_rl.algorithms.trust_regions import dis_loss, dppo_kl_loss, dppo_tv_loss, m2po_kept, m2po_loss
+from megatron_rl.algorithms.sapo import sapo_loss
 from megatron_rl.algorithms.value_loss import (
     explained_variance,
     explained_variance_of,

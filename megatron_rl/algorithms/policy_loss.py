@@ -1,6 +1,6 @@
-"""Losses of the policy: PPO's clipped surrogate, GSPO, CISPO, SAPO, GMPO, and the language-model loss on positive examples.
+"""Losses of the policy: PPO's clipped surrogate, GSPO, CISPO, and the language-model loss on positive examples.
 
-The losses of ``trust_regions`` share the argument checks and metrics of this file.
+``dppo``, ``gmpo`` and ``sapo`` have their own files and share the argument checks and metrics of this one.
 
 Masks are 0/1 tensors of any real dtype; a fractional float mask weights loss, denominator and metrics equally.
 
@@ -23,7 +23,6 @@ from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
     check_not_negative,
-    check_positive,
     check_same_kind,
 )
 
@@ -226,87 +225,3 @@ def ratio_metrics(
     }
     count = mask_total(mask, ratio.dtype)
     return {name: (masked_sum(value.to(ratio.dtype), mask), count) for name, value in per_token.items()}
-
-
-@register.policy_loss("sapo")
-def sapo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-    coefficients: Tensor | None = None,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-) -> Loss:
-    """-A f(ratio) with f(r) = 4 / tau * sigmoid(tau (r - 1)): a token trains less the further its ratio is from 1 (SAPO).
-
-    f has the value 2 / tau and the slope 1 at r = 1, so the first update equals the plain policy gradient's. ``tau`` is
-    ``tau_positive`` where A > 0 and ``tau_negative`` elsewhere: updates that raise the likelihood of unsampled tokens
-    are damped sooner. The paper averages by responses (algorithm.aggregation=sequence_mean).
-
-    Args:
-        logprobs, old_logprobs, advantages, mask, weights, coefficients: as for ``policy_loss``.
-        tau_positive, tau_negative: temperatures of the gate, more than 0; the defaults are the paper's values.
-
-    Returns:
-        Loss per token. Metrics as for ``policy_loss``, with ``gate_slope`` (mean df/dr, 1 on policy) instead of the clip
-        fractions.
-    """
-    check_positive("tau_positive", tau_positive)
-    check_positive("tau_negative", tau_negative)
-    old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
-    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    taus = torch.where(advantages > 0, advantages.new_tensor(tau_positive), advantages.new_tensor(tau_negative))
-    gate = torch.sigmoid(taus * (ratio - 1.0))
-    slope = (4.0 * gate * (1.0 - gate)).detach()
-    metrics = ratio_metrics(log_ratio, ratio, mask, {})
-    metrics["gate_slope"] = (masked_sum(slope, mask), mask_total(mask, ratio.dtype))
-    return Loss(*weighted_sum(-advantages * gate * 4.0 / taus, mask, weights, coefficients), metrics)
-
-
-@register.policy_loss("gmpo", averages="sequence_mean")
-def gmpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weights: Tensor | None = None,
-) -> Loss:
-    """-A_i times the geometric mean of the response's token ratios, each clipped in log space (GMPO).
-
-    ``exp(mean over the counted tokens of c(log ratio))`` with c = min(., clip_high) where A > 0 and max(., -clip_low)
-    elsewhere. Outliers move a geometric mean less than PPO's arithmetic mean, so the range may be wide (the paper uses
-    0.4 on either side). If a response's advantages differ, A_i is their mean over its counted tokens.
-
-    Args:
-        logprobs, old_logprobs, advantages, mask: as for ``policy_loss``.
-        cu_seqlens: [N+1] int32 or int64; a sequence must not be split over calls.
-        clip_low, clip_high: bounds of the log ratio, at least 0.
-        weights: [T] constants that multiply the tokens' advantages. None: 1.
-
-    Returns:
-        Loss per sequence; the denominator is the number of sequences with at least one counted token. Metrics over
-        tokens as for ``policy_loss``, without dual clip; ``ratio_mean`` is the mean of the geometric means.
-    """
-    old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
-    clip_low, clip_high = check_not_negative("clip_low", clip_low), check_not_negative("clip_high", clip_high)
-    bounds = check_cu_seqlens(cu_seqlens, len(logprobs))
-    sequence_of = sequence_index(bounds, logprobs.device)
-    coefficients = token_coefficients(mask, cu_seqlens, "sequence_mean", dtype=torch.float64)
-
-    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    rises = advantages > 0
-    clipped = torch.where(rises, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    means = sequence_sums(clipped.double() * coefficients * mask, sequence_of, len(bounds) - 1)
-    ratio = means[sequence_of].to(logprobs.dtype).exp()
-    fractions = clip_fractions(~rises & (log_ratio < -clip_low), rises & (log_ratio > clip_high))
-    metrics = ratio_metrics(log_ratio, ratio, mask, fractions)
-    total, _ = weighted_sum(-advantages * ratio, mask, weights, coefficients.to(logprobs.dtype))
-    return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms.value_loss import ValueConvergence
+from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, eval_sets, num_responses_per_step
 from megatron_rl.config.schedule_facts import facts_of
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from megatron_rl.algorithms.sequences import mean_and_error, pass_at_k, powers_up_to
+from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k, powers_up_to
 from megatron_rl.config.derived import EvalSet, eval_sets, is_due
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory

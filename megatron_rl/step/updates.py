@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_rl.algorithms.mismatch import ess_fraction
-from megatron_rl.algorithms.value_loss import ValueConvergence
+from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.schema import Config
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms import mean_and_error, pass_at_k
-from megatron_rl.algorithms.sequences import powers_up_to
+from megatron_rl.algorithms.pass_at_k import powers_up_to
 
 SCORES = st.lists(st.floats(-2, 2), min_size=1, max_size=8)
 

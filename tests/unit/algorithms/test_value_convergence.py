@@ -1,4 +1,4 @@
-"""Laws of megatron_rl/algorithms/value_loss.py on synthetic curves."""
+"""Laws of megatron_rl/algorithms/value_convergence.py on synthetic curves."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_rl.algorithms.value_loss import ValueConvergence
+from megatron_rl.algorithms.value_convergence import ValueConvergence
 
 
 def two_phase_curve(num_steps, *, noise=0.0, plateau=20, seed=0):
