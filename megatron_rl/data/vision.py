@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import Images
-from megatron_rl.data.images import (
-    ImageFile,
-    ImageRef,
-    ImageSource,
-    decode,
-    digest_of,
-    inspect,
-    png_bytes,
-)
+from megatron_rl.data.images import ImageFile, ImageRef, ImageSource, decode, digest_of, inspect, png_bytes
 from megatron_rl.errors import DataError
 from megatron_rl.families.model_facts import as_config, read_model_json, vision_titles, vision_token_ids
 

@@ -34,14 +34,7 @@ from megatron_rl.selection.scores import (
     read_scores,
     score_settings,
 )
-from megatron_rl.selection.selection_rules import (
-    TOO_LONG,
-    PromptDecision,
-    PromptScores,
-    TypeSummary,
-    select,
-    summarize,
-)
+from megatron_rl.selection.selection_rules import TOO_LONG, PromptDecision, PromptScores, TypeSummary, select, summarize
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.system.files.atomic_files import atomic_text_file
 

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.derived import (
-    block_size,
-    effective_window_tokens,
-    eval_sets,
-    needs_greedy,
-    responses_per_group,
-)
+from megatron_rl.config.derived import block_size, effective_window_tokens, eval_sets, needs_greedy, responses_per_group
 from megatron_rl.config.schedule_facts import facts_of, window_jitter_tokens
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
