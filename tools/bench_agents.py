@@ -40,9 +40,8 @@ from megatron_rl.agents.turn_text import Parsers, parse_turn
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score, Trajectory
 from megatron_rl.environments.base import Branch, Ended, Environment, Message
-from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
+from megatron_rl.rollout.generation import GenerationPlan, Sampling, make_dialogue
 from megatron_rl.rollout.requests import Generation
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer

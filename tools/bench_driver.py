@@ -389,9 +389,8 @@ def generate(
     """One window of all slots, over sockets."""
     from megatron_rl.config.derived import num_rollout_workers
     from megatron_rl.config.schema import BatchConfig, Config, RolloutConfig
-    from megatron_rl.rollout.generation import GenerationPlan
+    from megatron_rl.rollout.generation import GenerationPlan, Sampling
     from megatron_rl.rollout.requests import GenerationRequest, RouteShape
-    from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.rollout.sglang.balance.client import SglangClient
     from megatron_rl.rollout.sglang.wire import batch_call
     from megatron_rl.rollout.windows import WindowGenerator
@@ -699,7 +698,7 @@ def bytes_held(trajectories: Sequence[Any]) -> float:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_rl.step import updates  # noqa: F401  all of the driver's modules: a run's collector does not look at them
-    from megatron_rl.system.processes.gc_pauses import gc_young_only
+    from megatron_rl.system.processes.host_memory import gc_young_only
 
     with tempfile.TemporaryDirectory() as folder, gc_young_only():
         return _measure(arguments, vision_of(Path(folder)) if arguments.images else None)

@@ -25,14 +25,13 @@ from megatron_rl.config.schema import Dtype, ParallelConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.generation import GenerationPlan
-from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.generation import GenerationPlan, Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
-from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 
 SIZES: dict[str, Any] = dict(

@@ -7,6 +7,8 @@ program waits for the policy, bytes that clients ignore hold its connection (``_
 ``_HOLD_BACK_S``, so that an early error has a status of its own; a later one is written into the body, and the connection is
 broken, so that a client that retries gets the status. A client that leaves may send its request again and gets the answer;
 after ``_RETURN_S`` its turn ends with the tokens that it has.
+
+The three protocols stand behind one set of functions: a request from a path and a body, an answer as a body or as a stream.
 """
 
 import asyncio
@@ -21,12 +23,22 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from megatron_rl.agents import chat_completions, messages_api, responses_api
 from megatron_rl.agents.chat import BadRequest, ChatAnswer, ChatRequest, Protocol
 from megatron_rl.agents.chat_template import ChatTemplate
 from megatron_rl.agents.episodes import Episode, OpenRequest
-from megatron_rl.agents.protocols import PATHS, answer_body, answer_events, error_body, error_events, parse_request
+from megatron_rl.agents.request_fields import checked, cleaned
 from megatron_rl.agents.responses_api import chain, with_previous
 
+PATHS = {
+    "/v1/chat/completions": Protocol.CHAT,
+    "/v1/messages": Protocol.MESSAGES,
+    "/v1/messages/count_tokens": Protocol.MESSAGES,
+    "/v1/responses": Protocol.RESPONSES,
+}
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_APIS = {Protocol.CHAT: chat_completions, Protocol.MESSAGES: messages_api, Protocol.RESPONSES: responses_api}
+"""The modules of the protocols; each has parse, body, events and error_events."""
 MAX_BODY_BYTES = 8 << 20
 _HOLD_BACK_S = 3.0
 _KEEP_ALIVE_S = 10.0
@@ -37,6 +49,47 @@ _READ_S = 60.0
 _MODEL = "policy"
 _FILLERS = {False: b" ", True: b": wait\n\n"}
 """Bytes that clients ignore, by stream: spaces before JSON, comments between events."""
+
+
+def parse_request(path: str, body: Any) -> ChatRequest:
+    """The request in a parsed JSON body. Raises BadRequest for everything that cannot be answered."""
+    if path not in PATHS:
+        raise BadRequest(f"{path}: no such path; use one of {', '.join(PATHS)}", status=404)
+    fields = cleaned(checked(body, dict, "body"))
+    options = {"counts_only": True} if path.endswith("count_tokens") else {}
+    request: ChatRequest = _APIS[PATHS[path]].parse(fields, **options)
+    if not request.messages:
+        field = "input" if request.protocol is Protocol.RESPONSES else "messages"
+        raise BadRequest(f"{field}: expected at least one message, got none")
+    if request.messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message is the assistant's, and answers are not continued; end with a message of the user or of a tool")
+    return request
+
+
+def answer_body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    body: dict[str, Any] = _APIS[request.protocol].body(request, answer)
+    return body
+
+
+def answer_events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
+    """Server-sent events of a whole answer, made once it is complete."""
+    events: Iterator[bytes] = _APIS[request.protocol].events(request, answer)
+    return events
+
+
+def error_body(protocol: Protocol, status: int, message: str) -> dict[str, Any]:
+    """The body of an error; clients raise their own error from it."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if protocol is Protocol.MESSAGES:
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def error_events(protocol: Protocol, status: int, message: str) -> Iterator[bytes]:
+    """Server-sent events of an error after a stream has begun."""
+    events: Iterator[bytes] = _APIS[protocol].error_events(error_body(protocol, status, message))
+    return events
 
 
 class Endpoint:

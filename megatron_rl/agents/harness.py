@@ -26,8 +26,7 @@ from megatron_rl.agents.conversation import Conversation
 from megatron_rl.agents.endpoint import Endpoint
 from megatron_rl.agents.episodes import Episode, EpisodeLimits, Row
 from megatron_rl.agents.program import AgentEnd, AgentLimits, AgentProcess, start_program
-from megatron_rl.agents.tool_parsing import SglangParsers
-from megatron_rl.agents.turn_text import parse_turn
+from megatron_rl.agents.turn_text import SglangParsers, parse_turn
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.environments.base import Branch, Ended, Environment, Message, Services, TurnView, register
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from megatron_rl.agents.chat import ChatAnswer, ChatRequest, Protocol
 from megatron_rl.agents.chat_template import ChatTemplate, Sampled
-from megatron_rl.agents.mcp_client import McpServer
-from megatron_rl.agents.tool_parsing import SglangParsers
-from megatron_rl.agents.tools import Tool, ToolUnavailable, call_tool, make_tool, named
-from megatron_rl.agents.turn_text import parse_turn
+from megatron_rl.agents.tools import McpServer, Tool, ToolUnavailable, call_tool, make_tool, named
+from megatron_rl.agents.turn_text import SglangParsers, parse_turn
 from megatron_rl.data.tokenizer import Message as ChatMessage
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.environments.base import Ended, Environment, EnvironmentFault, Message, Services, TurnView, register

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.system.command_line.cli_types import positive_int
+from megatron_rl.system.command_line.terminal import positive_int
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.cli_types import positive_int
-from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.command_line.terminal import positive_int, say
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -43,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _push(arguments: argparse.Namespace) -> None:
-    from megatron_rl.run.model_card import find_run, model_card
-    from megatron_rl.system.files.hub_push import CARD, push_folder, pushed_files
+    from megatron_rl.run.summary import find_run, model_card
+    from megatron_rl.system.files.hub_cache import CARD, push_folder, pushed_files
 
     source = Path(arguments.input)
     folder = source if arguments.dry_run else Path(arguments.output or source)

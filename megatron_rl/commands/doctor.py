@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.cli_types import positive_int, positive_number
+from megatron_rl.system.command_line.terminal import positive_int, positive_number
 from megatron_rl.system.processes.signals import clean_stop
 
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.run.start_checks import check_machine, os_errors_with_keys
+    from megatron_rl.run.output import check_machine, os_errors_with_keys
     from megatron_rl.step.input_checks import preview_eval_inputs
     from megatron_rl.system.files.probes import probe_folder
 

@@ -11,7 +11,7 @@ add_arguments = add_recipe_arguments
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
+    from megatron_rl.run.output import check_machine, check_outputs, os_errors_with_keys
     from megatron_rl.selection.line_labeling import label_lines
 
     config = load_config(arguments.config, arguments.overrides)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.system.command_line.cli_types import keep_numbers, number_or_word, positive_int, split_overrides
-from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.command_line.terminal import keep_numbers, number_or_word, positive_int, say, split_overrides
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config

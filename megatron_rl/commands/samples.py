@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.cli_types import positive_int
+from megatron_rl.system.command_line.terminal import positive_int
 
 COLORINGS = ("advantage", "version", "mismatch", "none")
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from megatron_rl.system.command_line.cli_types import parse_options, positive_int, positive_number
+from megatron_rl.system.command_line.terminal import parse_options, positive_int, positive_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
+    from megatron_rl.run.output import check_machine, check_outputs, os_errors_with_keys
     from megatron_rl.selection.prompt_selection import check_inputs, check_selection, plan_table, select_prompts
 
     config = load_config(arguments.config, arguments.overrides)

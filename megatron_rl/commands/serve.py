@@ -14,7 +14,7 @@ their weights.
 import argparse
 from pathlib import Path
 
-from megatron_rl.system.command_line.cli_types import positive_int, positive_number
+from megatron_rl.system.command_line.terminal import positive_int, positive_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

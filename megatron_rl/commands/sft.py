@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megatron_rl.commands import add_rank_recipe_arguments, print_dry_run
-from megatron_rl.system.processes.gc_pauses import gc_disabled
+from megatron_rl.system.processes.host_memory import gc_disabled
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
@@ -23,7 +23,7 @@ def _check_inputs(config: "Config", *, all_rows: bool) -> list[str]:
     import numpy as np
 
     from megatron_rl.config.derived import model_has_vision
-    from megatron_rl.data.supervised_rows import check_supervised_files, load_sequences
+    from megatron_rl.data.conversation_rows import check_supervised_files, load_sequences
     from megatron_rl.step.input_checks import first_text, load_tokenizer
 
     files = config.sft.train_files or config.data.train_files

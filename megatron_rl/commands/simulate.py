@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.cli_types import (
+from megatron_rl.system.command_line.terminal import (
     keep_numbers,
     number_or_word,
     positive_int,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.system.command_line.cli_types import positive_int, positive_number
+from megatron_rl.system.command_line.terminal import positive_int, positive_number
 from megatron_rl.system.processes.signals import clean_stop
 
 if TYPE_CHECKING:

@@ -13,15 +13,7 @@ from megatron_rl.config.derived import (
     relates_tokens,
     shares_devices,
 )
-from megatron_rl.config.schema import (
-    Config,
-    KlPlace,
-    Mode,
-    OldPolicy,
-    RoutingReplay,
-    ScheduleConfig,
-    WeightUpdate,
-)
+from megatron_rl.config.schema import Config, KlPlace, Mode, OldPolicy, RoutingReplay, ScheduleConfig, WeightUpdate
 
 
 class Overlap(IntEnum):

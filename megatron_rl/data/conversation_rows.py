@@ -1,4 +1,4 @@
-"""Conversations for supervised training: rows of messages become sequences with a mask of the assistant's trained turns.
+"""Rows for supervised training: prompts with responses, and conversations, as sequences with a mask of the trained tokens.
 
 Rows have messages as OpenAI writes them (role, content, tool_calls, reasoning_content) or as ShareGPT does (from, value).
 ``weight: 0`` on a turn of the assistant masks it. A turn's mask is a difference of two texts of the chat template: the
@@ -25,8 +25,18 @@ import numpy as np
 from megatron_rl.config.schema import DataConfig, TrainTurns
 from megatron_rl.data.chat_content import chat_arguments, content_parts, image_folder, json_value, texts_of
 from megatron_rl.data.images import ImageRef, ImageSource
-from megatron_rl.data.prompts import RowContent, expand_images
-from megatron_rl.data.row_files import Row, describe
+from megatron_rl.data.prompts import (
+    RowContent,
+    check_images,
+    encode_response,
+    expand_images,
+    first_and_last,
+    read_content,
+    rows_of_each,
+    text_field,
+    tokenize,
+)
+from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_rows
 from megatron_rl.data.tokenizer import Message, Tokenizer
 from megatron_rl.errors import DataError
 
@@ -248,3 +258,54 @@ def _parse_json(text: Any, where: str) -> Any:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{where}: expected JSON, got {describe(text)} ({error})") from error
+
+
+def load_sequences(
+    files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, turns: TrainTurns = TrainTurns.all, all_rows: bool = True
+) -> tuple[list[TrainingSequence], list[str]]:
+    """Sequences of every row, or of the first and last rows (``first_and_last``), and notes on conversations."""
+    sequences: list[TrainingSequence] = []
+    notes: Counter[str] = Counter()
+    num_conversations = 0
+    rows = read_rows(files, split=data.split)
+    for row, place in rows if all_rows else first_and_last(rows):
+        if _has_messages(row, data):
+            num_conversations += 1
+            sequences += encode_conversation(read_conversation(row, place, data, turns), tokenizer, notes)
+            continue
+        prompt = tokenize(read_content(row, place, _without_reward(data)), data, tokenizer)
+        text = text_field(row, data.response_field, place, "data.response_field")
+        response = [*encode_response(text, place, data.response_field, tokenizer), tokenizer.eos_id]
+        mask = np.arange(len(prompt.token_ids) + len(response)) >= len(prompt.token_ids)
+        sequences.append(TrainingSequence([*prompt.token_ids, *response], mask, prompt.images))
+    if not sequences:
+        raise DataError(
+            f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field, or "
+            "conversations (data.messages_field)"
+        )
+    return sequences, [f"of {num_conversations:,} conversations: {count:,} {note}" for note, count in notes.items() if count]
+
+
+def check_supervised_files(files: Sequence[str], data: DataConfig, *, takes_images: bool | None = None) -> int:
+    """Check that every row has a response or a conversation, and readable images; returns the number of rows.
+
+    Needs no tokenizer. Raises DataError as ``data.prompts.check_files``.
+    """
+    num_rows = 0
+    for row, place in rows_of_each(files, data, ["messages_field"]):
+        num_rows += 1
+        if _has_messages(row, data):
+            check_images(read_conversation(row, place, data, TrainTurns.all).content, takes_images=takes_images)
+        else:
+            check_images(read_content(row, place, _without_reward(data)), takes_images=takes_images)
+            text_field(row, data.response_field, place, "data.response_field")
+    return num_rows
+
+
+def _has_messages(row: Row, data: DataConfig) -> bool:
+    return bool(data.messages_field) and not is_missing(lookup(row, data.messages_field))
+
+
+def _without_reward(data: DataConfig) -> DataConfig:
+    """Settings under which a row needs no ground truth, because no reward reads it."""
+    return replace(data, answer_required=False, reward_fields=[])

@@ -1,28 +1,124 @@
-"""The only place where text becomes tokens: a thin wrapper of the model folder's Hugging Face tokenizer."""
+"""The only place where text becomes tokens: a thin wrapper of the model folder's Hugging Face tokenizer.
+
+A vocabulary in tiktoken's format (``tiktoken.model``), as Kimi-K2 has it, is read without running the folder's own code:
+texts become the tokens that tiktoken makes of them with Kimi's split pattern. Special tokens take the 256 ids after the
+ranks; tokenizer_config.json names some of them, the others are reserved.
+
+Each token's part of a text is found by array operations only: a million tokens take a tenth of a second.
+"""
 
 import functools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.data.tiktoken_file import FILE, read_tiktoken
-from megatron_rl.data.token_text import TokenText
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import DataError
 from megatron_rl.families.model_facts import has_vision, read_model_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 Message = dict[str, Any]
 """One turn of a chat: role, content and any other fields that the chat template reads."""
+FILE = "tiktoken.model"
+NUM_SPECIAL = 256
+_LETTERS = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_LETTERS}]*[\p{{Ll}}{_LETTERS}]+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_LETTERS}]+[\p{{Ll}}{_LETTERS}]*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""Pieces that are encoded one by one: words by script and case, up to three digits, punctuation, blanks."""
+
+
+class TokenText:
+    """Texts of tokens, special tokens included, with the end of each token in the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """``tokenizer``: a tokenizer of transformers."""
+        self._tokenizer = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        kinds = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        self._is_byte_level = any(kind.get("type") == "ByteLevel" for kind in kinds.get("decoders", [kinds]))
+        self._known: dict[int, bytes] = {}
+        self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+
+    def spelled(self, token_ids: np.ndarray) -> tuple[str, np.ndarray]:
+        """(text, [n] int32: end of each token in it, in characters).
+
+        If several tokens form one character, the first token gets it; bytes that are not UTF-8 become one
+        replacement character each.
+        """
+        unique, places = np.unique(token_ids, return_inverse=True)
+        pieces = [np.frombuffer(piece, np.uint8) for piece in self._pieces(unique.tolist())]
+        sizes = np.array([len(piece) for piece in pieces], np.int64)
+        starts = np.cumsum(sizes) - sizes
+        lengths = sizes[places]
+        byte_ends = np.cumsum(lengths)
+        # Index of each token's bytes in the concatenated bytes of the unique tokens.
+        rows = np.arange(int(lengths.sum())) + np.repeat(starts[places] - (byte_ends - lengths), lengths)
+        content = np.concatenate([np.zeros(0, np.uint8), *pieces])[rows].tobytes()
+        text = content.decode("utf-8", "surrogateescape")
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        is_broken = (points >= 0xDC80) & (points <= 0xDCFF)
+        widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+        widths[is_broken] = 1
+        ends = np.searchsorted(np.cumsum(widths) - widths, byte_ends).astype(np.int32)
+        if is_broken.any():
+            text = np.where(is_broken, np.uint32(0xFFFD), points).astype(np.uint32).tobytes().decode("utf-32-le")
+        return text, ends
+
+    def _pieces(self, ids: Iterable[int]) -> list[bytes]:
+        return [self._known.get(id) or self._known.setdefault(id, self._piece(id)) for id in ids]
+
+    def _piece(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode()
+        token = self._tokenizer.convert_ids_to_tokens(id)
+        if token is None:
+            return f"<{id}>".encode()  # a row of the embedding without a token
+        if self._is_byte_level:
+            if all(character in _BYTES for character in token):
+                return bytes(_BYTES[character] for character in token)
+            return token.encode()
+        # Decode after another token, because alone the token would lose its leading space.
+        before, both = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in ([self._other], [self._other, id]))
+        return both.removeprefix(before).encode()
+
+    @property
+    def _other(self) -> int:
+        return (self._tokenizer.encode("a", add_special_tokens=False) or [0])[-1]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Characters that represent bytes in byte-level vocabularies (GPT-2); printable characters represent themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer:
     """Text to ids and back. Raises DataError if the folder has no tokenizer or the tokenizer does not fit the model."""
 
     def __init__(self, path: str | Path) -> None:
-        from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+        from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
 
         declare_torchvision_ops()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -245,3 +341,61 @@ class Tokenizer:
         if unknown_id is None or is_known or unknown_id not in self.encode(text):
             return ""
         return "".join(sorted({c for c in text if unknown_id in self.encode(c)})) or text
+
+
+def read_tiktoken(folder: Path) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer of a folder with ``tiktoken.model``. Raises DataError if the file is no vocabulary."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    ranks, spelled = _ranks(folder / FILE), bytes_to_unicode()
+
+    def text_of(token: bytes) -> str:
+        return "".join(spelled[byte] for byte in token)
+
+    merges = [(text_of(left), text_of(right)) for left, right in _merges(ranks)]
+    tokenizer = Tokenizer(models.BPE({text_of(token): rank for token, rank in ranks.items()}, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    named = {int(id): token["content"] for id, token in settings.get("added_tokens_decoder", {}).items()}
+    # tiktoken treats all 256 as special, whatever the file says of them.
+    specials = [named.get(id, f"<|reserved_token_{id}|>") for id in range(len(ranks), len(ranks) + NUM_SPECIAL)]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    kept = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template") if settings.get(name)}
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        kept["chat_template"] = template.read_text(encoding="utf-8")
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in kept.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **texts)
+
+
+def _ranks(file: Path) -> dict[bytes, int]:
+    """Map each token to its rank, which is its id."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise DataError(f"{file}:{number}: expected a token in base64 and its rank, got {line[:60]!r}") from error
+    has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if sorted(ranks.values()) != list(range(len(ranks))) or not has_all_bytes:
+        expected = f"the ranks 0 to {len(ranks) - 1} once each, and a token for every byte"
+        raise DataError(f"{file}: expected {expected}; the file may be truncated")
+    return ranks
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """All pairs of tokens that form a token, in the order in which tiktoken merges them: by the rank of the result."""
+    merges = []
+    for token, rank in ranks.items():
+        parts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        merges += [(rank, ranks[left], ranks[right], left, right) for left, right in parts]
+    return [(left, right) for *_, left, right in sorted(merges)]

@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import Images
-from megatron_rl.data.images import (
-    ImageFile,
-    ImageRef,
-    ImageSource,
-    decode,
-    digest_of,
-    inspect,
-    png_bytes,
-)
+from megatron_rl.data.images import ImageFile, ImageRef, ImageSource, decode, digest_of, inspect, png_bytes
 from megatron_rl.errors import DataError
 from megatron_rl.families.model_facts import as_config, read_model_json, vision_titles, vision_token_ids
 
@@ -233,7 +225,7 @@ def _placed(ref: ImageRef) -> Iterator[None]:
 
 
 def _image_processor(path: Path) -> Any:
-    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+    from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
 
     declare_torchvision_ops()
     from transformers import AutoImageProcessor

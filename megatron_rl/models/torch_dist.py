@@ -43,7 +43,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.tensor_sources import WeightsError
-from megatron_rl.system.files.pickle_check import UnsafePickle, check_pickle
+from megatron_rl.system.files.probes import UnsafePickle, check_pickle
 from megatron_rl.system.megatron_core import write_common
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"

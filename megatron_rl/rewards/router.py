@@ -47,10 +47,6 @@ _NOT_THOUGHT = "not of the form <think>thought</think>solution"
 _MAX_REPORTED = 5
 
 
-class RewardAlarm(RewardError):
-    """More responses of a step could not be scored than the configuration allows."""
-
-
 @dataclass(frozen=True)
 class ScoreItem:
     response: str
@@ -408,7 +404,7 @@ def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: st
     """Return the share of responses that could not be scored, in [0, 1].
 
     Raises:
-        RewardAlarm: the share is above ``max_error_rate``; the message has the three most frequent errors.
+        RewardError: the share is above ``max_error_rate``; the message has the three most frequent errors.
     """
     errors = [score.error for score in scores if score.value is None]
     rate = len(errors) / len(scores) if scores else 0.0
@@ -418,7 +414,7 @@ def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: st
     kinds = Counter(re.sub(r"\d+", "N", error) for error in errors)
     examples = {re.sub(r"\d+", "N", error): error for error in errors}
     frequent = "; ".join(f"{count}x {examples[kind]}" for kind, count in kinds.most_common(3))
-    raise RewardAlarm(
+    raise RewardError(
         f"{len(errors)} of {len(scores)} responses of {what} could not be scored ({rate:.1%}, allowed "
         f"{max_error_rate:.1%}). Most frequent: {frequent}. Fix the reward, raise reward.timeout_s, "
         "or raise reward.max_error_rate if this is expected"

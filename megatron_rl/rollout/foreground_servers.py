@@ -19,7 +19,7 @@ from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.server_pool import ServerPool, server_options
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.system.command_line.cli_types import parse_options
+from megatron_rl.system.command_line.terminal import parse_options
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.files.hub_cache import download_hint, find_download
 from megatron_rl.system.gpu.gpu_environment import count_gpus, detect_device, nccl_values

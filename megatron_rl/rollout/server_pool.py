@@ -39,7 +39,7 @@ from megatron_rl.rollout.sglang.process.attached_server import (
 )
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import Progress, SglangServer
-from megatron_rl.rollout.sglang.wire.routes import returns_routes
+from megatron_rl.rollout.sglang.wire.response_validation import returns_routes
 from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, count_gpus, detect_device, nccl_values
 from megatron_rl.system.http.url_files import named_urls
 from megatron_rl.system.processes.host_memory import num_ranks_here

@@ -36,12 +36,11 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, Services
 from megatron_rl.rollout.environment_calls import OpenRow, wait_until_started
-from megatron_rl.rollout.generation import GenerationPlan, make_plan
+from megatron_rl.rollout.generation import GenerationPlan, SamplingOverrides, make_plan
 from megatron_rl.rollout.recovering_client import RecoveringClient, follow_discovery
 from megatron_rl.rollout.requests import ServerError, ServerLost
-from megatron_rl.rollout.sampling import SamplingOverrides
 from megatron_rl.rollout.server_pool import Server, ServerPool, attach_one, open_servers
-from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
+from megatron_rl.rollout.sglang.process.cleanup import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.rollout.windows import TRAINING, WindowGenerator
 from megatron_rl.rollout.workers.remote_calls import RemoteWorkerInfo

@@ -14,10 +14,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.training.export import control_channel, control_ranks, rank_timeout_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
-from megatron_rl.weights.adapter_publish import publish_adapters
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.disk import load_folder
-from megatron_rl.weights.publish import PublishResult, WeightPublisher
+from megatron_rl.weights.publish import PublishResult, WeightPublisher, publish_adapters
 from megatron_rl.weights.server_calls import ServerCalls
 
 _DESTINATIONS = {

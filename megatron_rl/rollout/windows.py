@@ -35,9 +35,9 @@ from megatron_rl.rollout.generation import (
     current_turn_ids,
     end_of_text,
     hot_token_is_next,
+    trajectory_seed,
 )
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
-from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 

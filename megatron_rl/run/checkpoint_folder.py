@@ -22,8 +22,7 @@ import numpy as np
 
 from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.system.files.atomic_files import write_atomic
-from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
+from megatron_rl.system.files.atomic_files import Checksums, checksums, damaged, parse_checksums, write_atomic
 
 MODEL_CHECKSUMS = "checksums.json"
 _LATEST, _MANIFEST, _DRIVER = "latest.json", "manifest.json", "driver.json"

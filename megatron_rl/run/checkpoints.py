@@ -25,8 +25,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import local_device
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint, candidates, flatten_state, resume_hint
-from megatron_rl.system.files.atomic_files import write_atomic
-from megatron_rl.system.files.checksums import Checksums
+from megatron_rl.system.files.atomic_files import Checksums, write_atomic
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 from megatron_rl.training.trainer_group import TrainerGroup
 

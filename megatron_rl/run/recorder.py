@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.derived import is_due
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.data.token_text import TokenText
+from megatron_rl.data.tokenizer import TokenText
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.processes.host_memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole

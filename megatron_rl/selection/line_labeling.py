@@ -43,9 +43,9 @@ from megatron_rl.rewards.router import runner_settings
 from megatron_rl.rewards.score_file import RowSchema
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
+from megatron_rl.rollout.generation import Sampling, base_seed, named_seed
 from megatron_rl.rollout.recovering_client import RecoveringClient
 from megatron_rl.rollout.requests import GenerationRequest
-from megatron_rl.rollout.sampling import Sampling, base_seed, named_seed
 from megatron_rl.rollout.server_pool import open_servers
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.system.processes.signals import clean_stop, run_until_stopped

@@ -34,14 +34,7 @@ from megatron_rl.selection.scores import (
     read_scores,
     score_settings,
 )
-from megatron_rl.selection.selection_rules import (
-    TOO_LONG,
-    PromptDecision,
-    PromptScores,
-    TypeSummary,
-    select,
-    summarize,
-)
+from megatron_rl.selection.selection_rules import TOO_LONG, PromptDecision, PromptScores, TypeSummary, select, summarize
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.system.files.atomic_files import atomic_text_file
 
@@ -314,7 +307,7 @@ def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
     """Generate and score the responses that run.output_dir lacks. Returns (path of the scores, prompts of valid length)."""
     from megatron_rl.data.tokenizer import Tokenizer
     from megatron_rl.rewards.router import check_prompts, wanted_row_fields
-    from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.rollout.generation import Sampling
 
     data = with_reward_fields(config.data, wanted_row_fields(config.reward))
     tokenizer = Tokenizer(config.policy.path)

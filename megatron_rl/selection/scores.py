@@ -28,8 +28,8 @@ from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_r
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.router import ScoreItem, check_error_rate
+from megatron_rl.rollout.generation import Sampling, sample_seed, text_digest
 from megatron_rl.rollout.requests import Generation, GenerationRequest
-from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
 from megatron_rl.selection.selection_rules import PromptScores
 from megatron_rl.system.files.atomic_files import atomic_text_file, lock_file
 
@@ -254,7 +254,7 @@ async def generate_scores(
     max_error_rate: float,
     on_scored: Callable[[int], None] = lambda responses: None,
 ) -> None:
-    """Generate, score and save the samples missing from the file. Raises RewardAlarm if too many cannot be scored."""
+    """Generate, score and save the samples missing from the file. Raises RewardError if too many cannot be scored."""
     missing = missing_samples(prompts, plan.num_samples, scores.done)
     # A shared iterator is the queue: each worker takes the next prompt when it is free.
     queue = iter([prompt for prompt in prompts if prompt.id in missing])

@@ -18,7 +18,7 @@ from megatron_rl.config.derived import EvalSet, eval_sets, is_due
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sampling import SamplingOverrides
+from megatron_rl.rollout.generation import SamplingOverrides
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.scoring import ResponseScorer
 

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.derived import (
-    block_size,
-    effective_window_tokens,
-    eval_sets,
-    needs_greedy,
-    responses_per_group,
-)
+from megatron_rl.config.derived import block_size, effective_window_tokens, eval_sets, needs_greedy, responses_per_group
 from megatron_rl.config.schedule_facts import facts_of, window_jitter_tokens
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
@@ -23,7 +17,7 @@ from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.base import build as build_environment
 from megatron_rl.rewards.router import check_prompts, wanted_row_fields
-from megatron_rl.rollout.sampling import text_digest
+from megatron_rl.rollout.generation import text_digest
 
 
 @dataclass(frozen=True, kw_only=True)

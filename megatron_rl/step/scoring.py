@@ -37,7 +37,7 @@ class ResponseScorer:
         self._max_error_rate = config.max_error_rate if stop_on_errors else 1.0
 
     async def grade(self, trajectories: Sequence[Trajectory], step: int) -> None:
-        """Score the responses that ended in ``step`` and have no score yet. Raises RewardAlarm if too many cannot be scored."""
+        """Score the responses that ended in ``step`` and have no score yet. Raises RewardError if too many cannot be scored."""
         if self._environment is not None:
             await self._grade_turns(self._environment, trajectories, step)
             return

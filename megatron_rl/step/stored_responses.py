@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Score, Segment, Trajectory
-from megatron_rl.rollout.sampling import text_digest
+from megatron_rl.rollout.generation import text_digest
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.state import StepState
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from megatron_rl.config.load import to_yaml_values
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.conversation_rows import TrainingSequence
-from megatron_rl.data.supervised_rows import load_sequences
+from megatron_rl.data.conversation_rows import TrainingSequence, load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import UserError

@@ -41,9 +41,15 @@ from megatron_rl.models.lora import sharded_adapters
 from megatron_rl.models.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
-from megatron_rl.system.files.atomic_files import replace_folder, write_atomic
-from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
-from megatron_rl.system.files.pickle_check import UnsafePickle
+from megatron_rl.system.files.atomic_files import (
+    Checksums,
+    checksums,
+    damaged,
+    parse_checksums,
+    replace_folder,
+    write_atomic,
+)
+from megatron_rl.system.files.probes import UnsafePickle
 from megatron_rl.system.megatron_core import save_options, write_common
 from megatron_rl.system.processes.host_memory import available_bytes_per_rank
 from megatron_rl.training.optimizer import set_num_steps, sharded_state

@@ -20,10 +20,9 @@ from megatron_rl.system.processes import process_probe
 from megatron_rl.training import losses
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory
-from megatron_rl.training.image_cache import ImagePatcher
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 from megatron_rl.training.profiling import StageKey, StageMeter, stage_profiler
-from megatron_rl.training.sequence_cache import SequenceCache
+from megatron_rl.training.sequence_cache import ImagePatcher, SequenceCache
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,18 @@ running requests have finished, unless they are paused. Trainer ranks that send 
 
 Process groups, one per source rank, are kept between publishes. All groups are recreated, in the order of the
 stages, if the set of servers or an incarnation has changed, or after a failed publish.
+
+Adapters: servers have the base model, and an adapter is loaded under a name that contains its version (``served_name``),
+which every request names. So a server that lacks it refuses the request instead of running the base model, and a cached
+prefix belongs to one version, because SGLang's prefix cache is keyed by adapter too. The server compares every tensor's
+SHA-256 with the trainer's. The version is stamped once the adapter is loaded; adapters of older versions are unloaded after
+that, which waits for their requests.
 """
 
+import base64
+import hashlib
 import logging
+import pickle
 import time
 import uuid
 from collections import deque
@@ -39,17 +48,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.errors import UserError
+from megatron_rl.families.adapters import served_name
 from megatron_rl.weights.bucket_plan import Coverage, GroupSpec, ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors, TensorStreamError
 from megatron_rl.weights.colocated import ColocatedSender, RankMessaging
 from megatron_rl.weights.disk import DiskSender
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
-from megatron_rl.weights.source_ranks import Channel, RemoteSource
-from megatron_rl.weights.sync_group import SyncGroup, device_of
+from megatron_rl.weights.source_ranks import Channel, RemoteSource, SyncGroup, device_of
 from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, PublishTransfer, UpdateRequest
+
+logger = logging.getLogger(__name__)
+_LOAD, _UNLOAD = "/load_lora_adapter_from_tensors", "/unload_lora_adapter"
 
 
 class Connections:
@@ -203,9 +216,6 @@ def _body(bucket: Bucket, group_name: str, version: int, *, last: bool) -> dict[
     }
 
 
-logger = logging.getLogger(__name__)
-
-
 class WeightSyncError(UserError, RuntimeError):
     """A publish that did not complete. The next publish starts from scratch; until then servers may have mixed weights."""
 
@@ -331,3 +341,54 @@ class WeightPublisher:
         remote = [RemoteSource(link) for link in links]
         device = device_of(self._connections.backend)
         return GroupSender(self._connections, remote, named_tensors, self._bucket_bytes, device)
+
+
+def publish_adapters(
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    servers: Sequence[ServerAddress],
+    version: int,
+    timeout_s: float,
+    *,
+    further_versions: Sequence[int] = (),
+) -> PublishResult:
+    """Load the adapter ``tensors`` (peft's names) on all ``servers`` as ``version``, and unload all others.
+
+    ``settings``: adapter_config.json. ``further_versions``: versions under which running requests ask for the same adapter.
+    Raises ServerCallError.
+    """
+    started_s = time.perf_counter()
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    data = base64.b64encode(pickle.dumps(copies)).decode()
+    body = {
+        "config_dict": {**settings, "lora_alpha": served_alpha(settings), "use_rslora": False},
+        "expected_checksums": {name: _checksum(tensor) for name, tensor in copies.items()},
+    }
+    names = [served_name(own) for own in (*further_versions, version)]
+    with ServerCalls(unique_addresses(servers), timeout_s) as calls:
+        loaded: list[set[str]] = []
+        for name in names:
+            # Left by a publish that failed after this call.
+            calls.accepts(_UNLOAD, [{"lora_name": name}] * len(calls.servers))
+            bodies = [
+                {**body, "lora_name": name, "serialized_named_tensors": [data] * server.tp_size}
+                for server in calls.servers
+            ]
+            replies = wait_for_all(calls.submit(_LOAD, bodies), timeout_s, f"the servers to load {name}")
+            loaded = [set(reply["loaded_adapters"]) for reply in replies]
+        PublishTransfer(calls, version, started=started_s).stamp_version()
+        for old in sorted(set().union(*loaded) - set(names)):
+            calls.accepts(_UNLOAD, [{"lora_name": old}] * len(calls.servers))
+        # Frees the prefixes of older versions, which no request can use; a busy server refuses, and evicts them when it must.
+        calls.accepts("/flush_cache")
+    num_bytes = sum(tensor.nbytes for tensor in copies.values())
+    return PublishResult(time.perf_counter() - started_s, num_bytes, num_buckets=1, buffer_bytes=len(data))
+
+
+def served_alpha(settings: Mapping[str, Any]) -> float:
+    """The alpha with which SGLang, whose factor is always alpha / rank, computes the adapters' factor."""
+    return settings["lora_alpha"] * (settings["r"] ** 0.5 if settings["use_rslora"] else 1)
+
+
+def _checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -36,7 +36,7 @@ from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.step.packing import window_batch
-from megatron_rl.training.image_cache import ImagePatcher
+from megatron_rl.training.sequence_cache import ImagePatcher
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
 from megatron_rl.training.trainer_ranks import rl_engines

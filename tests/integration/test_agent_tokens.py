@@ -19,8 +19,7 @@ from megatron_rl.agents.harness import EndpointOptions, Harness
 from megatron_rl.config.schema import EnvironmentConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
-from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
-from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.generation import GenerationPlan, Sampling, make_dialogue
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer

@@ -19,8 +19,7 @@ from megatron_rl.config.schema import Config, Dtype, ParallelConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.generation import GenerationPlan
-from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.generation import GenerationPlan, Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer

@@ -19,7 +19,7 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.tensor_sources import WeightsError
 from megatron_rl.models.torch_dist import MegatronCheckpoint
 from megatron_rl.parallel import topology
-from megatron_rl.system.files.checksums import checksums
+from megatron_rl.system.files.atomic_files import checksums
 from megatron_rl.system.processes import host_memory
 from megatron_rl.training import losses, model_checkpoint
 from megatron_rl.training.engine import Engine

@@ -13,13 +13,12 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.generation import GenerationPlan, end_of_text, make_dialogue, single_token_stops
-from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.generation import GenerationPlan, Sampling, end_of_text, make_dialogue, single_token_stops
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator
-from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
+from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
 from tests.integration.preloaded import serving
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 

@@ -54,8 +54,8 @@ def diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_doctor_names_the_process_that_a_hung_run_waits_for(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megatron_rl.desk.doctor.wait_graph._LONG_S", 0.5)
-    monkeypatch.setattr("megatron_rl.desk.doctor.wait_graph._MOVES_S", 0.0)
+    monkeypatch.setattr("megatron_rl.desk.doctor.hang._LONG_S", 0.5)
+    monkeypatch.setattr("megatron_rl.desk.doctor.hang._MOVES_S", 0.0)
     monkeypatch.setattr("megatron_rl.desk.doctor.hang._ANSWER_S", 1.0)
     port = free_port("127.0.0.1")
     (tmp_path / "port").write_text(str(port))

@@ -19,7 +19,7 @@ from megatron_rl.models.hf.weights import expected_names
 from megatron_rl.parallel import topology
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.rollout.sglang.wire.routes import decode_routes, route_shape
+from megatron_rl.rollout.sglang.wire.response_validation import decode_routes, route_shape
 from megatron_rl.system.megatron_core import linear_attention_problem
 from megatron_rl.training.engine import Engine
 from megatron_rl.weights.publish import WeightPublisher

@@ -33,8 +33,8 @@ from megatron_rl.desk.doctor.mismatch_ranks import TrainerAndServers, trials
 from megatron_rl.desk.doctor.trainer_and_servers import temporary_servers
 from megatron_rl.models.layers.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sglang.wire.routes import route_shape
+from megatron_rl.rollout.generation import Sampling
+from megatron_rl.rollout.sglang.wire.response_validation import route_shape
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.training.trainer_rank import TrainerRank
 from megatron_rl.training.trainer_ranks import build_engine

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError
-from megatron_rl.rewards.router import RewardAlarm, check_error_rate
+from megatron_rl.rewards.router import check_error_rate
 from megatron_rl.rewards.score_file import score_file
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
@@ -357,7 +357,7 @@ def test_too_many_errors_are_reported_with_the_three_most_frequent() -> None:
     scores = [Score(1.0)] * 91 + [Score(None, error=error) for error in errors]
     assert check_error_rate(scores, 0.09) == 0.09
     assert check_error_rate([], 0.0) == 0.0
-    with pytest.raises(RewardAlarm, match="9 of 100 responses of step 3") as raised:
+    with pytest.raises(RewardError, match="9 of 100 responses of step 3") as raised:
         check_error_rate(scores, 0.08, what="step 3")
     message = str(raised.value)
     assert "4x timed out after 5 s" in message and "2x row" in message and "2x crash" in message

@@ -19,13 +19,12 @@ from megatron_rl.config.schema import Init, MoeConfig, ParallelConfig, RoutingRe
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.generation import GenerationPlan
+from megatron_rl.rollout.generation import GenerationPlan, Sampling
 from megatron_rl.rollout.requests import RouteShape
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.rollout.sglang.wire.routes import route_shape
+from megatron_rl.rollout.sglang.wire.response_validation import route_shape
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics

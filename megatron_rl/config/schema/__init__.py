@@ -30,7 +30,15 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
     TrainTurns,
 )
-from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
+from megatron_rl.config.schema.data import (
+    CurriculumPhase,
+    DataConfig,
+    DuplicateIds,
+    EnvironmentConfig,
+    ProcessRewardConfig,
+    RewardConfig,
+    RewardRouteConfig,
+)
 from megatron_rl.config.schema.models import (
     CriticConfig,
     DecayStyle,
@@ -55,7 +63,6 @@ from megatron_rl.config.schema.models import (
     RoutingReplay,
     VisionConfig,
 )
-from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.config.schema.rollout import (
     FireConfig,
     FireLoss,

@@ -29,11 +29,11 @@ from megatron_rl.desk.doctor.mismatch_factors import Trial
 from megatron_rl.desk.doctor.trainer_and_servers import WaitFor, temporary_servers
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.rollout.generation import Sampling, base_seed, trajectory_seed
 from megatron_rl.rollout.requests import Generation, GenerationRequest
-from megatron_rl.rollout.sampling import Sampling, base_seed, trajectory_seed
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation
-from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
+from megatron_rl.rollout.sglang.wire.response_validation import returns_routes, route_shape
 from megatron_rl.run.checkpoint_folder import candidates
 from megatron_rl.step.driver import stall_timeout_s
 from megatron_rl.step.packing import window_batch, window_routes, with_routes

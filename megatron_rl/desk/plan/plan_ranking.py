@@ -3,6 +3,13 @@
 Each plan first gets a lower bound on its step time, from the seconds of its stages. The plans with the lowest bounds are then
 simulated, with the same functions and costs as ``megatron-rl simulate --gpu``. Only with over-sampling do a step's tokens depend on
 how long its stages take; the bounds ignore over-sampling.
+
+The least GPU time of a response is that of every token decoded at a full KV cache and trained once, where no GPU ever waits:
+
+    GPU-seconds = tokens / (tokens per second and GPU of the best server) + prefill + passes * forward pass
+
+No schedule and no layout is faster by the rates of ``serving_time`` and ``training_time``. Not included: a pass for old
+log-probs, recomputation, a pipeline's bubble, publishes.
 """
 
 import math
@@ -15,10 +22,11 @@ import numpy as np
 from megatron_rl.config.derived import needs_critic, needs_reference
 from megatron_rl.config.layout import expert_tensor_size, ranks_of_replica
 from megatron_rl.config.schedule_facts import facts_of
-from megatron_rl.config.schema import Config, Recompute
+from megatron_rl.config.schema import Config, ParallelConfig, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
-from megatron_rl.desk.costs.response_limit import response_gpu_seconds
 from megatron_rl.desk.costs.run_memory import memory_fraction
+from megatron_rl.desk.costs.serving_time import decode_curve, kv_tokens, prefill_seconds
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
 from megatron_rl.desk.plan.gpu_splits import GpuSplit
 from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
@@ -36,9 +44,12 @@ from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, serve_rows
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.sglang_limits import split_problems
 from megatron_rl.schedule.graph import Resource
 from megatron_rl.schedule.table import GENERATE, UPDATE_CRITIC
 
+_MEMORY_FRACTION = 0.86
+_MOST_MACHINES = 8
 _LOOKED_AT, _SIMULATED = 4, 32
 """Largest number of servers per plan in its bound and in its simulation; they represent all servers."""
 _RESPONSES_THAT_COUNT, _FEWEST_STEPS, _MOST_STEPS = 40_000, 6, 200
@@ -48,6 +59,38 @@ _MORE = 4
 """Number of plans simulated in addition to the requested ones, because bounds may rank plans differently."""
 _SAME = 0.005
 """Relative differences below this are within the estimates' error: the plan that uses the network less goes first."""
+
+
+def response_gpu_seconds(
+    config: ModelConfig, gpu: Gpu, *, responses: np.ndarray, prompts: np.ndarray, passes: float
+) -> float:
+    """Return GPU-seconds per response; 0 if no server of up to eight nodes holds the model.
+
+    ``responses``, ``prompts``: [samples] tokens. ``passes``: forward passes per token, with 3 for an update.
+    """
+    lengths = (prompts + responses).tolist()
+    # A token decoded at position i reads the prompt and i response tokens.
+    contexts = responses * prompts + responses * (responses + 1) / 2
+    rate = decode_rate(config, gpu, float(contexts.sum() / responses.sum()))
+    if not rate:
+        return 0.0
+    prefill = prefill_seconds(config, gpu, num_gpus=1, lengths=prompts.tolist())
+    trained = training_seconds(
+        config, ParallelConfig(), gpu, lengths, num_ranks=1, passes=passes, efficiency=REINFORCEMENT
+    )
+    return (float(responses.sum()) / rate + prefill + trained) / len(lengths)
+
+
+def decode_rate(config: ModelConfig, gpu: Gpu, context_tokens: float) -> float:
+    """Return the tokens per second and GPU of the best server with a full KV cache; 0 if none holds the model."""
+    rates = [0.0]
+    sizes = [size for size in range(1, gpu.per_machine + 1) if gpu.per_machine % size == 0]
+    for size in (*sizes, *(gpu.per_machine * 2**power for power in range(1, _MOST_MACHINES.bit_length()))):
+        held = kv_tokens(config, gpu, num_gpus=size, memory_fraction=_MEMORY_FRACTION)
+        if held > context_tokens and not any(split_problems(vars(config), size, "")):
+            running = held / context_tokens
+            rates.append(running / decode_curve(config, gpu, num_gpus=size)(running, context_tokens) / size)
+    return max(rates)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from megatron_rl.desk.plan.schedule_comparison import SLOTS
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload
 from megatron_rl.desk.simulate.recorded_run import parse_lengths
-from megatron_rl.desk.simulate.tool_waits import parse_waits
+from megatron_rl.desk.simulate.slot_simulation import parse_waits
 from megatron_rl.errors import UserError
 from megatron_rl.families.family import ModelConfig, families
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, is_supported, read_model_json
-from megatron_rl.system.command_line.cli_types import parse_options, split_overrides
+from megatron_rl.system.command_line.terminal import parse_options, split_overrides
 from megatron_rl.system.files.hub_cache import download_hint, find_download
 
 DEFAULT_PRESET = "tppo"

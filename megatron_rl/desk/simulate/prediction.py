@@ -11,9 +11,8 @@ from megatron_rl.config.derived import is_due
 from megatron_rl.desk.simulate.clock import StageLoad, run_clock
 from megatron_rl.desk.simulate.lengths import LengthDistribution
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, SlotResponses
+from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, SlotResponses, ToolWaits
 from megatron_rl.desk.simulate.timing import Timing
-from megatron_rl.desk.simulate.tool_waits import ToolWaits
 from megatron_rl.schedule.graph import StageRun
 from megatron_rl.schedule.table import GENERATE, LAST, Cost, row_of
 from megatron_rl.tracking.timeline import Span

@@ -4,12 +4,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from megatron_rl.config.derived import (
-    effective_window_tokens,
-    eval_sets,
-    needs_greedy,
-    num_responses_per_step,
-)
+from megatron_rl.config.derived import effective_window_tokens, eval_sets, needs_greedy, num_responses_per_step
 from megatron_rl.config.schedule_facts import (
     Facts,
     facts_of,

@@ -34,8 +34,8 @@ from megatron_rl.desk.simulate.recorded_run import (
     read_run,
 )
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
+from megatron_rl.desk.simulate.slot_simulation import parse_waits
 from megatron_rl.desk.simulate.timing import Timing, read_timing
-from megatron_rl.desk.simulate.tool_waits import parse_waits
 from megatron_rl.errors import UserError
 from megatron_rl.schedule.graph import StageRun
 from megatron_rl.schedule.table import LAST

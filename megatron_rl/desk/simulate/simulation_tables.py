@@ -9,12 +9,7 @@ from rich.table import Table
 
 from megatron_rl.config.schema import Mode
 from megatron_rl.desk.simulate.calibration import calibrated
-from megatron_rl.desk.simulate.prediction import (
-    PredictedMeans,
-    Prediction,
-    compute_means,
-    seconds_until,
-)
+from megatron_rl.desk.simulate.prediction import PredictedMeans, Prediction, compute_means, seconds_until
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, config_of_run
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.simulation_request import (

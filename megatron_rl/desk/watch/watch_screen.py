@@ -16,14 +16,7 @@ from megatron_rl.desk.report.health_checks import health_checks, recent_mean
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.desk.watch.run_view import RunView
 from megatron_rl.system.command_line.terminal import LINES, ONE_LINE
-from megatron_rl.tracking.console import (
-    compact,
-    duration,
-    evaluation_text,
-    labelled_row,
-    sparkline,
-    stage_rows,
-)
+from megatron_rl.tracking.console import compact, duration, evaluation_text, labelled_row, sparkline, stage_rows
 
 _STATE_STYLES = {
     "starting": "cyan",

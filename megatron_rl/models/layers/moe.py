@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.checks.model_folder import moe_problems
+from megatron_rl.config.checks.model_settings import moe_problems
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import (
     Dispatcher,

@@ -26,12 +26,7 @@ from typing import Any
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
-from megatron_rl.rewards.workers.fork_server import (
-    CLOSE_TIMEOUT_S,
-    ForkServerClient,
-    ForkServerLost,
-    RewardWorker,
-)
+from megatron_rl.rewards.workers.fork_server import CLOSE_TIMEOUT_S, ForkServerClient, ForkServerLost, RewardWorker
 from megatron_rl.system.processes.child_process import describe_end, pack_frame
 
 logger = logging.getLogger(__name__)

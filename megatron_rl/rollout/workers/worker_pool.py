@@ -28,13 +28,7 @@ from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.requests import BatchCall, BatchReply, WorkerLost
 from megatron_rl.rollout.workers.remote_calls import RemoteWorker, RemoteWorkerInfo, array_in, by_node
-from megatron_rl.rollout.workers.worker_connection import (
-    SILENCE_S,
-    STREAM_BYTES,
-    Free,
-    SetTokenizer,
-    WorkerConnection,
-)
+from megatron_rl.rollout.workers.worker_connection import SILENCE_S, STREAM_BYTES, Free, SetTokenizer, WorkerConnection
 from megatron_rl.system.files.shared_file import MappedFile, new_file
 from megatron_rl.system.http.json_http import NoHttpReply
 from megatron_rl.system.processes.child_process import WITHOUT_GPU, describe_end, start_module, wait_or_kill

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megatron_rl.agents.chat import ChatAnswer, ChatRequest
 from megatron_rl.agents.chat_template import ChatTemplate
 from megatron_rl.agents.conversation import Conversation, Place
-from megatron_rl.agents.protocols import answer_body, parse_request
+from megatron_rl.agents.endpoint import answer_body, parse_request
 from megatron_rl.agents.turn_text import parse_turn
 from tests.unit.agents.chat_styles import CONTROL, MARKS, TOOLS, WORDS, Style
 from tests.unit.agents.clients import Client, Event

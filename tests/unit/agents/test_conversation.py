@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from megatron_rl.agents.conversation import Fork
-from megatron_rl.agents.protocols import parse_request
+from megatron_rl.agents.endpoint import parse_request
 from tests.unit.agents.chat_styles import STYLES
 from tests.unit.agents.clients import CLIENTS, MINI_SWE_AGENT
 from tests.unit.agents.played import NOISE, Played, played

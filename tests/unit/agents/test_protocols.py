@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agents.chat import BadRequest, ChatAnswer, Protocol, ToolCall
-from megatron_rl.agents.protocols import PATHS, answer_body, answer_events, error_body, error_events, parse_request
+from megatron_rl.agents.endpoint import PATHS, answer_body, answer_events, error_body, error_events, parse_request
 from tests.unit.agents.chat_styles import TOOLS
 from tests.unit.agents.clients import CHAT, CLIENTS
 

@@ -10,8 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_rl.agents.mcp_client import McpServer
-from megatron_rl.agents.tools import MAX_RESULT_CHARACTERS, ToolUnavailable, call_tool, make_tool
+from megatron_rl.agents.tools import MAX_RESULT_CHARACTERS, McpServer, ToolUnavailable, call_tool, make_tool
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.environments import base

@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.algorithms import (
-    egae,
-    gae,
-    length_adaptive_lambda,
-    monte_carlo_returns,
-)
+from megatron_rl.algorithms import egae, gae, length_adaptive_lambda, monte_carlo_returns
 
 VALUES = torch.tensor([0.2, 0.4, 0.5, 0.6], dtype=torch.float64)
 LONG_VALUES = torch.tensor([0.2, 0.4, 0.5, 0.6, 0.55, 0.7, 0.8, 0.9], dtype=torch.float64)

@@ -7,12 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import (
-    mismatch_correction,
-    mismatch_metrics,
-    off_policy_sequence_mask,
-    policy_loss,
-)
+from megatron_rl.algorithms import mismatch_correction, mismatch_metrics, off_policy_sequence_mask, policy_loss
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
 WEIGHTS = ["none", "token", "sequence", "icepop"]

@@ -7,11 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import (
-    lm_loss,
-    policy_loss,
-    value_loss,
-)
+from megatron_rl.algorithms import lm_loss, policy_loss, value_loss
 from tests.unit.algorithms.ragged import random_batch
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}

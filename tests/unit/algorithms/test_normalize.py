@@ -7,14 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import (
-    boundary_mask,
-    egae,
-    gae,
-    monte_carlo_returns,
-    normalize_advantages,
-    role_normalize,
-)
+from megatron_rl.algorithms import boundary_mask, egae, gae, monte_carlo_returns, normalize_advantages, role_normalize
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
 

@@ -7,12 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import (
-    bradley_terry_coefficients,
-    bradley_terry_loss,
-    pairwise_score,
-    swap_consistency,
-)
+from megatron_rl.algorithms import bradley_terry_coefficients, bradley_terry_loss, pairwise_score, swap_consistency
 from tests.unit.algorithms.ragged import assert_close
 
 PROBABILITY = st.floats(0, 1)

@@ -20,8 +20,7 @@ from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.desk.plan.dry_run import print_plan
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.run.output import check_output_dir
-from megatron_rl.run.start_checks import check_machine, check_outputs, os_errors_with_keys
+from megatron_rl.run.output import check_machine, check_output_dir, check_outputs, os_errors_with_keys
 from megatron_rl.step import input_checks
 from megatron_rl.step.input_checks import preview_rl_inputs
 from tests.fuzz import ODD_VALUES, mutated, mutated_bytes, mutations, taken_or_refused

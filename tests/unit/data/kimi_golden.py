@@ -13,7 +13,7 @@ import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from megatron_rl.data.tiktoken_file import NUM_SPECIAL, PATTERN
+from megatron_rl.data.tokenizer import NUM_SPECIAL, PATTERN
 
 CORPUS = (
     "The quick brown fox doesn't jump over 12345 lazy dogs; they'll sleep.\n\n  def main(x):\n\treturn x['key'] + 1\n"

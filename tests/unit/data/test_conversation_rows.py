@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataConfig, TrainTurns
-from megatron_rl.data.supervised_rows import check_supervised_files, load_sequences
+from megatron_rl.data.conversation_rows import check_supervised_files, load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
 from megatron_rl.supervised.fine_tuning import sequence_batch

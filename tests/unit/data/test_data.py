@@ -8,9 +8,9 @@ import torch
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.data.conversation_rows import check_supervised_files, load_sequences
 from megatron_rl.data.prompts import check_files, load_prompts
 from megatron_rl.data.row_files import read_rows
-from megatron_rl.data.supervised_rows import check_supervised_files, load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
 from tests.tiny_models import make_tiny_model, make_tokenizer

@@ -21,16 +21,15 @@ from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data import images as images_module
 from megatron_rl.data import vision as vision_module
 from megatron_rl.data.chat_content import moved_row
+from megatron_rl.data.conversation_rows import load_sequences
 from megatron_rl.data.images import ImageSource, decode
 from megatron_rl.data.prompts import check_files, load_prompts
-from megatron_rl.data.supervised_rows import load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.data.vision import ImageProcessor, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
-from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
-from megatron_rl.rollout.sampling import images_of_request
+from megatron_rl.rollout.generation import GenerationPlan, images_of_request, make_dialogue
 from megatron_rl.rollout.sglang.wire.protocol import validate
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch

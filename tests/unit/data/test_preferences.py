@@ -10,12 +10,7 @@ import torch
 from megatron_rl import algorithms
 from megatron_rl.config.schema import Config, DataConfig, RewardModelKind, RewardTrainConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.preferences import (
-    Preference,
-    check_reward_files,
-    load_labelled_programs,
-    load_preferences,
-)
+from megatron_rl.data.preferences import Preference, check_reward_files, load_labelled_programs, load_preferences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.judges.templates import (

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.tiktoken_file import FILE, NUM_SPECIAL
-from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.tokenizer import FILE, NUM_SPECIAL, Tokenizer
 from megatron_rl.errors import DataError
 
 GOLDEN = json.loads((Path(__file__).parent / "kimi_golden.json").read_text(encoding="utf-8"))

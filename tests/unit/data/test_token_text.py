@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_rl.data.token_text import TokenText
-from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.tokenizer import Tokenizer, TokenText
 from tests.word_models import make_tiny_model, write_tokenizer
 
 TEXT = "größer ∑ 中文字 and emoji 😀 so früh\n\tdef f(x): return x + 12"

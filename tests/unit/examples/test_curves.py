@@ -11,15 +11,7 @@ import pytest
 from tests.unit.examples.test_examples import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
-from curves import (
-    Curve,
-    bootstrap,
-    expanded_tail,
-    ratio,
-    resamples,
-    student_quantile,
-    time_to,
-)
+from curves import Curve, bootstrap, expanded_tail, ratio, resamples, student_quantile, time_to
 
 
 def curve(times, values):

@@ -11,10 +11,10 @@ import pytest
 from megatron_rl.config.derived import eval_sets
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.data.conversation_rows import check_supervised_files
 from megatron_rl.data.preferences import check_reward_files
 from megatron_rl.data.prompts import check_files, read_content
 from megatron_rl.data.row_files import read_rows
-from megatron_rl.data.supervised_rows import check_supervised_files
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.rewards.judges.pairwise import check_prompts
 from tests.unit.examples.test_examples import ROOT, command_of

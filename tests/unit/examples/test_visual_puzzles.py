@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import load_config
+from megatron_rl.data.conversation_rows import load_sequences
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.supervised_rows import load_sequences
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.registry import resolve
 from tests.unit.examples.test_example_tasks import make_task, rows_of

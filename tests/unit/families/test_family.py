@@ -81,7 +81,7 @@ def test_layouts_and_servers_are_checked_against_the_family(brandnew: None, tmp_
 def test_experts_images_routes_and_names_come_from_the_family(brandnew: None, tmp_path: Path) -> None:
     from megatron_rl.families.model_facts import num_mtp_layers, vision_titles, vision_token_ids
     from megatron_rl.rollout.requests import RouteShape
-    from megatron_rl.rollout.sglang.wire.routes import route_shape
+    from megatron_rl.rollout.sglang.wire.response_validation import route_shape
 
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "image_token_id": 7, "num_next_layers": 1}))
     model = read_model_json(tmp_path)

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from megatron_rl.data.trajectory import Prompt
-from megatron_rl.rollout.sampling import Sampling, named_seed, sample_seed, text_digest, trajectory_seed
+from megatron_rl.rollout.generation import Sampling, named_seed, sample_seed, text_digest, trajectory_seed
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2, 3), seed=11)
 

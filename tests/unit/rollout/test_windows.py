@@ -20,9 +20,8 @@ from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout import windows as windows_module
 from megatron_rl.rollout.environment_calls import EnvironmentCalls
-from megatron_rl.rollout.generation import Dialogue, GenerationPlan, end_of_text, hot_token_is_next
+from megatron_rl.rollout.generation import Dialogue, GenerationPlan, Sampling, end_of_text, hot_token_is_next
 from megatron_rl.rollout.requests import NOTHING_GENERATED, Generation, ServerLost
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 from megatron_rl.rollout.windows import WindowGenerator
 

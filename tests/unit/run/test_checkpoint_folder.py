@@ -15,7 +15,7 @@ from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint, candidates, flatten_state, unflatten_state
 from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.output import check_output_dir
-from megatron_rl.system.files.checksums import checksums
+from megatron_rl.system.files.atomic_files import checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 
 

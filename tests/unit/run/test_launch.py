@@ -15,7 +15,7 @@ from megatron_rl.config.load import config_to_yaml, load_config
 from megatron_rl.config.schema import Config, EvalSetConfig, RewardRouteConfig
 from megatron_rl.errors import ConfigError, DataError, UserError
 from megatron_rl.run import launch as recipes
-from megatron_rl.run.start_checks import check_machine
+from megatron_rl.run.output import check_machine
 from megatron_rl.step.input_checks import check_rl_inputs
 from tests.unit.examples.test_examples import ROOT
 

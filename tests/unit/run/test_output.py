@@ -9,8 +9,7 @@ import pytest
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
-from megatron_rl.run.output import check_output_dir, lock_output_dir
-from megatron_rl.run.start_checks import check_outputs
+from megatron_rl.run.output import check_output_dir, check_outputs, lock_output_dir
 
 KILLED_WHILE_IT_SAVES = """
 import os, sys

@@ -30,7 +30,7 @@ OTHER_MEANINGS = {
     "commands/__init__.py": "the command evaluate",
     "commands/evaluate.py": "the command evaluate",
     "config/checks/data_settings.py": "the command evaluate",
-    "config/checks/model_folder.py": "the command evaluate",
+    "config/checks/model_settings.py": "the command evaluate",
     "config/schema/commands.py": "the command evaluate",
     "desk/watch/watch_screen.py": "a heading",
 }

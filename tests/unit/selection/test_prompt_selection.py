@@ -12,9 +12,9 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.router import RewardAlarm
+from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rollout.generation import Sampling, sample_seed
 from megatron_rl.rollout.requests import Generation
-from megatron_rl.rollout.sampling import Sampling, sample_seed
 from megatron_rl.selection.scores import SamplingPlan, generate_scores, open_score_file
 
 NUM_EACH = 30
@@ -268,5 +268,5 @@ def test_two_runs_cannot_write_the_same_score_file(tmp_path):
 
 
 def test_failing_reward_stops_the_selection(tmp_path):
-    with pytest.raises(RewardAlarm, match="no grader"):
+    with pytest.raises(RewardError, match="no grader"):
         generate(tmp_path / "s.jsonl", FakeEngine(), grade=cannot_grade)

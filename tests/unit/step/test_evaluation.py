@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.schema import Config, EvalSetConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sampling import Sampling, trajectory_seed
+from megatron_rl.rollout.generation import Sampling, trajectory_seed
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator, score_metrics
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(0,), seed=7)

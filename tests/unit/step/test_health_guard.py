@@ -7,12 +7,12 @@ import pytest
 from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.config.schema import Config, HealthAction, HealthConfig
-from megatron_rl.step.health_guard import HealthGuard
+from megatron_rl.errors import UserError
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.updates import CriticWarmup
-from megatron_rl.step.watchdog import Rollback, TrainingCollapsed, Watchdog
+from megatron_rl.step.watchdog import HealthGuard, Rollback, Watchdog
 from tests.unit.step.stage_runs import run_stage
 from tests.unit.step.test_stages import batch_of, state_of
 
@@ -71,7 +71,7 @@ def test_a_dead_policy_is_warned_of_and_its_watchdog_is_in_the_checkpoint():
     assert run.saved[0]["pool"] == {"next_id": 5}
 
 
-@pytest.mark.parametrize(("action", "raised"), [(HealthAction.stop, TrainingCollapsed), (HealthAction.roll_back, Rollback)])
+@pytest.mark.parametrize(("action", "raised"), [(HealthAction.stop, UserError), (HealthAction.roll_back, Rollback)])
 def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
     run = WatchedRun(action)
     run.checkpoint(0)
@@ -91,7 +91,7 @@ def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
 def test_a_run_that_cannot_go_back_any_more_stops(state, words):
     run = WatchedRun(HealthAction.roll_back, **state)
     run.checkpoint(0)
-    with pytest.raises(TrainingCollapsed, match=words):
+    with pytest.raises(UserError, match=words):
         run.checkpoint(1)
 
 
@@ -102,7 +102,7 @@ def test_a_comparison_that_fails_during_the_run_does_what_the_configuration_says
 
     run = WatchedRun(action, compare=differ)
     if action is HealthAction.stop:
-        with pytest.raises(TrainingCollapsed, match="they differ"):
+        with pytest.raises(UserError, match="they differ"):
             run.publish(0)
     else:
         run.publish(0)

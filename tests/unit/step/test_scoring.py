@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.environments.pag import Pag
-from megatron_rl.rewards.router import RewardAlarm
+from megatron_rl.rewards.registry import RewardError
 from megatron_rl.step.scoring import ResponseScorer
 
 WORDS = {1: "seven", 2: "The answer is wrong", 3: "eight", 4: "The answer is correct", 9: ""}
@@ -95,5 +95,5 @@ def test_a_turn_that_cannot_be_graded_leaves_its_verdict_unscored():
 
 
 def test_too_many_failures_stop_the_run():
-    with pytest.raises(RewardAlarm, match="could not be scored"):
+    with pytest.raises(RewardError, match="could not be scored"):
         grade(ResponseScorer(RewardConfig(), Rewards(lost=("eight",)), decode), [response(3)])

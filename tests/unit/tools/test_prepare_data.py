@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.conversation_rows import check_supervised_files
 from megatron_rl.data.preferences import load_preferences
-from megatron_rl.data.supervised_rows import check_supervised_files
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "prepare_data.py"

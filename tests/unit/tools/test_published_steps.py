@@ -11,12 +11,7 @@ from megatron_rl.desk.simulate.timing import Decode, Timing
 
 TOOLS = Path(__file__).parents[3] / "tools"
 sys.path.insert(0, str(TOOLS))
-from published_steps import (  # noqa: E402
-    asynchronous_step_seconds,
-    generation_seconds,
-    straggler_factor,
-    stream_seconds,
-)
+from published_steps import asynchronous_step_seconds, generation_seconds, straggler_factor, stream_seconds  # noqa: E402
 
 sys.path.remove(str(TOOLS))
 

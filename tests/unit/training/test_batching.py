@@ -10,12 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.training.batching import (
-    padding_fraction,
-    plan_microbatches,
-    plan_statistics,
-    split_minibatches,
-)
+from megatron_rl.training.batching import padding_fraction, plan_microbatches, plan_statistics, split_minibatches
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=80)
 RANKS = st.integers(1, 8)

@@ -16,8 +16,7 @@ from megatron_rl.data.images import ImageFile, ImageRef
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training import trainer_rank
-from megatron_rl.training.image_cache import ImagePatcher
-from megatron_rl.training.sequence_cache import CacheDirectory
+from megatron_rl.training.sequence_cache import CacheDirectory, ImagePatcher
 from megatron_rl.training.trainer_rank import TrainerRank
 
 NUM_IMAGES = 24

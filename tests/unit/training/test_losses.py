@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    KlConfig,
-    KlPlace,
-)
+from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, KlConfig, KlPlace
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.training import losses
 

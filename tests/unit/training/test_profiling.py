@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.config.checks.tracking_keys import profile_problems
+from megatron_rl.config.checks import profile_problems
 from megatron_rl.config.schema import Config, ProfileConfig, RunConfig
 from megatron_rl.training.profiling import (
     ResourceUse,

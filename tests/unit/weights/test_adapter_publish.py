@@ -10,8 +10,8 @@ import torch
 from megatron_rl.families.adapters import served_name
 from megatron_rl.rollout.requests import GenerationRequest, RequestRejected
 from megatron_rl.rollout.sglang.wire.protocol import generate_body, validate
-from megatron_rl.weights.adapter_publish import publish_adapters
 from megatron_rl.weights.bucket_plan import ServerAddress
+from megatron_rl.weights.publish import publish_adapters
 from megatron_rl.weights.server_calls import ServerCallError
 from tests.unit.local_service import local_service
 

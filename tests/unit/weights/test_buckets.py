@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.weights import buckets, sync_group
+from megatron_rl.weights import buckets, source_ranks
 from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.buckets import SideStream
 from megatron_rl.weights.publish import GroupSender
 from megatron_rl.weights.server_calls import ServerCalls
-from megatron_rl.weights.sync_group import SyncGroup
+from megatron_rl.weights.source_ranks import SyncGroup
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer{i}": torch.full((4,), float(i)) for i in range(7)}
@@ -68,7 +68,7 @@ def device(monkeypatch):
     sides = {purpose: SideStream(Stream(device, purpose)) for purpose in ("fill", "send")}
     monkeypatch.setattr("torch.cuda.current_stream", lambda of: device.current())
     monkeypatch.setattr("torch.cuda.stream", device.stream)
-    for module in (buckets, sync_group):
+    for module in (buckets, source_ranks):
         monkeypatch.setattr(module, "side_stream", lambda of, purpose: sides[purpose])
     return device
 
@@ -78,7 +78,7 @@ def group_on(device, monkeypatch, received):
         device.note("broadcasts")
         received.append(flat.clone())
 
-    monkeypatch.setattr(sync_group.dist, "broadcast", send)
+    monkeypatch.setattr(source_ranks.dist, "broadcast", send)
     group = SyncGroup.__new__(SyncGroup)
     group._process_group = None
     return SimpleNamespace(connect=lambda remote, calls: (group, ["group"]))

@@ -15,7 +15,7 @@ from megatron_rl.system.http.json_http import ApiKey
 from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
 from megatron_rl.weights.publish import Connections, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
-from megatron_rl.weights.sync_group import SyncGroup
+from megatron_rl.weights.source_ranks import SyncGroup
 from tests.unit.local_service import Sleep, local_service
 
 WEIGHTS = {"embed": torch.arange(12, dtype=torch.float32).view(3, 4)}

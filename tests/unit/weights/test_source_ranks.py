@@ -95,7 +95,7 @@ def test_lost_source_rank_is_reported_and_not_waited_for():
 
 
 def test_group_without_servers_fails_and_the_source_continues(monkeypatch):
-    monkeypatch.setattr("megatron_rl.weights.sync_group.MAX_CONNECT_S", 0.5)
+    monkeypatch.setattr("megatron_rl.weights.source_ranks.MAX_CONNECT_S", 0.5)
     stage = Stage(WEIGHTS.items())
     with ServerCalls(NOBODY, 5.0) as calls, pytest.raises(ServerCallError, match="127.0.0.1:9 is unreachable"):
         stage.source.open_group(calls, GroupSpec("name", NOBODY, "gloo", 5.0))

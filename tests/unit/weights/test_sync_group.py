@@ -20,8 +20,7 @@ from megatron_rl.weights import server_calls
 from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
 from megatron_rl.weights.publish import WeightPublisher
 from megatron_rl.weights.server_calls import ServerCallError
-from megatron_rl.weights.source_ranks import StageRank
-from megatron_rl.weights.sync_group import SyncGroup
+from megatron_rl.weights.source_ranks import StageRank, SyncGroup
 from tests.unit.examples.test_examples import ROOT
 from tests.unit.local_service import local_service
 from tests.unit.weights import recording

@@ -1,8 +1,13 @@
-"""Clean-up after a killed SGLang server, and protection of its API key.
+"""Clean-up after a killed SGLang server, protection of its API key, and its sleep while the trainer uses its devices.
 
 A server has a private folder for its temporary files (including the sockets of its processes), which is removed
 when the server is stopped. Its shared memory is unlinked as soon as all its processes have opened it, so nothing
 remains however the server ends. A server that is killed before that leaves some, which a later server removes.
+
+A sleeping server (one that shares devices with the trainer) has released its memory for weights, KV cache and CUDA graphs
+to the device (SGLang's memory saver; on a CPU nothing is released, but the calls are the same). Weights do not survive a
+sleep, so every wake-up is followed by a publish. The caller waits at most ``timeout_s`` each for idle servers and for
+their replies.
 """
 
 import os
@@ -15,6 +20,8 @@ import psutil
 
 from megatron_rl.rollout.sglang.process.options import ServerOptions, secret_config
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
+from megatron_rl.weights.bucket_plan import ServerAddress
+from megatron_rl.weights.server_calls import ServerCalls
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LOADS = "sglang_loads_"
@@ -22,6 +29,9 @@ _STARTED_S = 3600.0
 """Age from which shared memory is no longer being opened by name: longer than any server takes to start."""
 _MAX_SOCKET_FOLDER = 80
 """Linux limits the path of a socket to 107 characters."""
+WEIGHTS = ("weights", "cuda_graph")
+"""Memory that a server needs to load new weights."""
+KV_CACHE = ("kv_cache",)
 
 
 def write_secret(options: ServerOptions, folder: Path) -> str:
@@ -84,3 +94,35 @@ def remove_abandoned_shared_memory() -> None:
             is_old = time.time() - about.st_mtime > _STARTED_S and about.st_uid == os.getuid()
             if is_old and pid.isdecimal() and not psutil.pid_exists(int(pid)):
                 path.unlink()
+
+
+class ServerMemory:
+    """Tracks which servers are asleep and sends the calls that change it; used by one thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._released: dict[ServerAddress, set[str]] = {}
+
+    def sleep(self, servers: Sequence[ServerAddress]) -> None:
+        """Release the memory of every server that is awake; raises ServerCallError."""
+        awake = [server for server in servers if not self._released.get(server)]
+        if not awake:
+            return
+        with ServerCalls(awake, self._timeout_s) as calls:
+            calls.wait_until_idle("its sleep")
+            calls.post("/release_memory_occupation", {"tags": [*WEIGHTS, *KV_CACHE]})
+        for server in awake:
+            # A restarted server has a new address, so the state of its previous incarnation is dropped here.
+            self._released = {known: tags for known, tags in self._released.items() if known.url != server.url}
+            self._released[server] = {*WEIGHTS, *KV_CACHE}
+
+    def wake(self, servers: Sequence[ServerAddress], tags: Sequence[str]) -> None:
+        """Let the servers allocate the memory of ``tags`` that they released; raises ServerCallError."""
+        # A server crashes on a call to resume memory that it has not released.
+        asleep = [server for server in servers if self._released.get(server, set()).issuperset(tags)]
+        if not asleep:
+            return
+        with ServerCalls(asleep, self._timeout_s) as calls:
+            calls.post("/resume_memory_occupation", {"tags": list(tags)})
+        for server in asleep:
+            self._released[server].difference_update(tags)

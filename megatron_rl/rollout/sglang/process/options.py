@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG
+from megatron_rl.rollout.sglang.wire.response_validation import SERVER_FLAG
 from megatron_rl.system.gpu.gpu_environment import own_cuda_home, without_expandable_segments
 from megatron_rl.system.processes.torchrun import LAUNCHER_VARIABLES
 

@@ -22,6 +22,7 @@ from megatron_rl.rollout.requests import (
     ServerBusy,
 )
 from megatron_rl.rollout.sglang.wire.response_validation import (
+    SERVER_FLAG,
     InvalidReply,
     abbreviate,
     as_list,
@@ -29,11 +30,11 @@ from megatron_rl.rollout.sglang.wire.response_validation import (
     as_text,
     as_token_ids,
     as_token_logprobs,
+    decode_routes,
     expected_error,
     parse_count,
     parse_logprobs,
 )
-from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, decode_routes
 
 _BAN = -1.0e9
 """Added to a banned token's logit; too low for any practical temperature to sample the token."""

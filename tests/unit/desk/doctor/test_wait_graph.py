@@ -1,6 +1,6 @@
 """Findings about which process waits for which, from snapshots of processes."""
 
-from megatron_rl.desk.doctor.wait_graph import RunSnapshot, ServerSnapshot, rank_lines, verdict
+from megatron_rl.desk.doctor.hang import RunSnapshot, ServerSnapshot, rank_lines, verdict
 from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot
 
 REDUCE = (

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from megatron_rl.config.schedule_facts import Facts, Overlap
 from megatron_rl.desk.simulate.lengths import LengthDistribution, named_lengths
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_simulation import SlotProcess
+from megatron_rl.desk.simulate.slot_simulation import SlotProcess, ToolWaits, parse_waits, with_waits
 from megatron_rl.desk.simulate.timing import Decode, Timing
-from megatron_rl.desk.simulate.tool_waits import ToolWaits, parse_waits, with_waits
 from megatron_rl.errors import UserError
 
 TIMING = Timing(Decode((1.0, 8.0), (1.0, 1.0)))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.checks.model_folder import problems as folder_problems
+from megatron_rl.config.checks.model_settings import folder_problems
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.conversion import convert

@@ -28,11 +28,7 @@ from megatron_rl.rollout.requests import (
     ServerBusy,
 )
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.wire.response_validation import (
-    ApiKeyRejected,
-    InvalidReply,
-    NonFiniteLogprob,
-)
+from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply, NonFiniteLogprob
 from megatron_rl.rollout.workers import worker_pool
 from megatron_rl.rollout.workers.worker_pool import WorkerFailed, WorkerPool
 from megatron_rl.system.http.json_http import ApiKey, HttpError, NoHttpReply

@@ -3,7 +3,7 @@
 import pytest
 from aiohttp import web
 
-from megatron_rl.rollout.sglang.process.sleep_wake import KV_CACHE, WEIGHTS, ServerMemory
+from megatron_rl.rollout.sglang.process.cleanup import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.server_calls import ServerCallError
 from tests.unit.local_service import local_service

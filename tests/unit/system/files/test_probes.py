@@ -1,4 +1,4 @@
-"""Names that a pickle may import before a library loads it: megatron_rl/system/files/pickle_check.py."""
+"""Names that a pickle may import before a library loads it: megatron_rl/system/files/probes.py."""
 
 import enum
 import operator
@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from megatron_rl.system.files.pickle_check import UnsafePickle, check_pickle
+from megatron_rl.system.files.probes import UnsafePickle, check_pickle
 
 NAME = f"{__name__}.Format"
 

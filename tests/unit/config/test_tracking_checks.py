@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config.checks import tracking_keys
+from megatron_rl.config import checks
 from megatron_rl.config.schema import Config, TrackingConfig, WandbMode
 
 
 def problems(**tracking):
-    return list(tracking_keys.problems(replace(Config(), tracking=TrackingConfig(**tracking))))
+    return list(checks.tracking_problems(replace(Config(), tracking=TrackingConfig(**tracking))))
 
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path):
     """Names of the installed packages; tests add to the set."""
     installed = set()
-    monkeypatch.setattr(tracking_keys, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object() if name in installed else None)
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The least GPU time of a response, against sums over its tokens: megatron_rl/desk/costs/response_limit.py."""
+"""The least GPU time of a response, against sums over its tokens: megatron_rl/desk/plan/plan_ranking.py."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import pytest
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.desk.costs.gpus import gpu
-from megatron_rl.desk.costs.response_limit import decode_rate, response_gpu_seconds
 from megatron_rl.desk.costs.serving_time import decode_curve, kv_tokens, prefill_seconds
 from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
+from megatron_rl.desk.plan.plan_ranking import decode_rate, response_gpu_seconds
 from megatron_rl.families.model_facts import as_config, read_model_json
 
 MODELS, H100 = Path(__file__).parents[4] / "tools" / "published" / "models", gpu("H100-80G")
