@@ -62,9 +62,8 @@ def probability(model_path):
 
 def score(name: str, items: list[tuple], options: dict[str, Any], **settings: Any) -> list[Score]:
     fields = ("prompt", *{"pairwise": ["anchor"], "genrm": ["reference"]}.get(name, []))
-    with start_runner(
-        name, RunnerSettings(timeout_s=60.0, **settings), options={**({} if name == "reward_model" else WORDS), **options}, row_fields=fields
-    ) as runner:
+    options = options if name == "reward_model" else {**WORDS, **options}
+    with start_runner(name, RunnerSettings(timeout_s=60.0, **settings), options=options, row_fields=fields) as runner:
         return runner.submit(items).result()
 
 
