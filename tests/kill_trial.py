@@ -222,8 +222,7 @@ def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> list[
             signal_name, target, at, expected = "-", "-", "end", (0,)
         status, seconds, left = run.wait_gone()
         left += _left_in_shared_memory(shared)
-        # A launcher that is killed cannot remove its folder: the next one does.
-        left += [p.name for p in (run.folder / "tmp").iterdir() if not (status == -9 and p.name.startswith("megatron_rl-"))]
+        left += [path.name for path in (run.folder / "tmp").iterdir()]
         line = f"{signal_name:12} {target:8} at {moment:13} ({at:18}) status {status} gone {seconds:5.1f} s left {left or '-'}"
         print(line, flush=True)
         if left or status not in expected:

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -110,14 +111,28 @@ def remove_unfinished(parent: Path, pattern: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def new_temporary_folder(purpose: str) -> Path:
-    """Create a temporary folder, which the caller removes; those of killed processes are removed first."""
-    remove_abandoned_folders()
-    return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{purpose}-{os.getpid()}-"))
+class TemporaryFolder:
+    """A folder that another process removes when this process calls ``remove`` or ends, even by SIGKILL.
+
+    ``also``: shell commands before that; $1 is the folder. Folders whose remover was killed too are removed by later ones.
+    """
+
+    def __init__(self, purpose: str, also: str = ":") -> None:
+        remove_abandoned_folders()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{purpose}-{os.getpid()}-"))
+        # Twice, because processes that end at the same time may still write.
+        script = f'read _; {also}; rm -rf -- "$1" || {{ sleep 1; rm -rf -- "$1"; }}'
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", str(self.path)],
+            cwd="/", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def remove(self) -> None:
+        self._remover.communicate()  # closes its standard input
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the temporary folders of processes that were killed before they could."""
+    """Remove the temporary folders of processes that were killed together with their removers."""
     for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*-*-*"):
         pid = left.name.removeprefix(_TEMPORARY).split("-")[1]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_rl.system.files.atomic_files import remove_abandoned_folders
 from megatron_rl.system.processes.signals import INTERRUPTED, STOP_SIGNALS, STOPPED, StopRequested
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ def launch(arguments: Sequence[str]) -> int:
         except StopRequested as stop:
             print(f"stopped: {stop}, before the ranks were started", file=sys.stderr, flush=True)
             return STOPPED
-        finally:
-            remove_abandoned_folders()  # of ranks that were killed
     return 0
 
 

@@ -2,7 +2,8 @@
 
 A server has a private folder for its temporary files (including the sockets of its processes), which is removed
 when the server is stopped. Its shared memory is unlinked as soon as all its processes have opened it, so nothing
-remains however the server ends. A server that is killed before that leaves some, which a later server removes.
+remains however the server ends. If server and driver are killed before that, the process that removes the folder removes
+the shared memory too.
 
 A sleeping server (one that shares devices with the trainer) has released its memory for weights, KV cache and CUDA graphs
 to the device (SGLang's memory saver; on a CPU nothing is released, but the calls are the same). Weights do not survive a
@@ -27,6 +28,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LOADS = "sglang_loads_"
 _STARTED_S = 3600.0
 """Age from which shared memory is no longer being opened by name: longer than any server takes to start."""
+_PIDS = "pids"
+REMOVE_SHARED_MEMORY = f'for pid in $(cat "$1/{_PIDS}"); do rm -f {_SHARED_MEMORY}/sgl_shm_*_"$pid"_*; done'
+"""Shell command of a server's folder $1: removes the shared memory of the processes of ``write_pids``."""
 _MAX_SOCKET_FOLDER = 80
 """Linux limits the path of a socket to 107 characters."""
 WEIGHTS = ("weights", "cuda_graph")
@@ -52,6 +56,12 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
         return {}
     cache = folder.parent / f"torchinductor_{os.getuid()}"
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
+
+
+def write_pids(pids: Sequence[int], folder: Path) -> None:
+    """Note a starting server's processes in its folder, for ``REMOVE_SHARED_MEMORY``."""
+    with suppress(OSError):  # a full disk
+        (folder / _PIDS).write_text(" ".join(map(str, pids)))
 
 
 def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) -> None:

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,14 +28,16 @@ import psutil
 
 from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.cleanup import (
+    REMOVE_SHARED_MEMORY,
     remove_abandoned_shared_memory,
     remove_shared_memory,
     temporary_files_in,
     unlink_shared_memory,
+    write_pids,
     write_secret,
 )
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
-from megatron_rl.system.files.atomic_files import new_temporary_folder
+from megatron_rl.system.files.atomic_files import TemporaryFolder
 from megatron_rl.system.files.hub_cache import download_hint
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 from megatron_rl.system.processes.child_process import start_on_own_thread
@@ -137,7 +138,7 @@ class SglangServer:
         self._abandoned = threading.Event()
         self._started_at = 0.0
         self._log_start = 0
-        self._folder: Path | None = None
+        self._folder: TemporaryFolder | None = None
         """Folder of the process's temporary files."""
 
     @property
@@ -174,8 +175,8 @@ class SglangServer:
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._started_at = time.monotonic()
         remove_abandoned_shared_memory()
-        self._folder = new_temporary_folder("sglang")
-        command = server_command(self.options, self.port, write_secret(self.options, self._folder))
+        self._folder = TemporaryFolder("sglang", also=REMOVE_SHARED_MEMORY)
+        command = server_command(self.options, self.port, write_secret(self.options, self._folder.path))
         try:
             self._process = start_on_own_thread(partial(self._popen, command), f"sglang-{self.port}")
         except OSError as error:
@@ -253,7 +254,7 @@ class SglangServer:
         process.wait()
         remove_shared_memory(pids)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def log_end(self) -> str:
         """Last lines of this process's log, with the API key masked."""
@@ -277,14 +278,14 @@ class SglangServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment | temporary_files_in(self._folder),
+                env=environment | temporary_files_in(self._folder.path),
                 start_new_session=True,  # own process group, so that Ctrl-C in the terminal stops only the trainer
             )
 
     def _wait_healthy(self, while_waiting: Callable[[], None]) -> int | None:
         """Return None once the server answers, or its exit code if it exits first. Raises ServerError at the deadline."""
-        process = self._process
-        assert process is not None, "spawn() comes first"
+        process, folder = self._process, self._folder
+        assert process is not None and folder is not None, "spawn() comes first"
         next_progress = self._started_at + _PROGRESS_S
         next_call = time.monotonic() + _WAITING_S
         while True:
@@ -309,6 +310,7 @@ class SglangServer:
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
                 self.progress(f"waiting for server {self.url} ({waited_s:.0f} s); its log: {self.log_path}")
+            write_pids(group_members(process.pid), folder.path)
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"stopped waiting for server {self.url}: the run ends")
 

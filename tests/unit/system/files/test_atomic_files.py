@@ -1,17 +1,20 @@
 """Files appear complete or not at all, for any failure while they are written."""
 
 import os
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.system.files.atomic_files import (
+    TemporaryFolder,
     atomic_text_file,
-    new_temporary_folder,
     remove_abandoned_folders,
     replace_folder,
     write_atomic,
@@ -78,6 +81,26 @@ def test_temporary_folders_of_killed_processes_are_removed_and_those_of_running_
     others = [tmp_path / name for name in ("megatron_rl-notes", f"other-sglang-{gone.pid}-a1", "megatron_rl-sglang-x-a1")]
     for other in others:
         other.mkdir()
-    own = new_temporary_folder("sglang")
+    own = TemporaryFolder("sglang")
     remove_abandoned_folders()
-    assert sorted(tmp_path.iterdir()) == sorted([own, *others])
+    assert sorted(tmp_path.iterdir()) == sorted([own.path, *others])
+    own.remove()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_the_folder_of_a_killed_process_is_removed_with_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "named").touch()
+    program = (
+        "import os, signal; from megatron_rl.system.files.atomic_files import TemporaryFolder\n"
+        f"folder = TemporaryFolder('x', also='rm $(cat \"$1/names\")')\n"
+        f"(folder.path / 'names').write_text({str(tmp_path / 'named')!r})\n"
+        "print(len(list(folder.path.parent.iterdir())), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "2\n")
+    deadline = time.monotonic() + 30
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

@@ -33,25 +33,6 @@ def test_torchrun_does_not_warn_about_the_options_that_it_is_given(monkeypatch, 
     assert caplog.messages == []
 
 
-def test_the_launcher_leaves_no_folder_of_its_own_or_of_a_killed_rank(monkeypatch, tmp_path):
-    rank = (
-        "import os, signal; from megatron_rl.system.files.atomic_files import new_temporary_folder;"
-        "(new_temporary_folder('sglang') / 'socket').touch(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    seen = []
-
-    def kill_a_rank(arguments):
-        assert subprocess.run([sys.executable, "-c", rank]).returncode == -9
-        seen.extend(path.name.rpartition("-")[0].rpartition("-")[0] for path in tmp_path.iterdir())
-        raise ChildFailedError("megatron_rl", {0: ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file="")})
-
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(torchrun, "main", kill_a_rank)
-    assert run_under_torchrun(2, ["train"]) == 1
-    assert seen == ["megatron_rl-sglang"] and list(tmp_path.iterdir()) == []
-
-
 def test_a_launcher_that_is_killed_leaves_no_temporary_file(tmp_path):
     rank = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     options = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable, "-c", rank]
