@@ -59,7 +59,7 @@ def by_transformers(folder: Path, sequences: list[Tensor], weights: list[Tensor]
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with in_float64():
-        logits = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
+        logits = torch.cat([model(tokens[None], use_cache=False).logits[0] for tokens in sequences])
         (logits * torch.cat(weights)).sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
