@@ -15,7 +15,7 @@ from characters import write_rows
 
 from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 
 def responses(model_path: Path, prompts: list[str], *, max_new_tokens: int, seed: int) -> list[str]:

@@ -18,7 +18,7 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import UserError
 from megatron_rl.families.model_facts import has_vision, vision_token_ids
 from megatron_rl.parallel import topology
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.system.megatron_core import release
 from megatron_rl.training.engine import Engine
 from tests.integration.models_worker import pack

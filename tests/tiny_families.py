@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.families.family import families
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.system.megatron_core import release
 from tests.tiny_models import VECTOR_NOISE, WEIGHT_SCALE
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import CHARACTERS
 
 SPECIAL = {

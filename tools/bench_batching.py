@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.flops import ForwardFlops, flops_cost
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics, split_minibatches
 from megatron_rl.training.replica_assignment import ReplicaPlanner
 

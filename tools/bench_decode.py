@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 ENGINES = ("ours", "torch_native", "transformers")
 STOCK = {"MEGATRON_RL_STOCK_KERNELS": "1"}

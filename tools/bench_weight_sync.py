@@ -55,7 +55,7 @@ def make_model(folder: Path, arguments: dict) -> None:
     """A configuration without weights: both sides begin with random ones."""
     from transformers import AutoConfig
 
-    from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     hidden = arguments["hidden"]

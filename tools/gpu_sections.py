@@ -29,7 +29,7 @@ from megatron_rl.desk.doctor.layout_ranks import OPTIMIZER, make_batch
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.models.layers.torch_layers import has_transformer_engine
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine

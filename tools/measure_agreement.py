@@ -31,7 +31,7 @@ from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 
 SIZES: dict[str, Any] = dict(

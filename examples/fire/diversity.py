@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.rules.math import score
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 MAX_NEW_TOKENS = 12
 

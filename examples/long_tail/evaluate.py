@@ -19,7 +19,7 @@ import torch
 
 from megatron_rl.algorithms.pass_at_k import mean_and_error
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 declare_torchvision_ops()
 from transformers import AutoModelForCausalLM

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from megatron_rl.cpu import sglang_start
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.system.processes import process_probe
 
 

@@ -118,7 +118,7 @@ class Tokenizer:
     """Text to ids and back. Raises DataError if the folder has no tokenizer or the tokenizer does not fit the model."""
 
     def __init__(self, path: str | Path) -> None:
-        from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+        from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
         declare_torchvision_ops()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -225,7 +225,7 @@ def _placed(ref: ImageRef) -> Iterator[None]:
 
 
 def _image_processor(path: Path) -> Any:
-    from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     from transformers import AutoImageProcessor

@@ -21,7 +21,7 @@ from megatron_rl.families.model_facts import has_vision
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import expected_names
 from megatron_rl.parallel import topology
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 from tests.integration.engine_worker import set_overlap
 from tests.te_stand_ins import CALLS

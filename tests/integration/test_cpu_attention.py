@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 CONTEXT = 64
 

@@ -18,7 +18,7 @@ from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import WindowGenerator
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.integration.preloaded import serving
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 

@@ -21,7 +21,7 @@ from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import INDEX_FILE, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack

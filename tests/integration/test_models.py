@@ -18,7 +18,7 @@ from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import RandomSource, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.integration.models_worker import INIT_SEED, LAYOUTS, pack
 from tests.integration.torchrun import run_ranks
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model

@@ -25,7 +25,7 @@ from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.attached_server import AttachedServer, disagreements, nccl_of
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer, group_members, is_healthy
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]

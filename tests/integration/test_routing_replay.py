@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.integration.routing_worker import BIAS_RATE, BIASED, LENGTHS, PROMPT_TOKENS, SCENARIOS
 from tests.integration.torchrun import run_ranks
 from tests.tiny_families import COMMON, LATENT

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer, free_port
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.weights.bucket_plan import CoverageError
 from megatron_rl.weights.buckets import exhaust
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError

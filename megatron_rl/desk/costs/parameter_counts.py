@@ -9,7 +9,7 @@ from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.model_facts import cached_by_content, dims, layer_kinds, text_config
 from megatron_rl.families.transforms import Replicated, RowParallel, padded_vocab_size
 from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 
 @dataclass(frozen=True)

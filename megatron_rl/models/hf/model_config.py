@@ -18,7 +18,7 @@ from megatron_rl.families.model_facts import (
 )
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.system.megatron_core import linear_attention_problem
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -1,4 +1,4 @@
-"""Environment variables for GPUs, the same for trainer ranks and servers; which GPUs, Transformer Engine, torchvision work here.
+"""Environment variables for GPUs, the same for trainer ranks and servers; the GPUs and Transformer Engine that work here.
 
 A broadcast of weights uses one NCCL communicator of trainer ranks and server workers. NCCL fails or hangs if the two
 sides have different values of ``NCCL_DEFAULTS``, which SGLang sets to 0 in a server that has none.
@@ -29,8 +29,6 @@ _EXPANDABLE = "expandable_segments"
 _TRANSFORMER_ENGINE = "transformer_engine"
 transformer_engine_problem = ""
 """Reason why Transformer Engine does not load; empty if it loads or is not installed."""
-_torchvision_library = None
-"""Keeps the declared operators alive: torch forgets them with the Library object."""
 
 
 def set_gpu_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -118,22 +116,3 @@ def hide_broken_transformer_engine() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == _TRANSFORMER_ENGINE]:
         del sys.modules[name]
     vars(sys)["modules"][_TRANSFORMER_ENGINE] = None
-
-
-def declare_torchvision_ops() -> None:
-    """Make ``import torchvision`` work with a CPU build of torch.
-
-    PyPI's torchvision is built for CUDA: its compiled part cannot load with CPU torch, and the import then fails
-    at ``register_fake("torchvision::nms")``. Declaring the operators that it registers unconditionally is
-    sufficient. SGLang and ``transformers`` models import torchvision, so every process that uses either calls this
-    first. A second call, or a call with a CUDA build of torch, does nothing.
-    """
-    global _torchvision_library
-    import torch
-
-    if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _torchvision_library = library

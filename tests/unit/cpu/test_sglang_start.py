@@ -41,7 +41,7 @@ def test_only_server_processes_disable_collector_and_compiler():
 
 def test_transformers_skips_sklearn_and_scipy_but_others_can_import_them():
     program = (
-        "import sys\nfrom megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops\ndeclare_torchvision_ops()\n"
+        "import sys\nfrom megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops\ndeclare_torchvision_ops()\n"
         "import transformers.generation.candidate_generator as generator\n"
         "import transformers.loss.loss_for_object_detection\n"
         "assert 'sklearn' not in sys.modules and 'scipy' not in sys.modules, 'imported after all'\n"

@@ -22,7 +22,7 @@ from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.models import policy
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.system.megatron_core import linear_attention_problem
 from tests.fake_world import fake_rank
 

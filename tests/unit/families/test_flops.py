@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 declare_torchvision_ops()
 

@@ -134,7 +134,7 @@ def test_only_sampling_commands_reject_sglang_differences(tmp_path) -> None:
 
 def test_yarn_factors_equal_those_of_the_libraries() -> None:
     """The two factors compared above equal those of transformers and SGLang."""
-    from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+    from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
     declare_torchvision_ops()
     import torch

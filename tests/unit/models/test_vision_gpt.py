@@ -18,7 +18,7 @@ from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import _check_vision
 from megatron_rl.models.image_encoding import assign_images, image_flops
 from megatron_rl.models.vision_gpt import image_rows, mrope_angles, mrope_positions, rope_axes
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import VISION_SHAPES, VISION_TOKENS
 
 declare_torchvision_ops()

@@ -37,7 +37,7 @@ from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.image_encoding import freeze
 from megatron_rl.models.lora import add_adapters
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from megatron_rl.training import engine
 from megatron_rl.training.ddp import wrap
 from megatron_rl.training.optimizer import build_optimizer

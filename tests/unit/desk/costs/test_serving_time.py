@@ -7,7 +7,7 @@ from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import ServerCosts, decode_curve, kv_bytes, kv_tokens, prefill_seconds
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.families.model_facts import layer_windows
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import COMMON, SHAPES
 
 declare_torchvision_ops()

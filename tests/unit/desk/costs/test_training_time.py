@@ -8,7 +8,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.training_time import Efficiency, PublishCosts, bubble, publish_seconds, training_seconds
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import COMMON, SHAPES
 
 declare_torchvision_ops()

@@ -19,7 +19,7 @@ from megatron_rl.desk.plan.layout_search import (
 from megatron_rl.errors import ModelError
 from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.models.hf.megatron_config import check_layout
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()

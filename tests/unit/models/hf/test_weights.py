@@ -31,7 +31,7 @@ from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.tensor_sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError, is_mtp
 from megatron_rl.models.hf.weights import assemble, read_entry
 from megatron_rl.models.layers.attention import plan_attention
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.tiny_families import SHAPES, VISION_SHAPES, family_config
 
 declare_torchvision_ops()

@@ -29,7 +29,7 @@ from megatron_rl.rollout.requests import GenerationRequest, RouteShape
 from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation
 from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply, decode_routes
 from megatron_rl.step.packing import window_routes
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=4)
 
