@@ -113,7 +113,7 @@ def encode_conversation(conversation: ConversationRow, tokenizer: Tokenizer, not
         """Texts with the (start, end) of the turns that are trained in them."""
         for turn in reversed(conversation.trained):
             own = whole if turn == len(messages) - 1 else render(messages[: turn + 1])
-            start = _start(own, messages[:turn], render, tokenizer, notes)
+            own, start = _with_start(own, messages[:turn], render, tokenizer, notes)
             _check_shown(messages[turn], own[start:], notes)
             notes[_NO_END] += not own.rstrip().endswith(tokenizer.special_texts)
             ends = ((spans, _end(text, own, start, tokenizer)) for text, spans in groups)
@@ -129,24 +129,36 @@ def encode_conversation(conversation: ConversationRow, tokenizer: Tokenizer, not
         raise DataError(f"{content.place}: message {turn + 1} of the conversation: {error}") from error
 
 
-def _start(
+def _with_start(
     own: str, earlier: Sequence[Message], render: Callable[..., str], tokenizer: Tokenizer, notes: Counter[str]
-) -> int:
-    """Start of the turn that follows the messages ``earlier``, in the text ``own`` that ends with it."""
-    context = render(earlier, generate=True)
+) -> tuple[str, int]:
+    """The text that ends with the turn after the messages ``earlier``, and the turn's start in it; ``own``: the template's."""
+    context, before = render(earlier, generate=True), render(earlier)
     if own.startswith(context):
-        return len(context)
-    shared = _end(own, render(earlier), 0, tokenizer)
+        return own, len(context)
+    shared = _end(own, before, 0, tokenizer)
     if shared is None:
+        # The turn changes the text before it (Hermes closes a last result of a tool otherwise). It trains in the context that it is
+        # generated from, and begins where the prompt for it ends in a text with another answer.
+        prompt = context.removeprefix(before) if context.startswith(before) else ""
+        other = render([*earlier, {"role": "assistant", "content": "-"}])
+        start = own.rfind(prompt, 0, _num_shared(own, other)) + len(prompt)
+        if prompt and start >= len(prompt):
+            return context + own[start:], len(context)
         raise DataError(
             f"the chat template of {tokenizer.path} changes the messages before this turn when the turn is added, so the turn's text "
             "cannot be found; mask the turn with weight 0, or use another template"
         )
     notes[_OTHER_START] += 1
-    end = next(i for i, (one, other) in enumerate(zip(f"{own}\0", context, strict=False)) if one != other)
+    end = _num_shared(own, context)
     # Not in the middle of a word that the prompt and the turn happen to start with.
     marks = [(own.rfind(mark, shared, end), len(mark)) for mark in (*tokenizer.special_texts, "\n")]
-    return max((place + length for place, length in marks if place >= 0), default=shared)
+    return own, max((place + length for place, length in marks if place >= 0), default=shared)
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Number of characters that both texts start with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _end(text: str, own: str, start: int, tokenizer: Tokenizer) -> int | None:

@@ -227,14 +227,26 @@ def test_conversations_that_a_template_cannot_show_are_refused(name, messages, r
     assert reason in str(error.value) and "rows.jsonl:1" in str(error.value), error.value
 
 
-def test_template_that_changes_the_messages_before_a_turn_is_refused(tokenizers, load):
-    shouts = Style(
-        "{% for m in messages %}<u>{{ m.content | upper if loop.last else m.content }}<a>{% endfor %}"
-        "{% if add_generation_prompt %}<u>{% endif %}",
-        ("<u>", "<a>"),
-    )
+# A result of a tool ends with a line break only if a turn follows (Hermes); earlier thoughts go once an answer follows (gpt-oss).
+_CLOSED_LATER = (
+    "{% for m in messages %}<u>{{ m.thinking + '<t>' if m.thinking and loop.last else '' }}"
+    "{{ m.content }}{{ '' if loop.last else '\n' }}<a>{% endfor %}{% if add_generation_prompt and prompts %}<u>{% endif %}"
+)
+
+
+def test_turns_that_change_the_text_before_them_train_in_the_context_that_they_are_generated_from(tokenizers, load):
+    tokenizer = tokenizers(Style(_CLOSED_LATER.replace(" and prompts", ""), ("<t>", "<u>", "<a>")))
+    sequences, notes = load(tokenizer, {"messages": [*CHAT[:3], CHAT[3] | {"thinking": "<u>"}]})
+    assert [tokenizer.raw_text(one.token_ids) for one in sequences] == [
+        "<u>Hello?\n<a><u>I am a model.\n<a><u>Bye<a><u><u><t>Farewell<a>", "<u>Hello?<a><u>I am a model.<a>",
+    ]  # fmt: skip
+    assert [trained_texts(tokenizer, one) for one in sequences] == [["<u><t>Farewell<a>"], ["I am a model.<a>"]]
+    assert any("changes earlier turns" in note for note in notes)
+
+
+def test_template_without_a_prompt_that_changes_the_messages_before_a_turn_is_refused(tokenizers, load):
     with pytest.raises(DataError, match="changes the messages before this turn when the turn is added"):
-        load(tokenizers(shouts), {"messages": [CHAT[0], {"role": "assistant", "content": "MODEL"}]})
+        load(tokenizers(Style(_CLOSED_LATER, ("<t>", "<u>", "<a>"))), {"messages": CHAT})
 
 
 @mutations(60)

@@ -1,5 +1,6 @@
 """A run's memory per stage, the fit and its remedies: desk/costs/run_memory.py, desk/plan/memory_fit.py."""
 
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,17 @@ from megatron_rl.desk.costs.run_memory import (
     models_of,
     run_memory,
 )
+from megatron_rl.desk.plan.dry_run import _lora_notes
 from megatron_rl.desk.plan.memory_fit import MemoryFit, _is_possible, check_fit_with_fixes
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.training.optimizer import state_tensors
+from megatron_rl.training.trainer_ranks import rl_engines
+from tests.fake_world import fake_rank
+from tests.tiny_models import make_tiny_model
 
 MODELS = Path(__file__).parents[4] / "tools" / "published" / "models"
 H100, H200 = gpu("H100-80G"), gpu("H200")
@@ -281,3 +287,47 @@ def test_invalid_memory_fraction_is_rejected_by_its_key(share):
     config = configured("qwen2.5-math-7b", f"rollout.server_args={{mem-fraction-static: {share}}}")
     with pytest.raises(ConfigError, match="mem-fraction-static: expected a number"):
         memory_fraction(config)
+
+
+ADAPTERS = ["preset=ppo", "policy.lora.rank=8", "critic.lora.rank=8", "policy.offload=never", "critic.offload=never"]
+ADAPTERS += ["algorithm.kl.place=loss", "algorithm.kl.estimator=k3", "algorithm.kl.coef=0.1"]
+WIDE = dict(hidden_size=512, intermediate_size=1536, vocab_size=8192, num_attention_heads=8, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "sizes", "dtype"),
+    [
+        ("qwen3", dict(num_hidden_layers=4), dict(tp=2, ranks=2), "bfloat16"),
+        ("qwen3", WIDE, dict(ranks=1), "float32"),
+        ("qwen3", WIDE, dict(ranks=2), "bfloat16"),
+        ("qwen3_moe", dict(hidden_size=256, vocab_size=2048), dict(ep=2, ranks=2), "float32"),
+    ],
+)
+def test_planned_bytes_of_adapters_with_and_without_a_shared_base_are_those_of_the_engines(tmp_path, family, shape, sizes, dtype):
+    """Policy, critic and reference; the dry run's note says what the shared base saves."""
+    folder = make_tiny_model(tmp_path / "model", family, **shape)
+    planned, measured = {}, {}
+    for reference in ("", f"{folder}/"):
+        overrides = [f"policy.path={folder}", f"policy.dtype={dtype}", f"reference.path={reference}", *ADAPTERS, *layout(**sizes)]
+        config = load_config(None, overrides)
+        names = ("policy", "critic", "reference")
+        planned[reference] = held(config, "update_policy", *names) + stages_of(config)["update_critic"].parts["critic: gradients"]
+        measured[reference] = max(bytes_of_engines(config, rank) for rank in range(config.parallel.num_ranks))
+    assert planned == pytest.approx(measured, rel=0.01)
+    if "ep" not in sizes:  # whose ranks each have the other layers
+        note = next(note for note in _lora_notes(load_config(None, [*overrides, "reference.path="]), "train") if "saves" in note)
+        saved = 1e6 * float(note.split("saves ")[1].split(" MB")[0].replace(",", ""))
+        assert saved == pytest.approx((measured[f"{folder}/"] - measured[""]) * sizes.get("tp", 1), rel=0.01, abs=5e4)
+
+
+def bytes_of_engines(config: Config, rank: int) -> int:
+    """Weights, gradients and optimizer state of all models on one rank, each storage once."""
+    with fake_rank(rank, config.parallel.num_ranks, config.parallel) as (place,), ExitStack() as stack:
+        tensors = []
+        for engine in rl_engines(config)(place).values():
+            if engine._optimizer is not None:
+                stack.enter_context(engine.memory.training())  # gradients exist
+            tensors += [parameter.data for chunk in engine.chunks for parameter in chunk.parameters()]
+            tensors += [buffer.grad_data for one in engine._replicas for buffer in (*one.buffers, *one.expert_parallel_buffers)]
+            tensors += state_tensors(engine._optimizer) if engine._optimizer else []
+        return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
