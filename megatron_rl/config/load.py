@@ -13,6 +13,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -161,10 +162,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         )
     try:
         text = read_regular(path).decode()
-        loaded = OmegaConf.load(io.StringIO(text))
-        if isinstance(loaded, DictConfig):
-            return _plain_layer(loaded)
-        found = f"got a {type(loaded).__name__}"
+        loaded = _parsed(text)
+        if isinstance(loaded, dict):
+            return loaded
+        found = f"got a {loaded}"
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_yaml_problem(error, text)}") from error
     except UserError as error:
@@ -177,6 +178,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         # OmegaConf also raises OSError for a file with a single value.
         found = f"which it is not ({error.strerror})" if error.strerror else _first_line(error)
     raise ConfigError(f"{path}: expected sections with keys (a YAML mapping), {found}")
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> dict[str, Any] | str:
+    """The mapping that ``text`` is, which callers must not change, or the type of another value."""
+    loaded = OmegaConf.load(io.StringIO(text))
+    return _plain_layer(loaded) if isinstance(loaded, DictConfig) else type(loaded).__name__
 
 
 def _read_preset(name: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from megatron_rl.desk.simulate.decoding import ServerLimits, ServerRequests, _Queue
+from megatron_rl.desk.simulate.decoding import ServerLimits, ServerRequests, served_in_turns
 from megatron_rl.desk.simulate.timing import Decode, Timing
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
@@ -46,31 +46,17 @@ def replies(tmp_path_factory):
             return prompts, json.load(answer)
 
 
-class Passes(_Queue):
-    """Numbers the prefill passes, and notes the pass in which each request started first."""
-
-    num_passes = 0
-
-    def _prefill_pass(self):
-        self.num_passes += 1
-        super()._prefill_pass()
-
-    def _start(self, request):
-        self.__dict__.setdefault("first_pass", {}).setdefault(request, self.num_passes)
-        super()._start(request)
-
-
 def test_a_full_server_admits_and_retracts_request_by_request_as_simulated(replies):
     prompts, answers = replies
     prefix, new = (np.array([len(tokens) for tokens in column]) for column in (prompts, [one["output_ids"] for one in answers]))
     limits = ServerLimits(kv_tokens=KV_TOKENS, prefill_tokens=4096, conservativeness=CONSERVATIVENESS, sent_share=np.inf)
     rooms = np.full(NUM_REQUESTS, ROOM)
-    queue = Passes(ServerRequests(prefix, new, rooms, rooms), Timing(Decode((1.0,), (1.0,))), limits)
+    trace, first_pass = served_in_turns(ServerRequests(prefix, new, rooms, rooms), Timing(Decode((1.0,), (1.0,))), limits)
     retractions = [one["meta_info"]["num_retractions"] for one in answers]
-    assert queue.run().retractions.tolist() == retractions
+    assert trace.retractions.tolist() == retractions
     assert sum(retractions) >= 1
     starts = [one["meta_info"]["forward_entry_time"] for one in answers]
-    assert ranks([queue.first_pass[request] for request in range(NUM_REQUESTS)]) == ranks(starts)
+    assert ranks(first_pass) == ranks(starts)
 
 
 def ranks(values):

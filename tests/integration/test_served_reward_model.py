@@ -13,7 +13,7 @@ from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.system.gpu.gpu_environment import declare_torchvision_ops
+from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
 from tests.integration.preloaded import serving
 from tests.tiny_models import make_tiny_model
 

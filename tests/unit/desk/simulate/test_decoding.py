@@ -5,14 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.desk.simulate.decoding import (
-    MOST_BATCHED_TOKENS,
-    ServerLimits,
-    ServerRequests,
-    expected_tokens,
-    serve,
-    spread,
-)
+from megatron_rl.desk.simulate import server_events
+from megatron_rl.desk.simulate.decoding import ServerLimits, ServerRequests, expected_tokens, serve, spread
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.rollout.requests import Generation
 from megatron_rl.rollout.sglang.balance import load_balancing
@@ -49,6 +43,23 @@ def test_events_give_what_every_single_token_gives(lengths, limit):
     assert found.context_token_steps == pytest.approx(brute.context_steps)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_compiled_events_have_the_same_bits(monkeypatch, seed):
+    """Up to 200 requests, responses of up to 18,000 tokens: near and far from their end, batched and alone, retracted or not."""
+    rng = np.random.default_rng(seed)
+    scale, number = int(rng.choice([20, 300, 9000])), int(rng.integers(65, 200))
+    prefix, new, more = rng.integers(1, scale, (3, number))
+    limit = ServerLimits(
+        running=int(rng.choice([0, 3, 20])), kv_tokens=int(rng.choice([0, 4, 20])) * scale, inflight=int(rng.choice([2, 30])),
+        prefill_tokens=int(rng.choice([7, 8192])), conservativeness=float(rng.choice([0, 0.3, 1.0])), sent_share=9.0,
+    )  # fmt: skip
+    compiled = serve(requests_of(prefix, new, new + more), TIMING, limit)
+    monkeypatch.setattr(server_events, "_compiled", lambda: None)
+    python = serve(requests_of(prefix, new, new + more), TIMING, limit)
+    for name, values in vars(compiled).items():
+        assert np.asarray(values).tobytes() == np.asarray(getattr(python, name)).tobytes(), name
+
+
 @settings(max_examples=50, deadline=None)
 @given(requests, limits)
 def test_at_its_end_a_request_has_its_tokens_and_before_it_fewer(lengths, limit):
@@ -79,7 +90,7 @@ def test_the_client_expects_what_its_estimate_gives():
         estimate.sent(str(index), most)
         estimate.ended(str(index), most, Generation(np.arange(length), np.zeros(length), "stop", "1", 0))
     assert expected_tokens(new, room).tolist() == [estimate.expected(most) for most in room.tolist()]
-    assert (ServerLimits().sent_share, MOST_BATCHED_TOKENS) == (load_balancing._FILLED, load_balancing._MOST_BATCHED_TOKENS)
+    assert (ServerLimits().sent_share, server_events.MOST_BATCHED_TOKENS) == (load_balancing._FILLED, load_balancing._MOST_BATCHED_TOKENS)
 
 
 def test_tokens_at_a_moment_against_a_curve_without_context():
