@@ -32,7 +32,7 @@ arm() {
     shift 4
     train_arm "$name" "data.train_files=[$O/$data.jsonl]" "data.eval_files=[$O/checked.jsonl]" \
         "reward.by_type={judged: $judged, checked: {name: math, options: {extract: last_number}}}" \
-        run.num_steps=20 eval.every_steps=2 eval.temperature=0 tracking.mlflow=false tracking.report_every_steps=0 "$@"
+        run.num_steps=20 eval.every_steps=2 eval.temperature=1 tracking.mlflow=false tracking.report_every_steps=0 "$@"
     kill "$SERVER_PID" && wait "$SERVER_PID" || true
     SERVER_PID=
 }

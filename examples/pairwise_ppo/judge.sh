@@ -44,6 +44,7 @@ make_judge() {
 # Serve the judge on a free port; JUDGE_URL is its address.
 start_judge() {
     local output=$SCRATCH/server.txt
+    : >"$output"  # of an earlier server
     .venv/bin/megatron-rl serve --model-path "$JUDGE" --port 0 --log "$JUDGE.server.log" >"$output" 2>&1 &
     SERVER_PID=$!
     until JUDGE_URL=$(sed -n 's/^server \(http[^ ]*\) is ready.*/\1/p' "$output") && [ -n "$JUDGE_URL" ]; do
