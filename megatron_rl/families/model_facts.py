@@ -169,7 +169,7 @@ _MAX_CACHED = 20_000
 
 
 class _Facts(SimpleNamespace):
-    """Fields of a config.json, which cannot be set anew."""
+    """Fields of a config.json, which cannot be set."""
 
     __slots__ = ("_content",)
 

@@ -116,7 +116,7 @@ def test_families_import_no_megatron_sglang_or_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_fields_of_a_file_name_it_in_caches_and_are_not_set_anew():
+def test_fields_of_a_file_name_it_in_caches_and_cannot_be_set():
     facts = as_config({"hidden_size": 64, "layer_types": ["a"]})
     with pytest.raises(AttributeError, match="make other ones by as_config"):
         facts.hidden_size = 128
