@@ -13,7 +13,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -82,7 +82,7 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
     preset = next((layer["preset"] for _, layer in reversed(layers) if layer.get("preset")), "")
     if preset:
         layers.insert(0, (f"preset {preset}", _read_preset(preset)))
-    values = to_yaml_values(Config())
+    values = _defaults()
     for origin, layer in layers:
         try:
             _typed("", layer, Config, is_layer=True)
@@ -261,9 +261,8 @@ def _merged(base: Any, layer: Any, annotation: Any) -> Any:
 def _annotation_of(name: str, annotation: Any) -> Any:
     """Annotation of item ``name`` in a value with ``annotation``; Any for a name that a section does not have."""
     section = not_null(annotation)
-    if is_dataclass(section):
-        return next((item.type for item in fields(section) if item.name == name), Any)
-    return item_type(section)
+    named: Any = section
+    return _kinds(named).get(name, Any) if is_dataclass(section) else item_type(section)
 
 
 def _typed(key: str, value: Any, annotation: Any, *, is_layer: bool = False) -> Any:
@@ -291,7 +290,7 @@ def _typed(key: str, value: Any, annotation: Any, *, is_layer: bool = False) -> 
 
 
 def _section(key: str, value: Mapping[str, Any], section: Any, *, is_layer: bool) -> Any:
-    kinds = {item.name: item.type for item in fields(section)}
+    kinds = _kinds(section)
     parts: dict[str, Any] = {}
     for name, part in value.items():
         full = f"{key}.{name}" if key else str(name)
@@ -300,6 +299,18 @@ def _section(key: str, value: Mapping[str, Any], section: Any, *, is_layer: bool
         elif full not in REMOVED or REMOVED[full][0] != part:
             raise ConfigError(f"unknown key {shown(full)}{_suggestion(full)}")
     return section(**parts)
+
+
+@cache
+def _kinds(section: Any) -> Mapping[str, Any]:
+    """Annotation of each key of a section."""
+    return {item.name: item.type for item in fields(section)}
+
+
+@cache
+def _defaults() -> Any:
+    """The schema's defaults, which callers must not change."""
+    return to_yaml_values(Config())
 
 
 def _suggestion(key: str) -> str:
@@ -319,16 +330,9 @@ def _single(key: str, value: Any, wanted: Any) -> Any:
         if str(value) in choices:
             return choices[str(value)]
         raise ConfigError(f"{key}: expected one of {', '.join(choices)}, got {shown(value)}")
-    readers: dict[Any, tuple[str, Callable[[Any], Any]]] = {
-        bool: ("true or false", _truth),
-        bool | str: ("true, false or a word", _truth_or_word),
-        int: ("a whole number", _whole),
-        float: ("a number", _number),
-        str: ("text", _text),
-    }
-    if wanted not in readers:
+    if wanted not in _READERS:
         return value
-    expected, read = readers[wanted]
+    expected, read = _READERS[wanted]
     try:
         return read(value)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -362,3 +366,13 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bytes):
         raise ValueError(value)
     return str(value)
+
+
+_READERS: Mapping[Any, tuple[str, Callable[[Any], Any]]] = {
+    bool: ("true or false", _truth),
+    bool | str: ("true, false or a word", _truth_or_word),
+    int: ("a whole number", _whole),
+    float: ("a number", _number),
+    str: ("text", _text),
+}
+"""Type of a single value -> its name in messages, and the function that reads it."""

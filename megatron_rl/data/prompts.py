@@ -369,10 +369,14 @@ def _answer(row: Row, place: str, data: DataConfig) -> str:
         return ""
     if missing or isinstance(value, (dict, list, bytes, bool)) or value in (math.inf, -math.inf):
         got = "empty text" if is_blank else describe(value)
-        remedy = f"fields here are {sorted(row)}; set data.answer_field, or data.answer_required=false if the reward needs none"
+        remedy = f"{_fields_of(row)}; set data.answer_field, or data.answer_required=false if the reward needs none"
         hint = f"; {remedy}" if missing else ""
         raise DataError(f"{place}: field {data.answer_field!r}: expected text or a number, got {got}{hint}")
     return str(value)
+
+
+def _fields_of(row: Row) -> str:
+    return f"fields here are {[name[:40] for name in sorted(row)]}"  # a damaged file may make a name of its whole text
 
 
 def _type(row: Row, path: str, place: str) -> str:
@@ -408,6 +412,6 @@ def text_field(row: Row, path: str, place: str, key: str = "") -> str:
     if not isinstance(value, str) or not value.strip():
         remedy = f"; set {key} to one of them" if key and is_missing(value) else ""
         raise DataError(
-            f"{place}: field {path!r}: expected non-empty text, got {describe(value)}; fields here are {sorted(row)}{remedy}"
+            f"{place}: field {path!r}: expected non-empty text, got {describe(value)}; {_fields_of(row)}{remedy}"
         )
     return value

@@ -168,19 +168,37 @@ _Result = TypeVar("_Result")
 _MAX_CACHED = 20_000
 
 
+class _Facts(SimpleNamespace):
+    """Fields of a config.json, which cannot be set."""
+
+    __slots__ = ("_content",)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: these are a file's fields, and caches name them by their content; make other ones by as_config")
+
+    @property
+    def content(self) -> str:
+        try:
+            return self._content
+        except AttributeError:
+            object.__setattr__(self, "_content", repr(self))
+            return self._content
+
+
 def cached_by_content(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Decorator that caches ``function`` by the content of its arguments; the first argument is a configuration.
 
     The planner calls such functions thousands of times. Callers must not change a result. Only configurations of
     ``as_config`` are cached, because the ``repr`` of a transformers configuration, the cache key, is slow.
     """
-    cache: dict[str, _Result] = {}
+    cache: dict[tuple[str, str], _Result] = {}
 
     @functools.wraps(function)
     def cached(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        if type(args[0]) is not SimpleNamespace:
+        facts = args[0]
+        if type(facts) is not _Facts:
             return function(*args, **kwargs)
-        content = repr((args, kwargs))
+        content = (facts.content, repr((args[1:], kwargs)))
         if content not in cache:
             if len(cache) > _MAX_CACHED:
                 cache.clear()
@@ -239,7 +257,7 @@ def with_text(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_config(model: Mapping[str, Any]) -> ModelConfig:
     """The result of ``read_model_json`` as an object with attributes."""
-    return SimpleNamespace(**model)
+    return _Facts(**model)
 
 
 def has_vision(model: Mapping[str, Any]) -> bool:

@@ -111,6 +111,14 @@ def test_damaged_files_are_read_or_rejected(folder, data):
         check_files([str(file)], DataConfig())
 
 
+def test_a_field_with_an_endless_name_is_shown_by_its_start(tmp_path):
+    """As in a damaged file, whose text became a name."""
+    for row in ({"prompt": "1+1="}, {"answer": "2"}):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "[" * 9000: 1}))
+        with taken_or_refused("fields here are ["):
+            check_files([str(tmp_path / "rows.jsonl")], DataConfig())
+
+
 def test_arrow_file_with_a_damaged_byte_does_not_crash_the_process(folder):
     whole = whole_file(folder / "whole" / "rows.arrow")
     file = folder / "damaged.arrow"

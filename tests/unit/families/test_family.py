@@ -114,3 +114,12 @@ def test_families_import_no_megatron_sglang_or_transformers() -> None:
         "assert not {'megatron', 'sglang', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_fields_of_a_file_name_it_in_caches_and_cannot_be_set():
+    facts = as_config({"hidden_size": 64, "layer_types": ["a"]})
+    with pytest.raises(AttributeError, match="make other ones by as_config"):
+        facts.hidden_size = 128
+    assert facts == as_config(vars(facts)) and facts.content == as_config(vars(facts)).content
+    assert facts.content != as_config({**vars(facts), "hidden_size": 128}).content
+    assert set(vars(facts)) == {"hidden_size", "layer_types"}
