@@ -15,7 +15,7 @@ from megatron_rl import __version__
 from megatron_rl.commands import COMMANDS, EXAMPLES, WITHOUT_TORCH
 from megatron_rl.errors import UserError
 from megatron_rl.system.command_line.terminal import say
-from megatron_rl.system.processes.host_memory import gc_disabled
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED, StopRequested
 
 _ENGINES = ("torch", "megatron-core", "sglang")

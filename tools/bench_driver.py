@@ -698,7 +698,7 @@ def bytes_held(trajectories: Sequence[Any]) -> float:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_rl.step import updates  # noqa: F401  all of the driver's modules: a run's collector does not look at them
-    from megatron_rl.system.processes.host_memory import gc_young_only
+    from megatron_rl.system.processes.gc_pauses import gc_young_only
 
     with tempfile.TemporaryDirectory() as folder, gc_young_only():
         return _measure(arguments, vision_of(Path(folder)) if arguments.images else None)

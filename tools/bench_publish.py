@@ -200,7 +200,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.schema import Config, RolloutConfig
     from megatron_rl.parallel import topology
     from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
-    from megatron_rl.system.processes.host_memory import gc_disabled
+    from megatron_rl.system.processes.gc_pauses import gc_disabled
     from megatron_rl.training.export import control_channel
     from megatron_rl.weights import publish, source_ranks
 

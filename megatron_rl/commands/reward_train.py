@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.commands import add_rank_recipe_arguments, print_dry_run
 from megatron_rl.errors import ConfigError
-from megatron_rl.system.processes.host_memory import gc_disabled
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config

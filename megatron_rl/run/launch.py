@@ -20,7 +20,7 @@ from megatron_rl.run.output import check_machine, check_output_dir, check_output
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, count_gpus, set_gpu_defaults
 from megatron_rl.system.http.addresses import LOOPBACK, local_interface_for
-from megatron_rl.system.processes.host_memory import gc_disabled
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopRequested, stopped_by_signals
 
 PrintPlan = Callable[[Config, str, int, Sequence[str]], None]

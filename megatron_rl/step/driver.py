@@ -43,7 +43,8 @@ from megatron_rl.step.stored_responses import store_samples
 from megatron_rl.step.updates import CriticWarmup
 from megatron_rl.step.watchdog import HealthGuard, Rollback, Watchdog
 from megatron_rl.step.window_advantages import ResponseRules
-from megatron_rl.system.processes.host_memory import disable_memory_trim, gc_young_only
+from megatron_rl.system.processes.gc_pauses import gc_young_only
+from megatron_rl.system.processes.host_memory import disable_memory_trim
 from megatron_rl.system.processes.signals import StopRequested, StopSignals
 from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.tracking.sinks.all_trackers import start_new_runs

@@ -24,7 +24,7 @@ from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.system.processes import process_probe, run_processes
-from megatron_rl.system.processes.host_memory import gc_disabled
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup

@@ -8,7 +8,7 @@ from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import snapshot_slots
 from megatron_rl.step.watchdog import HealthGuard
-from megatron_rl.system.processes.host_memory import gc_between_windows
+from megatron_rl.system.processes.gc_pauses import gc_between_windows
 
 
 def run(

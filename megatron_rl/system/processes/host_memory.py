@@ -1,14 +1,8 @@
-"""Host memory: its use by this process and this machine, blocks that malloc keeps, and control of the garbage collector.
-
-A full collection of the garbage collector stops all threads, for 0.15 s with the objects of thousands of responses.
-"""
+"""Host memory: its use by this process and this machine, and freed blocks that malloc keeps."""
 
 import ctypes
-import gc
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,8 +11,6 @@ _GIB = 1024.0**3
 _CGROUP = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
-_NEVER = 2**31 - 1
-_FULL_EVERY_STEPS = 10
 
 
 def disable_memory_trim() -> None:
@@ -70,45 +62,3 @@ def num_ranks_here() -> int:
 def available_bytes_per_rank() -> int:
     """Return this rank's equal share of ``available_bytes``, because all ranks of the machine allocate at the same time."""
     return available_bytes() // num_ranks_here()
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Disable garbage collection inside the block; objects that exist at its end are never examined again.
-
-    For imports: the collector would walk the growing heap repeatedly and find nothing, which costs a tenth to a fifth of the
-    time to import torch, Megatron and transformers.
-    """
-    if not gc.isenabled():
-        yield  # inside another such block
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-@contextmanager
-def gc_young_only() -> Iterator[None]:
-    """Collect only young objects inside the block, and freeze existing ones (above all prompts).
-
-    For a run's event loop, which must not pause within a step: the run calls ``gc_between_windows`` when no reply is awaited.
-    """
-    gc.collect()
-    gc.freeze()
-    thresholds = gc.get_threshold()
-    gc.set_threshold(thresholds[0], _NEVER, _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-def gc_between_windows(step: int) -> None:
-    """Collect the objects that were made since the last call; in every tenth step also the older ones.
-
-    Garbage is rarely older than a step, and a visit to all objects takes 3 % of a step of a tiny model.
-    """
-    gc.collect(1 if step % _FULL_EVERY_STEPS else 2)

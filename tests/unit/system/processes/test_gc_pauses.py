@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from megatron_rl.system.processes.host_memory import gc_between_windows, gc_disabled, gc_young_only
+from megatron_rl.system.processes.gc_pauses import gc_between_windows, gc_disabled, gc_young_only
 
 
 def test_the_collector_rests_inside_also_one_in_another_and_works_again_after_an_error():
