@@ -29,13 +29,13 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           74695   476     644
-core            55401   369     515
+whole           74707   476     644
+core            55413   369     515
 .                 181     4       5
 agents           3214    19      38
 algorithms       3356    24      17
 config           4181    22      76
-data             3874    18      27
+data             3886    18      27
 environments      553     4      10
 families         2346    27      26
 models           5601    29      53
