@@ -138,14 +138,13 @@ def test_usage_counts_the_tokens_of_the_row(tokenizer):
     run(main())
 
 
-@pytest.mark.parametrize("header", ["Authorization", "x-api-key"])
-def test_a_key_opens_its_own_episode_and_no_other(tokenizer, header):
+@pytest.mark.parametrize(("header", "scheme"), [("Authorization", "Bearer "), ("Authorization", "bearer "), ("x-api-key", "")])
+def test_a_key_opens_its_own_episode_and_no_other(tokenizer, header, scheme):
     async def main():
         async with served(tokenizer, names=("train-0", "train-1")) as s:
             for name, key in s.keys.items():
-                value = f"Bearer {key}" if header == "Authorization" else key
                 body = {"model": "m", "messages": [{"role": "user", "content": name}]}
-                async with s.session.post(CHAT, json=body, headers={header: value}) as reply:
+                async with s.session.post(CHAT, json=body, headers={header: scheme + key}) as reply:
                     assert reply.status == 200
             for name in s.keys:
                 assert name in tokenizer.decode(s.run.rows[name].ids)
