@@ -113,7 +113,7 @@ def spread(num_requests: int, num_servers: int) -> list[np.ndarray]:
 def expected_tokens(new: np.ndarray, room: np.ndarray) -> np.ndarray:
     """Return [requests] the new tokens that the client expects: the mean share of ``room`` in requests of similar room."""
     sizes = np.frexp(room.astype(np.float64))[1]  # the bit length, as in OutputLengthEstimate
-    share = np.bincount(sizes, new) / np.maximum(np.bincount(sizes, room), 1)
+    share = np.bincount(sizes, new) / np.maximum(np.bincount(sizes, np.where(new > 0, room, 0)), 1)
     return np.ceil(share[sizes] * room).astype(np.int64)
 
 

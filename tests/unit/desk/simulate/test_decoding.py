@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.desk.simulate import server_events
@@ -33,6 +33,7 @@ def requests_of(prefix, new, room):
 
 @settings(max_examples=300, deadline=None)
 @given(requests, limits)
+@example([(0, 0, 120), (0, 53, 120), (30, 60, 4)], ServerLimits(0, 150, 0, 1, prefill_tokens=7, conservativeness=0.0, sent_share=0.95))
 def test_events_give_what_every_single_token_gives(lengths, limit):
     prefix, new, room = columns(lengths)
     found = serve(requests_of(prefix, new, room), TIMING, limit)
