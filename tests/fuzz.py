@@ -77,6 +77,10 @@ ODD_VALUES: st.SearchStrategy[Any] = st.sampled_from(
     ]
 )
 """Values of every JSON type, and the extremes of each."""
+USUAL_VALUES: st.SearchStrategy[Any] = st.sampled_from(
+    [0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 1000, 4096, 10**6, 1e-12, 1e-3, 0.1, 0.5, 0.9, 0.999, 1.0001, 1.5, 1e4, True, False]
+)
+"""Values that most bounds allow, so that combinations of keys are reached."""
 
 
 def deep(depth: int) -> Any:

@@ -108,11 +108,7 @@ def resolve(name: str) -> Reward:
 
 def check_function(reward: Reward) -> None:
     function = reward.function
-    if (
-        not inspect.isfunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    ):
+    if (not inspect.isfunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
         raise RewardError(f"reward {reward.name!r}: expected a plain function or an async one, got {function!r}")
     # "<" marks lambdas and functions defined inside others, which a worker cannot import either.
     if function.__module__ == "__main__" or "<" in function.__qualname__:
@@ -162,9 +158,7 @@ def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequen
     keywords = _option_parameters(reward.function)
     for name in row_fields:
         if name not in keywords and not plugins.takes_any(reward.function):
-            raise RewardError(
-                f"reward {reward.name!r} has no option {name!r}; its options: {', '.join(keywords) or 'none'}"
-            )
+            raise RewardError(f"reward {reward.name!r} has no option {name!r}; its options: {', '.join(keywords) or 'none'}")
     # A row field that the options set is an option like any other.
     from_rows = [name for name in row_fields if name not in options]
     _registry.check_options(reward, options, given=[*_response_and_answer(reward.function), *from_rows])

@@ -124,9 +124,7 @@ def routes_of(config: RewardConfig) -> dict[str, Route]:
         only = RewardRouteConfig(config.name, config.options)
         routes = {_ANY_TYPE: _route(only, config.timeout_s, "reward")}
     else:
-        routes = {
-            type_: _route(route, config.timeout_s, f"reward.by_type.{type_}") for type_, route in config.by_type.items()
-        }
+        routes = {type_: _route(route, config.timeout_s, f"reward.by_type.{type_}") for type_, route in config.by_type.items()}
         _check_commensurable(routes)
     if config.require_think:
         for type_, route in routes.items():
@@ -280,13 +278,7 @@ def build_rewards(config: RewardConfig) -> "RewardRouter":
 class RewardRouter:
     """Scores items of any type. Usable from any thread and any event loop; close it when done."""
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        routes: Mapping[str, Route],
-        runners: Mapping[Any, CallQueue],
-        started: ExitStack,
-    ) -> None:
+    def __init__(self, config: RewardConfig, routes: Mapping[str, Route], runners: Mapping[Any, CallQueue], started: ExitStack) -> None:
         self._config = config
         self._routes = dict(routes)
         self._runners = dict(runners)

@@ -315,11 +315,7 @@ class TrainingConsole:
 
     def _numbers(self, width: int) -> RenderableType:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-        sparks = {
-            "reward": "reward/mean",
-            "accuracy": "reward/accuracy",
-            "length": "rollout/response_tokens_mean",
-        }
+        sparks = {"reward": "reward/mean", "accuracy": "reward/accuracy", "length": "rollout/response_tokens_mean"}
         table.add_column(style="dim", no_wrap=True, min_width=8)
         table.add_column(justify="right", no_wrap=True)
         table.add_column(style="blue", no_wrap=True, overflow="crop")

@@ -133,9 +133,7 @@ class MetricsWriter:
     starts.
     """
 
-    def __init__(
-        self, path: str | Path, *, resume_step: int | None = None, warn: Callable[[str], None] = logger.warning
-    ):
+    def __init__(self, path: str | Path, *, resume_step: int | None = None, warn: Callable[[str], None] = logger.warning):
         self.path = Path(path)
         self._warn = warn
         self._lock = threading.Lock()

@@ -14,13 +14,13 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.schedule.table import GENERATE, UPDATE_CRITIC
-from megatron_rl.system.files.atomic_files import write_atomic
+from megatron_rl.system.files.atomic_files import atomic_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -101,39 +101,31 @@ def assign_tracks(spans: Sequence[Span]) -> list[int]:
     return numbers
 
 
-def _chrome_trace(spans: Sequence[Span], num_dropped_spans: int) -> dict[str, Any]:
-    """Spans in the Chrome trace format: complete events in microseconds after the first span, and names of tracks."""
-    origin_s = min((span.start_s for span in spans), default=0.0)
+def _chrome_events(spans: Sequence[Span], origin_s: float) -> Iterator[dict[str, Any]]:
+    """Spans in the Chrome trace format: complete events in microseconds after ``origin_s``, and names of tracks."""
     present = {span.lane for span in spans}
     lanes = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
-    events: list[dict[str, Any]] = [_metadata("process_name", 0, name="megatron_rl")]
+    yield _metadata("process_name", 0, name="megatron_rl")
     next_thread = 1
     for lane in lanes:
         lane_spans = [span for span in spans if span.lane == lane]
         tracks = assign_tracks(lane_spans)
         for number in range(max(tracks) + 1):
             name = lane if number == 0 else f"{lane} {number + 1}"
-            events.append(_metadata("thread_name", next_thread + number, name=name))
-            events.append(_metadata("thread_sort_index", next_thread + number, sort_index=next_thread + number))
+            yield _metadata("thread_name", next_thread + number, name=name)
+            yield _metadata("thread_sort_index", next_thread + number, sort_index=next_thread + number)
         for span, number in zip(lane_spans, tracks, strict=True):
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": lane,
-                    "pid": 1,
-                    "tid": next_thread + number,
-                    "ts": round((span.start_s - origin_s) * _MICROSECONDS, 3),
-                    "dur": round((span.end_s - span.start_s) * _MICROSECONDS, 3),
-                    "args": {"step": span.step, **span.args},
-                }
-            )
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": lane,
+                "pid": 1,
+                "tid": next_thread + number,
+                "ts": round((span.start_s - origin_s) * _MICROSECONDS, 3),
+                "dur": round((span.end_s - span.start_s) * _MICROSECONDS, 3),
+                "args": {"step": span.step, **span.args},
+            }
         next_thread += max(tracks) + 1
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"origin_unix_s": origin_s, "dropped_spans": num_dropped_spans},
-    }
 
 
 def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
@@ -141,8 +133,14 @@ def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 def write_trace(path: str | Path, spans: Sequence[Span], num_dropped_spans: int = 0) -> None:
-    """Write a trace file atomically (about 0.1 s for 20,000 spans). Raises OSError."""
-    write_atomic(path, json.dumps(_chrome_trace(spans, num_dropped_spans), default=str))
+    """Write a trace file atomically (about 0.1 s for 20,000 spans), one event at a time. Raises OSError."""
+    origin_s = min((span.start_s for span in spans), default=0.0)
+    about = json.dumps({"origin_unix_s": origin_s, "dropped_spans": num_dropped_spans})
+    with atomic_text_file(path) as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [')
+        for number, event in enumerate(_chrome_events(spans, origin_s)):
+            file.write(f"{',' if number else ''}\n{json.dumps(event, default=str)}")
+        file.write("\n]}")
 
 
 def read_timeline(path: str | Path) -> list[Span]:

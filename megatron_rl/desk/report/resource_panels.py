@@ -77,11 +77,7 @@ def rank_panel(run: RunRecord) -> ReportPanel:
         return ReportPanel(title, says, "", missing="timeline.json has no times by rank: an earlier version wrote it.", wide=True)
     # A stage of a few milliseconds may vary much without delaying a step.
     total_s = sum(float(means.max()) for _, means in stages.values())
-    excess = {
-        stage: float(means.max() / means.mean() - 1)
-        for stage, (_, means) in stages.items()
-        if means.max() >= _LEAST_SHARE * total_s
-    }
+    excess = {stage: float(means.max() / means.mean() - 1) for stage, (_, means) in stages.items() if means.max() >= _LEAST_SHARE * total_s}
     uneven = max(excess, key=lambda stage: excess[stage])
     ranks_of_uneven, means = stages[uneven]
     latest = f"{uneven}: rank {ranks_of_uneven[means.argmax()]} takes {excess[uneven]:.0%} more than the mean"

@@ -146,9 +146,7 @@ def _peak(run: RunRecord) -> str:
 
 def _recipe_table(runs: Mapping[str, RunRecord]) -> ReportTable:
     """Keys in which the recipes differ; a recipe that lacks a key is from another version."""
-    recipes = {
-        name: {key: _as_in_yaml(value) for key, value in flat_params(run.config).items()} for name, run in runs.items()
-    }
+    recipes = {name: {key: _as_in_yaml(value) for key, value in flat_params(run.config).items()} for name, run in runs.items()}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
     rows = []
     for key in keys:

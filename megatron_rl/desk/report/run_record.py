@@ -130,9 +130,7 @@ def extended(run: RunRecord, lines: Sequence[MetricsRow]) -> RunRecord:
     return replace(
         run,
         steps=np.concatenate([run.steps, new.steps]),
-        columns={
-            name: np.concatenate([run.values(name), new.values(name)]) for name in dict.fromkeys([*run.columns, *new.columns])
-        },
+        columns={name: np.concatenate([run.values(name), new.values(name)]) for name in dict.fromkeys([*run.columns, *new.columns])},
         times_s=np.concatenate([run.times_s, new.times_s]),
     )
 

@@ -116,10 +116,7 @@ def same_output(got: str, expected: str) -> bool:
     # Words and integers must match as text; only fractions have a tolerance.
     return all(
         one == other
-        or (
-            bool(re.fullmatch(_FRACTION, other, re.I) and re.fullmatch(_DECIMAL, one, re.I))
-            and _close(float(one), float(other))
-        )
+        or (bool(re.fullmatch(_FRACTION, other, re.I) and re.fullmatch(_DECIMAL, one, re.I)) and _close(float(one), float(other)))
         for one, other in zip(*words, strict=True)
     )
 

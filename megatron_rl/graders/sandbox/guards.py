@@ -163,9 +163,7 @@ def _files(folder: str) -> Any:
         rules.allow("/dev/null", rules=read | access.WRITE_FILE)
         rules.allow(folder)
     except (OSError, ImportError) as error:
-        raise OSError(
-            f"Landlock does not work here: {error}; it needs Linux 5.13 with landlock in CONFIG_LSM"
-        ) from error
+        raise OSError(f"Landlock does not work here: {error}; it needs Linux 5.13 with landlock in CONFIG_LSM") from error
     return rules
 
 

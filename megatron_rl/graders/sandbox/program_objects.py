@@ -166,9 +166,7 @@ class ProgramRequests:
             raise self.unscored("an instance of the prompt's class holds an object of the program")
         return values, containers
 
-    def _call_back(
-        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], received: list[Any]
-    ) -> None:
+    def _call_back(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], received: list[Any]) -> None:
         """Run a function of the tests that the program calls; ``received`` are the containers in its arguments."""
         raised, before = self.raised, [snapshot(container) for container in received]
         try:

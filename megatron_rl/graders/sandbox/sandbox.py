@@ -88,9 +88,7 @@ class Sandbox:
         preload: Modules that programs often import, loaded once.
     """
 
-    def __init__(
-        self, *, level: _Level | None = None, allow_unsandboxed: bool = False, preload: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, *, level: _Level | None = None, allow_unsandboxed: bool = False, preload: Sequence[str] = ()) -> None:
         self._levels = [level] if level else [*LEVELS, *(["none"] if allow_unsandboxed else [])]
         self._preload = list(preload)
         self._lock = threading.Lock()

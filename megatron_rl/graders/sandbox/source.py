@@ -176,9 +176,7 @@ def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
 def _is_record(kind: type, namespace: Mapping[str, Any]) -> bool:
     """True if instances have no state except attributes: ``kind`` and its bases are plain classes of the prompt."""
     bases = kind.__mro__[:-1]
-    return kind.__dictoffset__ != 0 and all(
-        type(base) is type and namespace.get(base.__name__) is base for base in bases
-    )
+    return kind.__dictoffset__ != 0 and all(type(base) is type and namespace.get(base.__name__) is base for base in bases)
 
 
 def _defined(body: Sequence[ast.stmt]) -> set[str]:
@@ -203,9 +201,7 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
-def read_tests(
-    text: str, *, setup: str = "", prompt_code: str = "", entry_point: str = "", defined: Collection[str] = ()
-) -> Tests:
+def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point: str = "", defined: Collection[str] = ()) -> Tests:
     """Compile tests: statements with ``assert``, ``check(candidate)`` as HumanEval has it, functions ``test_...``, or
     ``unittest`` cases. ``setup`` runs before the tests, and ``defined`` are names that the program defines.
 

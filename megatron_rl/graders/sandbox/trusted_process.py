@@ -196,9 +196,7 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     return ""
 
 
-def _namespace(
-    task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases
-) -> dict[str, Any]:
+def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
     namespace = _Namespace(requests, tests.constants)
     namespace.update(__case__=cases, all=cases.all, any=cases.any, map=_map, filter=_filter)
     for code in prelude(task["prompt_code"], entry_point):

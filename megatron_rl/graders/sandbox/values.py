@@ -221,9 +221,7 @@ def decode(
 
 
 class _Decoder:
-    def __init__(
-        self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object]
-    ) -> None:
+    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object]) -> None:
         self._objects, self._import, self._records, self._notice = objects, import_reference, records, notice
 
     def item(self, data: Any, depth: int = 0) -> Any:

@@ -90,13 +90,7 @@ def _prepare(options: Mapping[str, Any]) -> None:
 
 
 @register(
-    "code",
-    prepare=_prepare,
-    check=_check_limits,
-    range=(0.0, 1.0),
-    row_fields=_ROW_FIELDS,
-    answer_required=False,
-    owns_processes=True,
+    "code", prepare=_prepare, check=_check_limits, range=(0.0, 1.0), row_fields=_ROW_FIELDS, answer_required=False, owns_processes=True
 )
 def score(
     response: str,
@@ -148,9 +142,7 @@ def _program(response: str, tests: Any, entry_point: Any, prompt_code: Any, setu
         needed = {entry_point} - {""}
     else:
         if not tests or not (isinstance(tests, str) or all(isinstance(test, str) for test in tests)):
-            raise ValueError(
-                f"expected source text, a list of asserts, or cases with inputs and outputs, got {tests!r:.80}"
-            )
+            raise ValueError(f"expected source text, a list of asserts, or cases with inputs and outputs, got {tests!r:.80}")
         source = tests if isinstance(tests, str) else "\n".join(tests)
         needed = set() if entry_point or infer_entry_point(prompt_code) else names_of_tests(source, setup)
     return Program(_code(response, entry_point, needed), source, prompt_code, entry_point, setup)
@@ -195,10 +187,8 @@ async def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Sco
 
     A failing server is retried and never makes a response fail.
     """
-    from megatron_rl.system.http.json_http import (
-        HttpError,
-        HttpSession,
-    )  # lazy: imports aiohttp, which the built-in sandbox does not need
+    # Lazy, because it imports aiohttp, which the built-in sandbox does not need.
+    from megatron_rl.system.http.json_http import HttpError, HttpSession
 
     body = {
         "code": program.code,

@@ -87,9 +87,7 @@ class RewardRunner(CallQueue):
         timeout_s = 3 * CLOSE_TIMEOUT_S
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise RewardError(
-                f"reward runner {self.name!r} waited {timeout_s:g} s for its processes to exit; they exit with this process"
-            )
+            raise RewardError(f"reward runner {self.name!r} waited {timeout_s:g} s for its processes to exit; they exit with this process")
 
     # -------------------------------------------------------------------------------------------- the runner's thread
 
@@ -301,9 +299,7 @@ class RewardRunner(CallQueue):
     def _count_crash(self, how: str) -> None:
         self._num_consecutive_crashes += 1
         if self._num_consecutive_crashes > _MAX_CONSECUTIVE_CRASHES:
-            raise RewardError(
-                f"{self._num_consecutive_crashes} consecutive workers ended before they scored an item; the last one {how}"
-            )
+            raise RewardError(f"{self._num_consecutive_crashes} consecutive workers ended before they scored an item; the last one {how}")
 
 
 def _frame(items: list[Item]) -> tuple[list[Item], bytes]:

@@ -128,11 +128,7 @@ class WandbStore:
 
     def send(self, rows: Sequence[MetricsRow]) -> str:
         for row in rows:
-            new = {
-                name: value
-                for name, value in row.metrics.items()
-                if math.isfinite(value) and row.step > self._last_step.get(name, -1)
-            }
+            new = {name: value for name, value in row.metrics.items() if math.isfinite(value) and row.step > self._last_step.get(name, -1)}
             if new:
                 self._run.log({_STEP: row.step, **new})
                 self._last_step |= dict.fromkeys(new, row.step)
@@ -176,9 +172,7 @@ class TrackerSet:
             stores.append(TensorBoardStore(folder))
         if tracking.wandb is not None:
             mode = tracking.wandb.value
-            stores.append(
-                WandbStore(folder, mode=mode, project=tracking.experiment, params=flat_params(config), resume=resume)
-            )
+            stores.append(WandbStore(folder, mode=mode, project=tracking.experiment, params=flat_params(config), resume=resume))
         before = read_metrics(folder / "metrics.jsonl") if resume else []
         self._trackers = [Tracker(store, before=before, warn=warn) for store in stores]
         self._takes_model = tracking.mlflow and bool(tracking.mlflow_model)
@@ -235,9 +229,7 @@ def tracked_evaluation(config: Config, warn: Callable[[str], None]) -> Iterator[
     tracker.close(timeout_s=60.0)
 
 
-def upload_metrics(
-    output_dir: str | Path, *, uri: str = "", experiment: str = "megatron_rl", timeout_s: float = 600.0
-) -> bool:
+def upload_metrics(output_dir: str | Path, *, uri: str = "", experiment: str = "megatron_rl", timeout_s: float = 600.0) -> bool:
     """Complete MLflow from ``metrics.jsonl`` after an outage. Returns True if everything arrived.
 
     Continues the run of ``mlflow_run.json``, or creates one. Steps that the store already has are not sent again.

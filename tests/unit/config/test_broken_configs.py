@@ -23,7 +23,7 @@ from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.run.output import check_machine, check_output_dir, check_outputs, os_errors_with_keys
 from megatron_rl.step import input_checks
 from megatron_rl.step.input_checks import preview_rl_inputs
-from tests.fuzz import ODD_VALUES, mutated, mutated_bytes, mutations, taken_or_refused
+from tests.fuzz import ODD_VALUES, USUAL_VALUES, mutated, mutated_bytes, mutations, taken_or_refused
 from tests.tiny_models import make_tokenizer
 
 MODEL = {
@@ -211,7 +211,7 @@ def test_broken_overrides_are_accepted_or_rejected(recipe, data):
     broken = []
     for key in data.draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=2)):
         choices = [*KEYS[key].choices, KEYS[key].default]
-        value = data.draw(st.one_of(ODD_VALUES, st.sampled_from(choices)))
+        value = data.draw(st.one_of(ODD_VALUES, USUAL_VALUES, st.sampled_from(choices)))
         text = json.dumps(value) if not isinstance(value, float) or math.isfinite(value) else f".{value}".replace(".-", "-.")
         broken.append(f"{key.replace('.N.', '.0.').replace('.NAME.', '.math.')}={text}")
     base = data.draw(st.sampled_from(BASES))

@@ -38,9 +38,7 @@ class AttachedServer:
 
     is_ours = False
 
-    def __init__(
-        self, url: str, *, timeout_s: float = 300.0, api_key: str = "", progress: Progress = logger.info
-    ) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 300.0, api_key: str = "", progress: Progress = logger.info) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.incarnation = 1
@@ -180,9 +178,7 @@ def _ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> dict[str
     )
 
 
-def disagreements(
-    info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool, model_type: object = None
-) -> Iterator[str]:
+def disagreements(info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool, model_type: object = None) -> Iterator[str]:
     """Yield the reasons why weight sync would hang or fail, a sleep would free nothing, or drafts would be random.
     A field missing in ``info`` is assumed to match.
 

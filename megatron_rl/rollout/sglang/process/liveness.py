@@ -110,9 +110,7 @@ async def progress_between(http: HttpSession, url: str, *, api_key: str) -> Any:
     return [{name: value for name, value in load.items() if name != "timestamp"} for load in loads] if busy else None
 
 
-async def wait_while_progressing(
-    answer: Awaitable[Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
-) -> Result:
+async def wait_while_progressing(answer: Awaitable[Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float) -> Result:
     """Await ``answer`` as long as ``progress()``, polled every ``limit_s``, differs from its previous value (first
     ``before``).
 

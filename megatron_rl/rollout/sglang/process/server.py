@@ -82,10 +82,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
         "SGLang found no usable device: without a GPU it needs this package's platform plugin, so install the package "
         "(pip install -e .) into the environment that runs the server",
     ),
-    (
-        r"ModuleNotFoundError|ImportError",
-        "a package is missing: install requirements/cpu.txt or requirements/gpu.txt",
-    ),
+    (r"ModuleNotFoundError|ImportError", "a package is missing: install requirements/cpu.txt or requirements/gpu.txt"),
 )
 """(regular expression for the log, remedy), most specific first."""
 
