@@ -58,16 +58,21 @@ class Served:
         return (found - expected).abs().max().item()
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = make_family_model(tmp_path_factory.mktemp("model"), request.param, eos_token_id=None, **MODELS[request.param])
+def make_served_model(folder: Path, name: str) -> Path:
+    path = make_family_model(folder, name, eos_token_id=None, **MODELS[name])
     fields = json.loads((path / "config.json").read_text())
     # Fields that SGLang reads from another place than transformers.
-    fields["full_attention_interval"] = MODELS[request.param]["full_attention_interval"]
+    fields["full_attention_interval"] = MODELS[name]["full_attention_interval"]
     fields["partial_rotary_factor"] = fields["rope_parameters"]["partial_rotary_factor"]
     (path / "config.json").write_text(json.dumps(fields))
     make_tokenizer(path)
     assert not list(engine_problems(read_model_json(path), path))
+    return path
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = make_served_model(tmp_path_factory.mktemp("model"), request.param)
     options = ServerOptions(str(path), deterministic=True, returns_routes=request.param == "qwen3_next")
     with serving(SglangServer(options, path / "sglang.log", start_timeout_s=300.0)) as server:
         yield Served(path, server)
@@ -150,8 +155,7 @@ def test_servers_hold_published_weights_bit_by_bit(served: Served) -> None:
 
 
 def test_checksums_of_a_bfloat16_server_include_what_it_keeps_in_float32(tmp_path: Path) -> None:
-    path, parallel = make_family_model(tmp_path, "qwen3_5", eos_token_id=None, **MODELS["qwen3_5"]), ParallelConfig()
-    make_tokenizer(path)
+    path, parallel = make_served_model(tmp_path, "qwen3_5"), ParallelConfig()
     place = topology.initialize(parallel, seed=1)
     try:
         engine = Engine("policy", path, parallel=parallel, topology=place, optimizer=None, dtype=Dtype.bfloat16)
