@@ -149,7 +149,8 @@ class Endpoint:
         return f"{name}.{hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()}"
 
     def _episode(self, http: web.Request) -> Episode:
-        given = (http.headers.get("Authorization") or http.headers.get("x-api-key", "")).split(" ", 1)[-1].strip()  # any case of Bearer
+        header = http.headers.get("Authorization") or http.headers.get("x-api-key") or ""
+        given = header.split(" ", 1)[-1].strip()  # any case of Bearer
         name = given.rpartition(".")[0]
         if self._shared_key and hmac.compare_digest(given.encode(), self._shared_key.encode()):
             name = http.headers.get("X-Session-ID", "")

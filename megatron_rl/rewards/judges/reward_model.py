@@ -115,7 +115,7 @@ def _token_ids(prompt: str, response: str, settings: RewardModelOptions) -> list
 
 
 async def _score(url: str, token_ids: list[int]) -> float:
-    (answer,) = await ask(url, "classify", {"input_ids": [token_ids]}, 1)
+    (answer,) = await ask(f"{url}/classify", {"input_ids": [token_ids]}, 1)
     try:
         (value,) = answer["embedding"]
     except (KeyError, TypeError, ValueError) as error:

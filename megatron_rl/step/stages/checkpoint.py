@@ -1,9 +1,9 @@
 """Examines the step's health, and saves weights, optimizers, pool and sampler if a checkpoint is due."""
 
 from megatron_rl.run.checkpoints import PolicyExporter
+from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import StepSaver
-from megatron_rl.step.watchdog import HealthGuard
 
 
 def run(step: int, state: StepState, *, health: HealthGuard, policy_exporter: PolicyExporter, saver: StepSaver) -> None:

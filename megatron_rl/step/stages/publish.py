@@ -4,10 +4,10 @@ from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.state import StepState
 from megatron_rl.step.step_saver import snapshot_slots
-from megatron_rl.step.watchdog import HealthGuard
 from megatron_rl.system.processes.gc_pauses import gc_between_windows
 
 

@@ -8,11 +8,12 @@ from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.config.schedule_facts import Facts
 from megatron_rl.config.schema import Config, HealthAction, HealthConfig
 from megatron_rl.errors import UserError
+from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.updates import CriticWarmup
-from megatron_rl.step.watchdog import HealthGuard, Rollback, Watchdog
+from megatron_rl.step.watchdog import Rollback, Watchdog
 from tests.unit.step.stage_runs import run_stage
 from tests.unit.step.test_stages import batch_of, state_of
 

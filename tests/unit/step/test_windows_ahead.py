@@ -36,12 +36,13 @@ from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.schedule.graph import Frontier
 from megatron_rl.schedule.table import KEEPER, LASTING, OUTPUT_ONLY, make_graph
 from megatron_rl.step.collect import Collector
+from megatron_rl.step.health_guard import HealthGuard
 from megatron_rl.step.kl_penalty import KlPenalty
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.step_saver import StepSaver
 from megatron_rl.step.updates import CriticWarmup
-from megatron_rl.step.watchdog import HealthGuard, Watchdog
+from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
 from tests.token_indices import token_indices
 
