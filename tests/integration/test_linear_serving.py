@@ -31,9 +31,13 @@ from tests.tiny_models import make_tokenizer
 
 TOLERANCE = 1e-4
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_next": dict(layer_types=None, full_attention_interval=2, mlp_only_layers=[], norm_topk_prob=True, num_experts=8),
-    "qwen3_5": dict(layer_types=None, full_attention_interval=4),
-}
+    "qwen3_next": dict(
+        layer_types=None, full_attention_interval=2, mlp_only_layers=[], norm_topk_prob=True, num_experts=8,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    ),
+    "qwen3_5": dict(layer_types=None, full_attention_interval=4, intermediate_size=96),
+}  # fmt: skip
+"""On a CPU SGLang pads MLPs of sizes that are no multiples of 32, and the checksums of padded weights are not the trainer's."""
 pytestmark = pytest.mark.skipif(bool(linear_attention_problem()), reason=linear_attention_problem())
 
 
