@@ -47,10 +47,10 @@ class Tolerances:
 
 
 _FLOAT32 = Tolerances(1e-5, 1e-5, 1e-5, noticeable=1e-4)
-_FLOAT32_LINEAR = Tolerances(1e-5, 1e-5, 1e-4, noticeable=1e-3)
+_FLOAT32_LINEAR = Tolerances(1e-5, 3e-5, 1e-4, noticeable=1e-3)
 """Models with linear attention. Gradients that pass the gated delta rule amplify the rounding of what enters it, so the weights of
-the convolution and the input projection differ most (2.4e-5 under tp2; norms, A_log and dt_bias 5e-6). Rounding alone: with the
-rule in float64, gradients differ from transformers' a thousand times less (tests/odd_exact.py)."""
+the convolution and the input projection differ most (2.4e-5 under tp2, the gradient's norm 1.0e-5; norms, A_log and dt_bias 5e-6).
+Rounding alone: with the rule in float64, gradients differ from transformers' a thousand times less (tests/odd_exact.py)."""
 _FLOAT32_ON_GPU = Tolerances(1e-4, 1e-4, 1e-4, noticeable=1e-3)
 """Products are exact, but kernels depend on shapes."""
 _TF32 = Tolerances(5e-4, 5e-3, 0.03, noticeable=0.1)
