@@ -3,19 +3,21 @@
     python examples/effects/chain_types.py outputs/arithmetic/task/train.jsonl outputs/effects/chains.jsonl
 """
 
-import json
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from characters import write_rows
+
+from megatron_rl.data.row_files import read_rows
 
 MAX_SHORT_TERMS = 5
 
 
 def main(source: str, target: str) -> None:
-    rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
-    for row in rows:
-        row["type"] = "short" if row["prompt"].count(":") <= MAX_SHORT_TERMS else "long"
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
-    Path(target).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = (row for row, _ in read_rows([source]))
+    types = ({**row, "type": "short" if row["prompt"].count(":") <= MAX_SHORT_TERMS else "long"} for row in rows)
+    write_rows(Path(target), types)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def resolve(name: str) -> Reward:
 
 def check_function(reward: Reward) -> None:
     function = reward.function
-    if (not inspect.isfunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
+    if not inspect.isfunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise RewardError(f"reward {reward.name!r}: expected a plain function or an async one, got {function!r}")
     # "<" marks lambdas and functions defined inside others, which a worker cannot import either.
     if function.__module__ == "__main__" or "<" in function.__qualname__:

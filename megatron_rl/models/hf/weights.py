@@ -131,7 +131,7 @@ def write_score_head(folder: Path) -> None:
         return
     source = CheckpointSource(folder)
     head = source.read(VALUE_HEAD, (1, config["hidden_size"]))[:]
-    tensors = {_SCORE_HEAD: head.clone(), _SCORE_BIAS: torch.zeros(1, dtype=head.dtype)}
+    tensors = {_SCORE_HEAD: head, _SCORE_BIAS: torch.zeros(1, dtype=head.dtype)}
     save_file(tensors, folder / _SCORE_FILE, metadata={"format": "pt"})
     files, single = source.files | dict.fromkeys(tensors, _SCORE_FILE), folder / SINGLE_FILE
     if single.is_file():  # readers look for further files in an index only

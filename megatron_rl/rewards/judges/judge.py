@@ -18,10 +18,10 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from megatron_rl.rewards.judges.reward_server import check_url
@@ -40,6 +40,7 @@ _DOWN_S = 5.0
 _turns = itertools.count()
 _down_until: dict[str, float] = {}
 """Maps URL to the monotonic time in seconds until which it is skipped."""
+_Kind = TypeVar("_Kind")
 _Words = tuple[tuple[str, ...], tuple[str, ...]]
 """(surface forms of yes, surface forms of no)."""
 _Ids = tuple[tuple[int, ...], tuple[int, ...]]
@@ -75,10 +76,6 @@ class JudgeOptions:
     """The prompt already ends with ``<think>``."""
 
     @property
-    def urls(self) -> list[str]:
-        return [url.rstrip("/") for url in ([self.url] if isinstance(self.url, str) else self.url)]
-
-    @property
     def words(self) -> _Words:
         return tuple(self.yes_words or (YES_WORD,)), tuple(self.no_words or (NO_WORD,))
 
@@ -101,7 +98,7 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, template_f
             isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)
         ):
             raise RewardError(f"reward {name!r}: option {key} must be a list of words, got {words!r}")
-    settings = _options_of(options)
+    settings = options_in(options, JudgeOptions)
     yes_words, no_words = settings.words
     both = set(yes_words) & set(no_words)
     if both:
@@ -124,9 +121,14 @@ def check_tokenizer_path(name: str, path: str, otherwise: str = "") -> None:
         )
 
 
-def _options_of(options: Mapping[str, Any]) -> JudgeOptions:
-    """Judge options among a reward's options."""
-    return JudgeOptions(**{f.name: options[f.name] for f in fields(JudgeOptions) if f.name in options})
+def options_in(options: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
+    """The fields of a dataclass among a reward's options."""
+    return kind(**{name: options[name] for name in kind.__annotations__ if name in options})
+
+
+def server_urls(url: str | list[str]) -> list[str]:
+    """The addresses in an option ``url``."""
+    return [one.rstrip("/") for one in ([url] if isinstance(url, str) else url)]
 
 
 def _check_training(name: str, settings: JudgeOptions, template: str) -> None:
@@ -162,8 +164,8 @@ async def prepare_judge(options: Mapping[str, Any]) -> None:
 
     Raises RewardError, TemplateError, Transient or RewardCallError.
     """
-    settings = _options_of(options)
-    for url in settings.urls:
+    settings = options_in(options, JudgeOptions)
+    for url in server_urls(settings.url):
         info = await get_json(f"{url}/model_info")
         if not isinstance(info, dict) or "model_path" not in info:
             raise RewardError(f"{url} is not an SGLang server: /model_info answered {str(info)[:200]}")
@@ -211,7 +213,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
         Transient, RewardCallError: no reply, or an invalid one.
         UserError: judgment words that are not single tokens.
     """
-    url = next_server(settings.urls)
+    url = next_server(server_urls(settings.url))
     yes_ids, no_ids = await _word_ids(settings, url)
     # Servers may compute equal texts differently in one batch: sending each text once gives equal probabilities.
     unique = list(dict.fromkeys(texts))
@@ -267,9 +269,7 @@ def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -
     """
     try:
         meta = answer["meta_info"]
-        if meta["finish_reason"]["type"] == "abort":
-            refused = meta["finish_reason"].get("status_code") == 400
-            raise (RewardCallError if refused else Transient)(f"the judge's server aborted the request: {meta['finish_reason']}")
+        refuse_abort(meta["finish_reason"])
         logprobs = {int(token): logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         wanted = [logprobs[token] for token in (*yes_ids, *no_ids)]
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -277,6 +277,13 @@ def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in wanted):
         raise RewardCallError(f"the judge's log-probs are not finite: {wanted}; do its weights contain NaN?")
     return judgement(wanted[: len(yes_ids)], wanted[len(yes_ids) :])
+
+
+def refuse_abort(finish_reason: Mapping[str, Any]) -> None:
+    """Raise Transient for a request that the server aborted, or RewardCallError for one that it refused."""
+    if finish_reason["type"] == "abort":
+        refused = finish_reason.get("status_code") == 400
+        raise (RewardCallError if refused else Transient)(f"the judge's server aborted the request: {finish_reason}")
 
 
 def judgement(yes_logprobs: Sequence[float], no_logprobs: Sequence[float]) -> Judgment:

@@ -10,7 +10,8 @@ spells are removed first. Servers that disagree about one text are refused befor
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
@@ -22,10 +23,13 @@ from megatron_rl.rewards.judges.judge import (
     check_urls,
     escape_control_tokens,
     next_server,
+    options_in,
+    refuse_abort,
+    server_urls,
     tokenizer_in,
 )
 from megatron_rl.rewards.registry import RewardError, register
-from megatron_rl.rewards.workers.session import RewardCallError, Transient, get_json
+from megatron_rl.rewards.workers.session import RewardCallError, get_json
 
 _NAME = "reward_model"
 _LARGEST = 500.0
@@ -55,23 +59,15 @@ class RewardModelOptions:
     sigmoid: bool = False
     """The reward is the score's sigmoid, in [0, 1] as verifiers and judges, with which it can then be mixed (``reward.by_type``)."""
 
-    @property
-    def urls(self) -> list[str]:
-        return [url.rstrip("/") for url in ([self.url] if isinstance(self.url, str) else self.url)]
-
-
-def _options_of(options: Mapping[str, Any]) -> RewardModelOptions:
-    return RewardModelOptions(**{f.name: options[f.name] for f in fields(RewardModelOptions) if f.name in options})
-
 
 def _limits(options: Mapping[str, Any]) -> tuple[float, float]:
-    settings = _options_of(options)
+    settings = options_in(options, RewardModelOptions)
     return (0.0, 1.0) if settings.sigmoid else (settings.low, settings.high)
 
 
 def _check(options: Mapping[str, Any]) -> None:
     check_urls(_NAME, options.get("url"))
-    settings = _options_of(options)
+    settings = options_in(options, RewardModelOptions)
     check_tokenizer_path(_NAME, settings.tokenizer_path)
     if not -_LARGEST <= settings.low < settings.high <= _LARGEST:
         raise RewardError(f"reward {_NAME!r}: expected {-_LARGEST} <= low < high <= {_LARGEST}, got {settings.low} and {settings.high}")
@@ -86,20 +82,17 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 async def _prepare(options: Mapping[str, Any]) -> None:
-    """Check that every URL serves a model with one score per text, and that all give the same score.
-
-    Raises RewardError, Transient or RewardCallError.
-    """
-    settings = _options_of(options)
-    scores = {}
-    for url in settings.urls:
+    """Check that all URLs serve a model with one score per text, the same. Raises RewardError, Transient or RewardCallError."""
+    settings = options_in(options, RewardModelOptions)
+    token_ids, scores = _token_ids(*_PROBE, settings), {}
+    for url in server_urls(settings.url):
         info = await get_json(f"{url}/model_info")
         if not isinstance(info, dict) or info.get("is_generation") is not False:
             raise RewardError(
                 f"{url} serves no reward model: /model_info answered {str(info)[:200]}; serve a folder whose config.json has an "
                 "architecture that ends in ForSequenceClassification, as reward-train writes it for Llama, Qwen2 and Qwen3"
             )
-        scores[url] = await _score(url, _token_ids(*_PROBE, settings))
+        scores[url] = await _score(url, token_ids)
     low, high = min(scores.values()), max(scores.values())
     if high - low > _MAX_DISAGREEMENT * max(1.0, abs(low), abs(high)):
         raise RewardError(
@@ -119,9 +112,8 @@ async def _score(url: str, token_ids: list[int]) -> float:
     try:
         (value,) = answer["embedding"]
     except (KeyError, TypeError, ValueError) as error:
-        reason = answer.get("meta_info", {}).get("finish_reason", {}) if isinstance(answer, dict) else {}
-        if reason.get("type") == "abort" and reason.get("status_code") != 400:
-            raise Transient(f"{url}: the server aborted the request: {reason}") from error
+        with suppress(KeyError, TypeError):
+            refuse_abort(answer["meta_info"]["finish_reason"])
         raise RewardCallError(f"{url}: expected one score of a model with one label, got {str(answer)[:200]}") from error
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RewardCallError(f"{url}: the score is {value}; do the weights contain NaN?")
@@ -135,7 +127,7 @@ async def score(response: str, answer: str, *, prompt: str, options: RewardModel
     Args:
         prompt: Text of the prompt; a row field.
     """
-    value = await _score(next_server(options.urls), _token_ids(prompt, response, options))
+    value = await _score(next_server(server_urls(options.url)), _token_ids(prompt, response, options))
     limited = min(max(value, options.low), options.high)
     reward = 1 / (1 + math.exp(-limited)) if options.sigmoid else limited
     return Score(reward, f"score {value:.4f}", metrics={"limited": float(limited != value)})

@@ -27,8 +27,7 @@ from megatron_rl.rewards.registry import RewardError, register
 
 _ROW_FIELDS = {
     "tests": (
-        *("tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts"),
-        *("input_output", "answer"),
+        "tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts", "input_output", "answer",
     ),
     "entry_point": ("entry_point", "function_name", "fn_name"),
     "prompt_code": ("prompt_code", "starter_code", "prompt"),
