@@ -149,8 +149,9 @@ class Endpoint:
         return f"{name}.{hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()}"
 
     def _episode(self, http: web.Request) -> Episode:
-        header = http.headers.get("Authorization") or http.headers.get("x-api-key") or ""
-        given = header.split(" ", 1)[-1].strip()  # any case of Bearer
+        words = http.headers.get("Authorization", "").split()
+        key = words[1:] if words and words[0].lower() == "bearer" else words
+        given = " ".join(key) or http.headers.get("x-api-key", "").strip()
         name = given.rpartition(".")[0]
         if self._shared_key and hmac.compare_digest(given.encode(), self._shared_key.encode()):
             name = http.headers.get("X-Session-ID", "")

@@ -51,8 +51,9 @@ _LARGEST: Mapping[str, float] = {
 _LARGEST_OTHER = 10**6
 _SMALLEST = 1e-20
 """Smallest size of a number that is not 0: its square still fits a float32."""
-_MAX_SECONDS, _MIN_SECONDS = 10**7, 1e-3
-"""A few months, well below the limit of clocks and condition variables (9e9 s), and a millisecond."""
+_MAX_SECONDS, _MIN_SECONDS, _MIN_TIMEOUT_S = 10**7, 1e-3, 1
+"""A few months, well below the limit of clocks and condition variables (9e9 s); a millisecond; and a second, which no reply
+of a server or rank that works takes."""
 _FOLDER_OR_SERVER = "folder_or_server"
 _PATHS = ("path", "_dir", "files", "_file")
 _TEXTS = ("system_prompt", "instruction", "after", "yes_word", "no_word")
@@ -231,7 +232,8 @@ def number_expected(name: str, value: float, *, is_option: bool = False) -> str:
     if name.endswith("_s"):
         if value > _MAX_SECONDS:
             return f"at most {_MAX_SECONDS} seconds"
-        return f"0 or at least {_MIN_SECONDS} seconds" if 0 < value < _MIN_SECONDS else ""
+        least = _MIN_TIMEOUT_S if name.endswith("_timeout_s") else _MIN_SECONDS
+        return f"0 or at least {least} seconds" if 0 < value < least else ""
     if is_option:
         largest: float = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
     else:

@@ -153,8 +153,9 @@ def test_a_key_opens_its_own_episode_and_no_other(tokenizer, header, scheme):
                 assert (await post(s, key=key))[0] == 401
             async with s.session.get("/v1/models") as reply:
                 assert reply.status == 401
-            async with s.session.get("/v1/models", headers={"x-api-key": s.key}) as reply:
-                assert [model["id"] for model in (await reply.json())["data"]] == ["policy"]
+            for headers in ({"x-api-key": s.key}, {"Authorization": "Bearer ", "x-api-key": s.key}):
+                async with s.session.get("/v1/models", headers=headers) as reply:
+                    assert [model["id"] for model in (await reply.json())["data"]] == ["policy"]
 
     run(main())
 

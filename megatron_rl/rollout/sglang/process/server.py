@@ -285,6 +285,7 @@ class SglangServer:
         assert process is not None and folder is not None, "spawn() comes first"
         next_progress = self._started_at + _PROGRESS_S
         next_call = time.monotonic() + _WAITING_S
+        written: list[int] = []
         while True:
             if time.monotonic() > next_call:
                 next_call += _WAITING_S
@@ -307,7 +308,9 @@ class SglangServer:
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
                 self.progress(f"waiting for server {self.url} ({waited_s:.0f} s); its log: {self.log_path}")
-            write_pids(group_members(process.pid), folder.path)
+            if (pids := group_members(process.pid)) != written:
+                write_pids(pids, folder.path)
+                written = pids
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"stopped waiting for server {self.url}: the run ends")
 
