@@ -138,7 +138,7 @@ class RolloutConfig:
     """Transport of new weights to servers on separate devices. disk is for servers that cannot join a process group."""
     weight_sync_timeout_s: float = above(0, default=300.0)
     """Longest wait for one reply of a server or one bucket during a publish, in seconds."""
-    bucket_bytes: int = between(1024, 2**40, default=0, zero="the default")
+    bucket_bytes: int = bounded("0 or at least 1024", lambda value: value == 0 or value >= 1024, default=0)
     """Largest flat bucket of weights, in bytes; a source rank has two buckets in memory, a server worker one. 0: 1 GiB on
     GPUs, 64 MiB on a CPU."""
     max_logprob_difference: float | None = at_least(0, default=None)
