@@ -30,7 +30,7 @@ Number = Mapping[str, Any]
 
 PUBLISHED = Path(__file__).resolve().with_name("comparison.json")
 """The comparison that README and docs/benchmarks.md quote, as compare.py wrote it."""
-HEADLINE = {"ppo": "PPO", "tppo-384": "T-PPO, windows", "whole-96": "T-PPO, responses"}
+HEADLINE = {"ppo": "PPO", "ppo-32": "PPO, 2 x updates", "tppo-384": "T-PPO, windows", "whole-96": "T-PPO, responses"}
 """Arms of the headline and their labels, each at its line."""
 
 
@@ -59,7 +59,7 @@ def _headline(found: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
     """Accuracy over time of the arms in HEADLINE, in letters that a phone's width still shows."""
     figure = Figure(figsize=(6.4, 4.2), facecolor="none")
     axes = figure.add_axes((0.085, 0.095, 0.585, 0.72))
-    colors = {name: palette[color] for name, color in zip(HEADLINE, ("orange", "blue", "green"), strict=True)}
+    colors = {name: palette[color] for name, color in zip(HEADLINE, ("orange", "pink", "blue", "green"), strict=True)}
     shown = {name: found["accuracy"][name] for name in HEADLINE}
     _curves(axes, found["grid"], shown, colors, palette, size=13)
     heights = _spread(axes, {name: curve[-1]["value"] for name, curve in shown.items()}, 0.18, top_label=0.92)
@@ -89,8 +89,8 @@ def _figure(found: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
     _bars(below, faster, dict.fromkeys(arms, " x"), colors, palette)
     words = f"mean and 95 % interval over {most} seeds" if most > 1 else "one seed"
     _title(left, "accuracy on held-out problems", f"over seconds of training; {words}", palette)
-    _title(above, "finished responses a second", f"steady state, and times {baseline}", palette)
-    _title(below, f"times faster than {baseline}", f"to an accuracy of {found['levels'][middle]:.1%}", palette)
+    _title(above, "finished a second", f"responses; times {baseline}", palette)
+    _title(below, f"times faster to {found['levels'][middle]:.1%}", f"than {baseline}", palette)
     return figure
 
 
