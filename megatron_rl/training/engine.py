@@ -171,7 +171,7 @@ class Engine:
         else:
             self._make_trainable(optimizer, vision, frozen, torch_dtype)
         moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
-        self.memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves, base=base.memory if base else None)
+        self.memory: ModelMemory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves, base=base.memory if base else None)
 
     def _note_origin(self, loads: bool, mtp: Mtp) -> None:
         """Note what of ``path`` the model does not read; ``loads``: whether its weights come from there."""

@@ -50,7 +50,7 @@ class ModelMemory:
         self._optimizer = optimizer
         self._moves, self.base = moves, base
         self._num_users = 0
-        self._weights = _HostBuffer(
+        self._weights: _HostBuffer = _HostBuffer(
             lambda: (parameter.data for chunk in chunks for parameter in chunk.parameters()), besides=base._weights if base else None
         )
         self._state = _HostBuffer(lambda: state_tensors(optimizer) if optimizer else (), besides=self._weights)
