@@ -5,12 +5,16 @@ killed five times and goes on with run.resume=auto. After every kill: the exit s
 temporary files and shared memory. In the end rows, checkpoint and weights are compared with those of a whole run, bit for
 bit, and MLflow is searched for points that stand in it twice. Ends with status 1 where anything is not as documented.
 
+``--targets scheduler sandbox ...`` kills single processes of runs, which go on: each run must end with 0 and equal the whole run.
+Episodes whose programs were killed must be masked and counted.
+
 This module is also what a run is given as its reward: imported by rank 0 it notes which stages begin.
 """
 
 import argparse
 import contextlib
 import inspect
+import json
 import os
 import random
 import signal
@@ -21,7 +25,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +33,9 @@ from typing import Any
 import psutil
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import resolve
+from megatron_rl.rewards.registry import register, resolve
 from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED
+from megatron_rl.tracking.samples_file import read_samples, sample_files
 from tests.same_runs import differences
 
 _KILLS_PER_RUN = 5
@@ -42,17 +47,35 @@ _STAGE_NAMES = (
     "generate", "score", "old_logprobs", "values", "advantages", "update_policy", "publish", "update_critic", "evaluate",
     "checkpoint", "record",
 )  # fmt: skip
+_BUSY = ("generate", "score", "update_policy", "publish")
 _WAYS = (
     ("SIGKILL", "launcher"), ("SIGKILL", "0"), ("SIGKILL", "1"), ("SIGKILL", "group"), ("SIGTERM", "launcher"),
     ("SIGTERM", "group"), ("SIGUSR1", "launcher"), ("SIGHUP", "launcher"), ("SIGINT", "launcher"), ("SIGINT", "group"),
     ("SIGTERM", "0"), ("twice SIGINT", "launcher"),
 )  # fmt: skip
-MODES = {"tppo": [], "sync": ["schedule.mode=sync", "batch.window_tokens=0"]}
+MODES = {
+    "tppo": [],
+    "sync": ["schedule.mode=sync", "batch.window_tokens=0"],
+    "lora": ["policy.lora={rank: 4, sync: adapters}", "critic.lora={rank: 4}", "policy.optimizer.lr=1e-2"],
+}
+TARGETS = {
+    "server": "sglang.launch_server", "scheduler": "sglang::scheduler", "detokenizer": "sglang::detokenizer",
+    "rollout": "rollout.workers.", "reward": "rewards.workers.", "sandbox": "sandbox.supervisor",
+    "program": "agent.py", "supervisor": "program_supervisor.py",
+}  # fmt: skip
+"""Kinds of single processes of a run, by a part of their command lines; the last two are of an agent's episode."""
+_OF_EPISODES = ("program", "supervisor")
 
 
 def graded(response: str, answer: str) -> Score:
     """The reward of the runs."""
     return resolve("math").function(response, answer)
+
+
+@register("coded", owns_processes=True)
+def coded(response: str, answer: str) -> Score:
+    """The reward of runs with a sandbox: 1 for responses of even length."""
+    return resolve("code").function(f"def f():\n    return {len(response)}", tests="assert f() % 2 == 0")
 
 
 def _note_stages(path: str) -> None:
@@ -100,6 +123,12 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 @dataclass
 class _Run:
     """One start of a run: its launcher, and a mark that all its processes inherit."""
@@ -126,6 +155,24 @@ class _Run:
     def stages(self) -> list[str]:
         return self.stages_file.read_text().splitlines()
 
+    def num_begun(self, stage: str) -> int:
+        return sum(line.split()[0] == stage for line in self.stages())
+
+    def family(self) -> list[psutil.Process]:
+        """All processes below the launcher, also those without the mark: sandboxes and programs get none of the environment."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def victims(self, words: str) -> list[psutil.Process]:
+        """Processes with ``words`` in their command line whose parents have other ones."""
+        found = []
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                own, above = (" ".join(one.cmdline()) for one in (process, process.parent()))
+                found += [process] if words in own and words not in above else []
+        return found
+
     def rank(self, number: str) -> int | None:
         """Process id of the launcher; None before the start."""
         with contextlib.suppress(psutil.Error):
@@ -147,15 +194,15 @@ class _Run:
                 pid = self.process.pid if target == "launcher" else self.rank(target)
                 os.kill(pid or self.process.pid, signal.Signals[signal_name])
 
-    def wait_gone(self) -> tuple[int | None, float, list[str]]:
-        """Exit status, seconds until no process was left, and the processes that had to be killed."""
+    def wait_gone(self, family: Sequence[psutil.Process] = (), end_s: float = _END_S) -> tuple[int | None, float, list[str]]:
+        """Exit status, seconds until no process was left, and the processes that had to be killed; ``family``: to wait for, too."""
         began_s = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
-        left = _marked(self.mark)
-        while left and time.monotonic() < began_s + _END_S:
+            self.process.wait(end_s)
+        left, ended_s = [self.process], time.monotonic()
+        while left and time.monotonic() < ended_s + _END_S:
             time.sleep(0.1)
-            left = _marked(self.mark)
+            left = list({*_marked(self.mark), *filter(_lives, family)})
         for process in left:
             process.kill()
         return self.process.poll(), time.monotonic() - began_s, [" ".join(p.cmdline())[:80] for p in left]
@@ -165,8 +212,8 @@ def _wait_for_moment(run: _Run, moment: str, rng: random.Random, start_s: float)
     """Wait for a random moment of the start, or shortly after a stage starts; False if the run ended first."""
     if moment == "start":
         return _still_runs(run, rng.uniform(0.5, start_s))
-    turn, deadline_s = rng.randint(1, 3), time.monotonic() + 300
-    while sum(line.split()[0] == moment for line in run.stages()) < turn:
+    turn, deadline_s = run.num_begun(moment) + rng.randint(1, 3), time.monotonic() + 300
+    while run.num_begun(moment) < turn:
         if time.monotonic() > deadline_s or not _still_runs(run, 0.005):
             return False
     return _still_runs(run, rng.uniform(0, 1.0 if moment == "checkpoint" else 0.3))
@@ -205,6 +252,31 @@ def _left_in_shared_memory(before: set[str]) -> list[str]:
     return sorted(f"/dev/shm/{name}" for name in new)
 
 
+def _left_behind(run: _Run, shared: set[str]) -> list[str]:
+    """Entries of shared memory and temporary files that remain after a run; ``shared``: entries from before."""
+    return _left_in_shared_memory(shared) + [path.name for path in (run.folder / "tmp").iterdir()]
+
+
+def _wounded_run(run: _Run, target: str, seed: int, num_kills: int) -> tuple[int, list[str]]:
+    """Kill processes of the kind ``target`` in one run; returns their number and the deviations from the documentation."""
+    rng, shared, family, kills = random.Random(seed), _shared_memory(), set(run.family()), 0
+    while kills < num_kills and _wait_for_moment(run, rng.choice(_BUSY), rng, 0.0):
+        deadline_s = time.monotonic() + 10
+        while not (victims := run.victims(TARGETS[target])) and time.monotonic() < deadline_s and _still_runs(run, 0.01):
+            pass
+        family |= set(run.family())
+        if victims:
+            victim = rng.choice(victims)
+            with contextlib.suppress(psutil.Error):
+                victim.kill()
+                kills += 1
+                print(f"SIGKILL      {target:11} process {victim.pid} at {run.stages()[-1]}", flush=True)
+    status, seconds, left = run.wait_gone([*family], end_s=600)
+    left += _left_behind(run, shared)
+    print(f"{target}: {kills} kills, status {status} after {seconds:.1f} s, left {left or '-'}", flush=True)
+    return kills, ([f"{target}: status {status}, left {left}"] if status or left else []) + ([] if kills else [f"{target}: never killed"])
+
+
 def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> list[str]:
     """Start, kill and restart until the run ends; returns deviations from the documentation."""
     rng, wrong, kills = random.Random(seed), [], 0
@@ -215,14 +287,13 @@ def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> list[
         if moment != "end" and _wait_for_moment(run, moment, rng, start_s):
             signal_name, target = ways[kills % len(ways)]
             kills += 1
-            at = (run.stages() or ["start"])[-1]
+            at, family = (run.stages() or ["start"])[-1], run.family()
             run.send(signal_name, target)
             expected = _expected(signal_name, target)
         else:
-            signal_name, target, at, expected = "-", "-", "end", (0,)
-        status, seconds, left = run.wait_gone()
-        left += _left_in_shared_memory(shared)
-        left += [path.name for path in (run.folder / "tmp").iterdir()]
+            signal_name, target, at, family, expected = "-", "-", "end", [], (0,)
+        status, seconds, left = run.wait_gone(family)
+        left += _left_behind(run, shared)
         line = f"{signal_name:12} {target:8} at {moment:13} ({at:18}) status {status} gone {seconds:5.1f} s left {left or '-'}"
         print(line, flush=True)
         if left or status not in expected:
@@ -241,8 +312,9 @@ def _twice_in_mlflow(run: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(folder: Path, port: int) -> Iterator[str]:
-    arguments = ["serve", "--model-path", str(folder / "model"), "--port", str(port), "--log", str(folder / "server.log")]
+def _server(folder: Path, port: int, overrides: Sequence[str]) -> Iterator[str]:
+    """The server of all runs of a mode; its log is in ``folder``."""
+    arguments = ["serve", "--config", str(folder / "recipe.yaml"), "--port", str(port), "--log", str(folder / "server.log"), *overrides]
     process = subprocess.Popen([sys.executable, "-m", "megatron_rl.cli", *arguments])
     try:
         while process.poll() is None:
@@ -258,11 +330,12 @@ def _server(folder: Path, port: int) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kill_trial", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20, help="of whole runs, over all modes")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--port", type=int, default=30917, help="of the server that all runs share; 0: each starts its own")
+    parser.add_argument("--targets", nargs="+", default=[], choices=list(TARGETS), help="kill single processes instead, in the first mode")
+    parser.add_argument("--port", type=int, default=30917, help="of the server that all runs of a mode share; 0: each starts its own")
     parser.add_argument("--folder", type=Path, help="where everything is written (default: a new temporary folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration of all runs")
     options = parser.parse_args()
@@ -280,34 +353,91 @@ def _trial(options: argparse.Namespace) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill_trial-"))
     folder.mkdir(parents=True, exist_ok=True)
     make_task(folder)
-    wrong: list[str] = []
-    with _server(folder, options.port) if options.port else contextlib.nullcontext("rollout.port=0") as servers:
-        common = [f"run.num_steps={options.steps}", "run.save_every_steps=2", "eval.every_steps=3", servers]
-        # A response that timed out on a busy machine is no difference of the runs.
-        common += ["reward.name=tests.kill_trial:graded", "reward.timeout_s=300", "reward.start_timeout_s=300", *options.overrides]
-        start_s = {}
-        for mode in options.modes:
-            whole = _Run(folder, folder / f"whole-{mode}", [*common, *MODES[mode]])
-            began_s = time.monotonic()
-            while not whole.stages() and _still_runs(whole, 0.1):
-                pass
-            start_s[mode] = time.monotonic() - began_s
-            if whole.wait_gone()[0] != 0:
-                sys.exit(f"the whole run failed: {whole.output_dir.with_suffix('.out')}")
-        for number, first in enumerate(range(0, options.kills, _KILLS_PER_RUN)):
-            mode = options.modes[number % len(options.modes)]
-            killed = folder / f"killed-{number}-{mode}"
-            num_kills = min(_KILLS_PER_RUN, options.kills - first)
-            print(f"run {number} ({mode}), seed {options.seed + number}", flush=True)
-            overrides = [*common, *MODES[mode]]
-            wrong += _killed_run(
-                lambda to=killed, o=overrides: _Run(folder, to, o), options.seed + number, num_kills, start_s[mode]
-            )
-            found = [*differences(killed, folder / f"whole-{mode}"), *_twice_in_mlflow(killed)]
-            print(f"run {number} ({mode}):", "equal to the whole run, bit for bit" if not found else "DIFFERENT", *found[:10], sep="\n  ")
-            wrong += found
-    print(f"{options.kills} kills, {len(wrong)} things not as documented; files: {folder}")
+    # A response that timed out on a busy machine is no difference of the runs.
+    common = [f"run.num_steps={options.steps}", "run.save_every_steps=2", "eval.every_steps=3"]
+    common += ["reward.timeout_s=300", "reward.start_timeout_s=300", *options.overrides]
+    if options.targets:
+        kills, wrong = _trial_of_targets(folder, options, [*common, *MODES[options.modes[0]]])
+    else:
+        kills, wrong = options.kills, []
+        for index, mode in enumerate(options.modes):
+            own = ["reward.name=tests.kill_trial:graded", *common, *MODES[mode]]
+            attached = _server(folder, options.port, own) if options.port else contextlib.nullcontext("rollout.port=0")
+            with attached as servers:
+                wrong += _trial_of_mode(folder, options, index, [*own, servers])
+    print(f"{kills} kills, {len(wrong)} things not as documented; files: {folder}")
     return 1 if wrong else 0
+
+
+def _whole_run(folder: Path, name: str, overrides: list[str]) -> tuple[Path, float]:
+    """The folder of an uninterrupted run, and its seconds until the first stage."""
+    whole, began_s = _Run(folder, folder / f"whole-{name}", overrides), time.monotonic()
+    while not whole.stages() and _still_runs(whole, 0.1):
+        pass
+    start_s = time.monotonic() - began_s
+    if whole.wait_gone(end_s=900)[0] != 0:
+        sys.exit(f"the whole run failed: {whole.output_dir.with_suffix('.out')}")
+    return whole.output_dir, start_s
+
+
+def _trial_of_mode(folder: Path, options: argparse.Namespace, index: int, overrides: list[str]) -> list[str]:
+    """Kill and resume the runs of one mode, which take turns with those of the other modes; returns what is not as documented."""
+    mode, wrong = options.modes[index], []
+    whole, start_s = _whole_run(folder, mode, overrides)
+    for number in range(index, -(-options.kills // _KILLS_PER_RUN), len(options.modes)):
+        num_kills = min(_KILLS_PER_RUN, options.kills - number * _KILLS_PER_RUN)
+        killed, seed = folder / f"killed-{number}-{mode}", options.seed + number
+        print(f"run {number} ({mode}), seed {seed}", flush=True)
+        wrong += _killed_run(lambda to=killed: _Run(folder, to, overrides), seed, num_kills, start_s)
+        wrong += _compared(killed, whole)
+    return wrong
+
+
+def _compared(run: Path, whole: Path) -> list[str]:
+    found = [*differences(run, whole), *_twice_in_mlflow(run)]
+    print(f"{run.name}:", "equal to the whole run, bit for bit" if not found else "DIFFERENT", *found[:10], sep="\n  ", flush=True)
+    return found
+
+
+def _trial_of_targets(folder: Path, options: argparse.Namespace, common: list[str]) -> tuple[int, list[str]]:
+    """Kill single processes, five per run at most; returns the kills and what is not as documented."""
+    total, wrong, whole = 0, [], None
+    own = ["reward.name=tests.kill_trial:coded", "rollout.num_workers=1", "rollout.port=0", "rollout.max_restarts=9", *common]
+    for number, target in enumerate(options.targets):
+        of_episodes = target in _OF_EPISODES
+        if whole is None and not of_episodes:
+            whole, _ = _whole_run(folder, "targets", own)
+        home = _agents(folder / "agents") if of_episodes else folder
+        run = _Run(home, home / f"without-{target}", [f"run.num_steps={options.steps}"] if of_episodes else own)
+        kills, found = _wounded_run(run, target, options.seed + number, min(3, options.kills))
+        total += kills
+        wrong += found + (_unmasked(run.output_dir, kills) if of_episodes else _compared(run.output_dir, whole))
+    return total, wrong
+
+
+def _agents(folder: Path) -> Path:
+    """The folder of a run whose episodes are programs."""
+    from tests.chat_models import make_chat_model
+    from tests.integration.test_agents import RECIPE, SLOW_AGENT
+
+    folder.mkdir(exist_ok=True)
+    make_chat_model(folder / "model")
+    rows = [{"id": str(i), "prompt": f"{i}+{i + 1}", "answer": "1"} for i in range(24)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "agent.py").write_text(SLOW_AGENT)
+    recipe = RECIPE.format(folder=folder, preset="grpo", python=sys.executable, argument="")
+    (folder / "recipe.yaml").write_text(recipe.replace("num_ranks: 1", "num_ranks: 2"))
+    return folder
+
+
+def _unmasked(run: Path, kills: int) -> list[str]:
+    """Deviations from the law of killed programs: one row each without a reward, of which no token trains."""
+    rows = read_samples(sample_files(run).values()).to_pylist()
+    ended = [row for row in rows if "killed" in row["error"]]
+    print(f"{run.name}: {len(ended)} of {len(rows)} episodes were killed", flush=True)
+    found = [] if len({row["id"] for row in ended}) == kills else [f"{len(ended)} episodes say that they were killed, not {kills}"]
+    found += [f"unscored: {row['error']}" for row in rows if row["error"] and "killed" not in row["error"]]
+    return found + [f"a killed episode trains: {row}" for row in ended if row["reward"] is not None or row["trained_tokens"]]
 
 
 if __name__ == "__main__":

@@ -100,6 +100,13 @@ def shares_base(config: Config) -> bool:
     return needs_reference(config) and lora.rank > 0 and not lora.path and config.reference.path in ("", config.policy.path)
 
 
+def critic_shares_base(config: Config) -> bool:
+    """True if the critic's adapters train on the policy's own frozen weights."""
+    policy, critic = config.policy, config.critic
+    is_same = not critic.path and critic.dtype in (None, policy.dtype) and critic.parallel in (None, config.parallel)
+    return needs_critic(config) and policy.lora.rank > 0 and critic.lora.rank > 0 and is_same
+
+
 def is_served(path: str) -> bool:
     """True if the reference at ``path`` is an SGLang server."""
     return path.startswith(("http://", "https://"))

@@ -183,6 +183,14 @@ def add_adapters(
     fill_parameters(adapter_parameters(chunks), table, hf_config, source)
 
 
+def share_weights(chunks: Sequence[nn.Module], base: Sequence[nn.Module]) -> None:
+    """Make the weights of a critic's ``chunks``, except its head, those of a policy's, in the same memory. Both must be frozen."""
+    shared = dict(named_parameters(base))
+    for name, parameter in named_parameters(chunks):
+        if not name.startswith("output_layer."):
+            parameter.data = shared[name].data
+
+
 def _add(
     module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:

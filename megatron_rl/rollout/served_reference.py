@@ -74,7 +74,9 @@ def _read(reply: HttpReply, url: str, ids: list[int], first: int, top_k: int) ->
         top: list[Any] = meta["input_top_logprobs"][-length:] if top_k else [[]] * length
         logprobs = np.array([entry[0] for entry in entries], np.float32)
         table = np.array([[entry[:2] for entry in of] for of in top], np.float64).reshape(length, top_k, 2)
-        if [entry[1] for entry in entries] == ids[first:] and np.isfinite(logprobs).all() and np.isfinite(table).all():
+        # SGLang writes 0 in place of the vocabulary's last token.
+        is_aligned = len(entries) == length and all(entry[1] in (own, 0) for entry, own in zip(entries, ids[first:], strict=True))
+        if is_aligned and np.isfinite(logprobs).all() and np.isfinite(table).all():
             return Scores(logprobs, table[..., 1].astype(np.int32), table[..., 0].astype(np.float32))
     except (ValueError, RecursionError, LookupError, TypeError, OverflowError):
         pass

@@ -57,7 +57,7 @@ from megatron_rl.models.layers.context import num_rows
 from megatron_rl.models.layers.moe import Routing
 from megatron_rl.models.layers.torch_layers import layers_note, unwrap
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
-from megatron_rl.models.lora import FIXED_FIELDS, add_adapters, seed_dropout, without_adapters
+from megatron_rl.models.lora import FIXED_FIELDS, add_adapters, seed_dropout, share_weights, without_adapters
 from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.parallel.pipeline_shapes import stage_options
 from megatron_rl.parallel.topology import Topology
@@ -102,6 +102,9 @@ class UpdateResult:
 class Engine:
     """One policy or critic: its model chunks on this rank and, if it trains, gradients, optimizer and schedule."""
 
+    role: Role
+    memory: ModelMemory
+    _kept_logprobs: list[Tensor]
     _save: CheckpointWrite | None = None
     """Save that was started and is not finished."""
     _adapters_off = False
@@ -127,22 +130,22 @@ class Engine:
         vision: VisionConfig | None = None,
         frozen: Sequence[str] = (),
         lora: LoraConfig | None = None,
+        base: "Engine | None" = None,
         megatron: Mapping[str, Any] | None = None,
         seed: int = 1,
     ) -> None:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model without updates (a reference).
 
-        ``moe``: the choice of a policy's experts; with replay the field ``routes`` of the batches determines it.
-        ``offload``: when ``offload`` moves the model. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``:
-        whether ``save_hf`` keeps the multi-token-prediction layers of ``path``. ``vision``: trained parts of a
-        vision-language model's encoder. ``frozen``: patterns of tensors that do not train (``models.freezing``).
-        ``lora``: adapters that train instead. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
+        ``moe``: the choice of a policy's experts; with replay the field ``routes`` of the batches determines it. ``offload``: when
+        ``offload`` moves the model. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf`` keeps the
+        multi-token-prediction layers of ``path``. ``vision``: trained parts of a vision-language model's encoder. ``frozen``: patterns of
+        tensors that do not train (``models.freezing``). ``lora``: adapters that train instead. ``base``: a policy with adapters in this
+        layout, whose frozen weights a critic with adapters uses. ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
         moe, vision = moe or MoeConfig(), vision or VisionConfig()
-        self.role: Role = role
-        self.parallel, self.topology, self.path = parallel, topology, Path(path)
+        self.role, self.parallel, self.topology, self.path = role, parallel, topology, Path(path)
         self.hf_config = load_hf_config(path)
         self.lora, self._seed = (lora if lora is not None and lora.rank else None), seed
         settings = MegatronSettings(moe=moe, fp8=fp8, fields={**(megatron or {}), **(FIXED_FIELDS if self.lora else {})})
@@ -151,23 +154,23 @@ class Engine:
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, _LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
         loads = init is Init.checkpoint
         self._note_origin(loads, mtp)
-        own_seed = None if loads else seed
-        self.chunks = builder(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, settings=settings, seed=own_seed)
-        if loads:
+        options = {"dtype": torch_dtype, "recompute": recompute, "settings": settings, "seed": None if loads else seed}
+        self.chunks = builder(self.hf_config, parallel, **options)
+        if base is not None:
+            share_weights(self.chunks, base.chunks)
+        elif loads:
             load_weights(self.chunks, self.hf_config, path, role=role)
         if self.lora:
             add_adapters(self.chunks, self.hf_config, role, self.lora, seed=seed)
         self.export = ModelExport(self.chunks, self.hf_config, role, self.path, self.lora)
-        self._routing = Routing(moe, self.chunks)
-        self._kept_logprobs: list[Tensor] = []
-        self._optimizer = None
+        self._routing, self._optimizer, self._kept_logprobs = Routing(moe, self.chunks), None, []
         self._replicas: list[DistributedDataParallel] = []
         if optimizer is None:
             torch.nn.ModuleList(self.chunks).requires_grad_(False)
         else:
             self._make_trainable(optimizer, vision, frozen, torch_dtype)
         moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
-        self.memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
+        self.memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves, base=base.memory if base else None)
 
     def _note_origin(self, loads: bool, mtp: Mtp) -> None:
         """Note what of ``path`` the model does not read; ``loads``: whether its weights come from there."""
@@ -219,11 +222,8 @@ class Engine:
         float32, no gradient. The list is empty on ranks before the last pipeline stage.
         """
         self._expect_role("critic")
-        outputs = self._forward(microbatches, temperature=1.0)
-        return [
-            (output["values"][: len(batch.tokens)], output["final_values"][: batch.num_sequences])
-            for output, batch in zip(outputs, microbatches, strict=False)
-        ]
+        pairs = zip(self._forward(microbatches, temperature=1.0), microbatches, strict=False)
+        return [(found["values"][: len(batch.tokens)], found["final_values"][: batch.num_sequences]) for found, batch in pairs]
 
     @_in_own_layout
     def update(
@@ -356,13 +356,13 @@ class Engine:
         with self.memory.state(changes=True):
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
-    def offload(self) -> None:
-        """Offload this model (as ``offload`` says) until the next call of one of its methods.
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Offload this model (as ``offload`` says) until the next call of one of its methods; ``keep_weights``: only its state.
 
         Not collective; weights that an unfinished ``export_weights`` reads stay.
         """
         ddp.wait_for_weights(self._replicas)
-        self.memory.offload()
+        self.memory.offload(keep_weights=keep_weights)
 
     def _expect_role(self, role: str) -> None:
         if self.role != role:

@@ -9,7 +9,7 @@ bit for bit. All operations are local to a rank; no rank waits for another.
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -33,8 +33,12 @@ class ModelMemory:
         optimizer: MegatronOptimizer | None,
         *,
         moves: bool,
+        base: "ModelMemory | None" = None,
     ) -> None:
-        """``moves``: whether ``offload`` moves weights and state; gradients are allocated and freed in any case."""
+        """``moves``: whether ``offload`` moves weights and state; gradients are allocated and freed in any case.
+
+        ``base``: memory of another model whose weights this one uses as its own; only the other model moves these.
+        """
         # Megatron's offload_grad_buffers does the same, but warns about its own use of typed storages.
         storages = [
             buffer.grad_data.untyped_storage()
@@ -44,9 +48,11 @@ class ModelMemory:
         self._gradients = [(storage, storage.nbytes()) for storage in storages]
         self._has_gradients = True
         self._optimizer = optimizer
-        self._moves = moves
+        self._moves, self.base = moves, base
         self._num_users = 0
-        self._weights = _HostBuffer(lambda: (parameter.data for chunk in chunks for parameter in chunk.parameters()))
+        self._weights: _HostBuffer = _HostBuffer(
+            lambda: (parameter.data for chunk in chunks for parameter in chunk.parameters()), besides=base._weights if base else None
+        )
         self._state = _HostBuffer(lambda: state_tensors(optimizer) if optimizer else (), besides=self._weights)
         self._free_gradients()
 
@@ -83,26 +89,24 @@ class ModelMemory:
 
     @contextmanager
     def _in_use(self, *, state: bool = False, changes: bool = False) -> Iterator[None]:
-        self._weights.back()
-        if state:
-            self._state.back()
-        self._num_users += 1
-        try:
-            yield
-        finally:
-            self._num_users -= 1
-            if changes:
-                self._weights.is_copied = self._state.is_copied = False
+        with self.base.weights() if self.base else nullcontext():
+            self._weights.back()
+            if state:
+                self._state.back()
+            self._num_users += 1
+            try:
+                yield
+            finally:
+                self._num_users -= 1
+                if changes:
+                    self._weights.is_copied = self._state.is_copied = False
 
-    def offload(self) -> None:
-        """Free the device: drop the gradients, and move weights and state that are not in use to host memory."""
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Free the device: drop the gradients, and move state, and weights if they may go, that are not in use to host memory."""
         self._free_gradients()
-        if (
-            self._moves
-            and not self._num_users
-            and (self._state.out() | self._weights.out())
-            and torch.cuda.is_available()
-        ):
+        if not self._moves or self._num_users:
+            return
+        if (self._state.out() | (not keep_weights and self._weights.out())) and torch.cuda.is_available():
             torch.cuda.empty_cache()  # large blocks of other sizes come next
 
     def _free_gradients(self) -> None:

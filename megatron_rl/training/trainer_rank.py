@@ -96,11 +96,11 @@ class TrainerRank:
         self.use.start_stage(stage)
 
     def offload_others(self, name: str) -> None:
-        """Offload every engine but this one and those on the same weights; an empty name: every engine."""
+        """Offload every engine but this one, and but the weights that it shares with others; an empty name: every engine."""
         used = self.engines[name].memory if name else None
         for engine in self.engines.values():
             if engine.memory is not used:
-                engine.offload()
+                engine.offload(keep_weights=used is not None and engine.memory is used.base)
 
     def cache_of(self, engine: Engine, step: int | None) -> SequenceCache:
         """The cache of the engine's layout and a step; ``step`` None: a cache for one call."""

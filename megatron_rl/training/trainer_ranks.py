@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import critic_dtype, needs_critic, reference_folders, shares_base
+from megatron_rl.config.derived import critic_dtype, critic_shares_base, needs_critic, reference_folders, shares_base
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import (
     Config,
@@ -99,7 +99,8 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
 
         add("policy", build_engine(config, topology, "policy", policy, trained))
         if needs_critic(config):
-            add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
+            base = engines["policy"] if critic_shares_base(config) else None
+            add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path, base=base))
         # References choose their own experts, because their log-probs depend on them.
         own_moe = replace(policy.moe, routing_replay=RoutingReplay.none)
         if shares_base(config):
@@ -124,8 +125,9 @@ def build_engine(
     optimizer: OptimizerConfig | None,
     *,
     path: str = "",
+    base: Engine | None = None,
 ) -> Engine:
-    """``path``: the model's own folder; empty: policy.path, with random weights if policy.init says so."""
+    """``path``: the model's own folder; empty: policy.path, with random weights if policy.init says so. ``base``: as in ``Engine``."""
     return Engine(
         role,
         path or config.policy.path,
@@ -139,6 +141,7 @@ def build_engine(
         vision=model.vision,
         megatron=model.megatron,
         lora=model.lora,
+        base=base,
         **(_policy_settings(model) if isinstance(model, PolicyConfig) else {"frozen": model.freeze}),
         seed=config.run.seed,
     )

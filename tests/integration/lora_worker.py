@@ -31,6 +31,8 @@ class Case:
     model: str = "qwen3"
     lora: LoraConfig = field(default_factory=lambda: LORA)
     role: Role = "policy"
+    shares: bool = False
+    """A critic on the weights of a policy that trains beside it."""
     recompute: Recompute = Recompute.none
     dtype: Dtype = Dtype.float32
     overlaps: bool = False
@@ -40,6 +42,7 @@ CASES: dict[int, list[Case]] = {
     1: [
         Case("all"),
         Case("critic", role="critic"),
+        Case("critic-shared", role="critic", shares=True),
         Case("partial", lora=PARTIAL, recompute=Recompute.full),
         Case("experts", model="experts", lora=EXPERTS),
         Case("latent", model="latent", lora=EXPERTS),
@@ -57,6 +60,7 @@ CASES: dict[int, list[Case]] = {
         Case("all-cp2", "cp2"),
         Case("all-bfloat16", "tp2+sp", dtype=Dtype.bfloat16),
         Case("critic-tp2-sp", "tp2+sp", role="critic"),
+        Case("critic-shared-tp2-sp", "tp2+sp", role="critic", shares=True),
         Case("partial-tp2", "tp2", lora=PARTIAL),
         Case("partial-pp2", "pp2", lora=PARTIAL, recompute=Recompute.full),
         Case("experts-ep2", "ep2", model="experts", lora=EXPERTS),
@@ -75,11 +79,13 @@ class Run:
         self.case, self.models, self.place = case, models, place
         self.batch = make_batch()
         self.plan = plan_microbatches(LENGTHS, place.dp_size, 64)[place.dp_rank]
+        self.base: Engine | None = None
+        self.base = self.new_engine(seed=1, role="policy") if case.shares else None
         self.engine = self.new_engine(seed=1)
 
-    def new_engine(self, seed: int, lora: LoraConfig | None = None, folder: Path | None = None) -> Engine:
+    def new_engine(self, seed: int, lora: LoraConfig | None = None, folder: Path | None = None, role: Role | None = None) -> Engine:
         return Engine(
-            self.case.role,
+            role or self.case.role,
             folder or self.models / self.case.model,
             parallel=parse_layout(self.case.layout, ParallelConfig(collective_timeout_s=120.0))[0],
             topology=self.place,
@@ -88,6 +94,7 @@ class Run:
             dtype=self.case.dtype,
             recompute=self.case.recompute,
             lora=lora or self.case.lora,
+            base=self.base,
             seed=seed,
         )
 
@@ -97,6 +104,8 @@ class Run:
     def update(self, engine: Engine) -> float:
         """One update; the norm of its gradient."""
         denominators = {"mask": float(self.batch.fields["mask"].sum()), "value": 1.0}
+        if self.base is not None:
+            self.base.update(self.microbatches(), losses.build("sft", ALGORITHM, denominators))
         objective = "critic" if self.case.role == "critic" else "sft"
         return engine.update(self.microbatches(), losses.build(objective, ALGORITHM, denominators)).grad_norm
 
@@ -112,6 +121,12 @@ class Run:
         for indices, found in zip(self.plan, engine.logprobs(self.microbatches()), strict=False):
             parts += zip(indices, found.split([LENGTHS[index] for index in indices]), strict=True)
         return [part for _, part in sorted(parts, key=lambda pair: pair[0])]
+
+
+def storages(engine: Engine) -> dict[int, int]:
+    """Bytes of the storages of the weights."""
+    found = (p.untyped_storage() for chunk in engine.chunks for p in chunk.parameters())
+    return {one._cdata: one.nbytes() for one in found}
 
 
 def run_case(case: Case, models: Path, out: Path, place: Topology) -> dict[str, Any]:
@@ -135,6 +150,8 @@ def run_case(case: Case, models: Path, out: Path, place: Topology) -> dict[str, 
         started = run.new_engine(seed=3, lora=replace(case.lora, path=str(out / f"{case.name}-hf" / "adapter")))
         results |= {"started": run.adapters(started), "final": run.weights(engine)}
     results["checkpoint bytes"] = sum(file.stat().st_size for file in folder.iterdir())
+    own, shared = ({} if one is None else storages(one) for one in (engine, run.base))
+    results["own bytes"] = sum(size for key, size in own.items() if key not in shared)
     results["state"] = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad)
     return results
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from megatron_rl.config.schema import (
     Dtype,
     KlConfig,
     KlPlace,
+    LoraConfig,
     Offload,
     ParallelConfig,
     PolicyConfig,
@@ -47,12 +48,14 @@ class Case:
     layout: str
     model: str = "qwen2"
     dtype: Dtype = Dtype.float32
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 CASES = {
     "tp2": Case("tp2+sp"),
     "pp2": Case("pp2", model="tied", dtype=Dtype.bfloat16),
     "ep2": Case("ep2", model="experts", dtype=Dtype.bfloat16),
+    "adapters": Case("tp2+sp", lora=LoraConfig(rank=4)),
 }
 """On 2 ranks."""
 
@@ -60,8 +63,8 @@ CASES = {
 def config_of(case: Case, models: Path, offload: Offload, seed: int) -> Config:
     return Config(
         run=RunConfig(seed=seed),
-        policy=PolicyConfig(path=str(models / case.model), optimizer=OPTIMIZER, dtype=case.dtype, offload=offload),
-        critic=CriticConfig(optimizer=OPTIMIZER, dtype=case.dtype, offload=offload),
+        policy=PolicyConfig(path=str(models / case.model), optimizer=OPTIMIZER, dtype=case.dtype, offload=offload, lora=case.lora),
+        critic=CriticConfig(optimizer=OPTIMIZER, dtype=case.dtype, offload=offload, lora=case.lora),
         parallel=parse_layout(case.layout, ParallelConfig(collective_timeout_s=120.0))[0],
         algorithm=ALGORITHM,
         batch=BatchConfig(max_tokens_per_microbatch=64),
@@ -100,8 +103,9 @@ class Watch:
 
 
 def device_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes in an engine's storages, by component."""
-    replicas = engine._replicas
+    """Bytes in an engine's storages, by component, without weights that belong to another engine."""
+    replicas = engine._replicas if engine._optimizer else []
+    base = engine.memory.base
     buffers = [buffer for replica in replicas for buffer in (*replica.buffers, *replica.expert_parallel_buffers)]
     components = {
         "weights": [parameter.data for chunk in engine.chunks for parameter in chunk.parameters()],
@@ -112,6 +116,8 @@ def device_bytes(engine: Engine) -> dict[str, int]:
         name: {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         for name, tensors in components.items()
     }
+    others = base._weights._storages() if base else {}
+    storages["weights"] = {key: size for key, size in storages["weights"].items() if key not in others}
     # Main parameters of a float32 model are its weights.
     storages["optimizer"] = {key: size for key, size in storages["optimizer"].items() if key not in storages["weights"]}
     return {name: sum(sizes.values()) for name, sizes in storages.items()}

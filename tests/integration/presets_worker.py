@@ -1,4 +1,4 @@
-"""Runs several presets one after the other in this process: ``RECIPE OUTPUT {preset: [key=value, ...]}`` (JSON)."""
+"""Trains with several presets, one after the other, in this process: ``RECIPE OUTPUT {name of the run: [key=value, ...]}`` (JSON)."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ def run_all(recipe: str, output: str, runs: dict[str, list[str]]) -> None:
         folder = Path(output) / name
         print(f"== {name} begins", flush=True)
         try:
-            status = main(["train", f"--config={recipe}", f"preset={name}", f"run.output_dir={folder}", *overrides])
+            status = main(["train", f"--config={recipe}", f"run.output_dir={folder}", *overrides])
         except Exception:
             traceback.print_exc()
             status = -1

@@ -86,6 +86,17 @@ def test_a_resumed_run_with_adapters_is_bit_equal_to_one_that_never_stopped(resu
     assert all(torch.equal(found["resumed"][name], value) for name, value in found["kept"].items())
 
 
+@pytest.mark.parametrize(("world_size", "case"), [pair for pair in ALL if pair[1].shares], **NAMES)
+def test_a_critic_on_the_policys_weights_equals_one_with_weights_of_its_own(results, world_size, case):
+    found, own = (results(world_size)[name] for name in (case.name, case.name.replace("-shared", "")))
+    assert found["norms"] == own["norms"]
+    for part in ("before", "start", "after 3", "merged 3", "kept"):
+        assert found[part].keys() == own[part].keys()
+        assert [name for name, value in own[part].items() if not torch.equal(found[part][name], value)] == [], part
+    # The adapters and the value head, which are all that trains, in Megatron's padded buffers.
+    assert 4 * found["state"] <= found["own bytes"] < 4 * found["state"] + 2**14 < own["own bytes"] / 3
+
+
 @pytest.mark.parametrize("case", SAME_IN_EVERY_LAYOUT, **NAMES)
 def test_updates_of_adapters_do_not_depend_on_the_layout(results, case):
     reference = next(name for name in sorted(REFERENCES, key=len, reverse=True) if case.name.startswith(name))

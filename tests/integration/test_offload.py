@@ -61,8 +61,10 @@ def test_only_the_active_model_occupies_device_memory(results, case):
     for what, engines in moments:
         working = what.split()[0]
         for name, components in engines.items():
+            # On one base, policy and reference keep their weights while the critic works.
+            kept = {"weights"} if case == "adapters" and working in engines and name != "critic" else set()
             if name != working:
-                assert set(components.values()) == {0}, (what, name)
+                assert {size for component, size in components.items() if component not in kept} == {0}, (what, name)
     trained = [engines[what.split()[0]] for what, engines in moments if what.endswith("trains")]
     assert trained and all(min(components.values()) > 0 for components in trained)
     assert {what for what, _ in moments} == {

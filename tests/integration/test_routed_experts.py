@@ -222,9 +222,10 @@ def runs(windows, model_path, url, tmp_path_factory) -> tuple[Path, str]:
     rows = [{"id": i, "prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(24)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(RECIPE.format(model=model_path, folder=folder, url=url))
+    asked = {name: [f"preset={name}", *own] for name, own in RUNS.items()}
     with preloading():
         done = subprocess.run(
-            [sys.executable, "-m", "tests.integration.presets_worker", folder / "recipe.yaml", folder, json.dumps(RUNS)],
+            [sys.executable, "-m", "tests.integration.presets_worker", folder / "recipe.yaml", folder, json.dumps(asked)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -236,6 +236,8 @@ class ParameterBytes(NamedTuple):
     """Rank of low-rank adapters, which train instead of the weights; 0: none."""
     targets: tuple[str, ...] = ()
     """Modules with an adapter (``families/adapters.py``)."""
+    shares: bool = False
+    """True if the model has adapters (and a critic its head) alone: its other weights are those of another model."""
 
     @property
     def least(self) -> "ParameterBytes":
@@ -314,6 +316,7 @@ def memory_by_rank(
             trained, trained_expert = _adapters(config, parallel, states, chunks)
             dense, expert = dense + trained, expert + trained_expert
             trained += dims(config)["hidden"] if is_critic and rank == len(stages) - 1 else 0
+            dense, expert = (trained, trained_expert) if states.shares else (dense, expert)
         memory.append(
             RankMemory(
                 weights=states.weight * (dense + expert),

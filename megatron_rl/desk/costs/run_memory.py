@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config.derived import (
     bucket_bytes,
     critic_dtype,
+    critic_shares_base,
     needs_critic,
     num_responses_per_step,
     num_rollout_workers,
@@ -237,7 +238,8 @@ class _Run:
         updates, passes = row.work is DeviceWork.update, row.work in (DeviceWork.forward, DeviceWork.update)
         for model in self.models:
             is_active, memory = model is self._active(row.model), self._memory(model, rank, updates)
-            if is_active or not self._waits(model):
+            is_base = model.name == "policy" and row.model == "critic" and critic_shares_base(self.config)
+            if is_active or is_base or not self._waits(model):
                 yield f"{model.name}: weights", memory.weights
             if is_active and updates:
                 yield f"{model.name}: gradients", memory.gradients
@@ -320,6 +322,7 @@ class _Run:
         )
         settings = model.settings
         states = parameter_bytes(model.dtype, settings.optimizer if model.trains else None, settings.vision, settings.lora)
+        states = states._replace(shares=model.name == "critic" and critic_shares_base(self.config))
         return memory_by_rank(
             model.facts, model.parallel, passes, num_ranks=self.num_ranks, is_critic=model.is_critic, states=states
         )

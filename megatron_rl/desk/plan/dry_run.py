@@ -10,6 +10,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from megatron_rl.config.derived import (
+    critic_shares_base,
     eval_sets,
     max_new_tokens,
     needs_critic,
@@ -33,6 +34,7 @@ from megatron_rl.config.schema import Config, Dtype, Overlong, ParallelConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.plan.memory_table import print_memory
+from megatron_rl.families.model_facts import dims
 from megatron_rl.models.hf.adapter_folder import adapter_shapes
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.schedule.table import make_graph
@@ -108,6 +110,9 @@ def _lora_notes(config: Config, command: str) -> Iterator[str]:
         yield f"each publish sends all weights, with the adapters merged ({whole / 1e6:,.1f} MB; policy.lora.sync=merged)"
     if shares_base(config):
         yield f"the reference is the policy without its adapters, on the same weights: saves {whole / 1e6:,.1f} MB per replica"
+    if critic_shares_base(config):
+        body = whole - (0 if model.tie_word_embeddings else number_bytes * dims(model)["vocab"] * dims(model)["hidden"])
+        yield f"the critic's adapters train on the policy's weights: saves {body / 1e6:,.1f} MB per replica"
 
 
 def _late_training(config: Config) -> list[str]:

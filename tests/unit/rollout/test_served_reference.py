@@ -1,6 +1,8 @@
 """Log-probs from a teacher's server: each token's own, retried while the server fails, refused by name otherwise."""
 
 import asyncio
+import functools
+import json
 
 import numpy as np
 import pytest
@@ -55,6 +57,18 @@ def test_the_most_likely_tokens_at_each_position_come_with_their_logprobs(monkey
     first, second = scored(respond, monkeypatch, top_k=2)
     assert first.top_ids.tolist() == [[7, 8], [8, 9]] and first.top_logprobs.tolist() == [[0.0, -0.25]] * 2
     assert second.top_ids.tolist() == [[1, 2]] and second.logprobs.tolist() == [-1 / 8]
+
+
+def test_the_0_that_sglang_writes_for_the_vocabularys_last_token_is_taken_and_another_token_is_not(monkeypatch):
+    async def respond(request, written=0):
+        reply = json.loads(reply_of(await request.json()).text)
+        for entry in reply["meta_info"]["input_token_logprobs"]:
+            entry[1] = written if entry[1] == 8 else entry[1]
+        return web.json_response(reply)
+
+    assert scored(respond, monkeypatch)[0].logprobs.tolist() == [-7 / 8, -1.0]
+    with pytest.raises(UserError, match="did not score"):
+        scored(functools.partial(respond, written=3), monkeypatch)
 
 
 def test_a_server_that_gives_fewer_tokens_than_asked_for_is_refused(monkeypatch):

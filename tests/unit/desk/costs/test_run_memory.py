@@ -304,30 +304,32 @@ WIDE = dict(hidden_size=512, intermediate_size=1536, vocab_size=8192, num_attent
     ],
 )
 def test_planned_bytes_of_adapters_with_and_without_a_shared_base_are_those_of_the_engines(tmp_path, family, shape, sizes, dtype):
-    """Policy, critic and reference; the dry run's note says what the shared base saves."""
+    """Policy, critic and reference, all on one base or one of them on its own; the dry run's notes say what the shared base saves."""
     folder = make_tiny_model(tmp_path / "model", family, **shape)
     planned, measured = {}, {}
-    for reference in ("", f"{folder}/"):
-        overrides = [f"policy.path={folder}", f"policy.dtype={dtype}", f"reference.path={reference}", *ADAPTERS, *layout(**sizes)]
-        config = load_config(None, overrides)
-        names = ("policy", "critic", "reference")
-        planned[reference] = held(config, "update_policy", *names) + stages_of(config)["update_critic"].parts["critic: gradients"]
-        measured[reference] = max(bytes_of_engines(config, rank) for rank in range(config.parallel.num_ranks))
+    names, overrides = ("policy", "critic", "reference"), [f"policy.path={folder}", f"policy.dtype={dtype}", *ADAPTERS, *layout(**sizes)]
+    for alone in ("", "reference", "critic"):
+        config = load_config(None, [*overrides, *([f"{alone}.path={folder}/"] if alone else [])])
+        planned[alone] = held(config, "update_policy", *names) + stages_of(config)["update_critic"].parts["critic: gradients"]
+        measured[alone] = max(bytes_of_engines(config, rank) for rank in range(config.parallel.num_ranks))
     assert planned == pytest.approx(measured, rel=0.01)
-    if "ep" not in sizes:  # whose ranks each have the other layers
-        note = next(note for note in _lora_notes(load_config(None, [*overrides, "reference.path="]), "train") if "saves" in note)
-        saved = 1e6 * float(note.split("saves ")[1].split(" MB")[0].replace(",", ""))
-        assert saved == pytest.approx((measured[f"{folder}/"] - measured[""]) * sizes.get("tp", 1), rel=0.01, abs=5e4)
+    saves = [note for note in _lora_notes(load_config(None, overrides), "train") if "saves" in note]
+    for alone, note in zip(("reference", "critic"), saves, strict=True):
+        assert note.startswith(f"the {alone}")
+        if "ep" not in sizes:  # whose ranks each have the other layers
+            saved = 1e6 * float(note.split("saves ")[1].split(" MB")[0].replace(",", ""))
+            assert saved == pytest.approx((measured[alone] - measured[""]) * sizes.get("tp", 1), rel=0.01, abs=5e4)
 
 
 def bytes_of_engines(config: Config, rank: int) -> int:
     """Weights, gradients and optimizer state of all models on one rank, each storage once."""
     with fake_rank(rank, config.parallel.num_ranks, config.parallel) as (place,), ExitStack() as stack:
-        tensors = []
-        for engine in rl_engines(config)(place).values():
+        engines, sizes = rl_engines(config)(place), {}
+        for engine in engines.values():
             if engine._optimizer is not None:
-                stack.enter_context(engine.memory.training())  # gradients exist
-            tensors += [parameter.data for chunk in engine.chunks for parameter in chunk.parameters()]
+                stack.enter_context(engine.memory.training())  # gradients exist, until another engine on the same weights is used
+            tensors = [parameter.data for chunk in engine.chunks for parameter in chunk.parameters()]
             tensors += [buffer.grad_data for one in engine._replicas for buffer in (*one.buffers, *one.expert_parallel_buffers)]
             tensors += state_tensors(engine._optimizer) if engine._optimizer else []
-        return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+            sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors} | sizes
+        return sum(sizes.values())
