@@ -27,6 +27,7 @@ from megatron_rl.config.derived import (
     bucket_bytes,
     model_vocab_size,
     num_rollout_workers,
+    policy_model,
     shares_devices,
     weight_method,
 )
@@ -116,6 +117,7 @@ class RolloutService:
         sleeps = shares_devices(config.rollout)
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False
+        self._model = partial(policy_model, config)
         self.weight_version = 0
         """Weight version that the servers have."""
         self._num_ahead = 0
@@ -248,7 +250,8 @@ class RolloutService:
     def compare_weights(self) -> ChecksumReport:
         """Compare the servers' weights with the trainer's (slow; main thread, collective)."""
         self.wake()
-        return compare_checksums(self.addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
+        weights, timeout_s = self._trainer.weights.whole(), self._config.weight_sync_timeout_s
+        return compare_checksums(self.addresses(), weights, timeout_s, self._model().get("n_shared_experts"))
 
     def differing_weights(self) -> list[str]:
         """Names of parameters whose bytes differ between a server and the trainer; same threads as ``compare_weights``."""
