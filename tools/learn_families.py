@@ -2,7 +2,7 @@
 
     python tools/learn_families.py --work /tmp/learn gpt_oss kimi_k2 [key=value ...]
 
-Prints the accuracy on held-out prompts before and after 40 steps. Families with linear attention need Python 3.12. key=value
+Prints the accuracy on held-out prompts before and after 30 steps. Families with linear attention need Python 3.12. key=value
 arguments override the recipe of T-PPO (``run.seed=2``).
 """
 
@@ -105,7 +105,7 @@ def learn(family: str, folder: Path, overrides: list[str]) -> str:
         run(folder, "-m", "megatron_rl", "critic-pretrain", *recipe, *data, *critic, f"run.output_dir={folder}", "run.overwrite=true")
     models = [f"policy.path={folder}/sft", f"critic.path={folder}/critic"]
     out = [f"run.output_dir={folder}/tppo", "run.overwrite=true"]
-    text = run(folder, "-m", "megatron_rl", "train", *recipe, *data, *models, *out, "run.num_steps=40", *overrides)
+    text = run(folder, "-m", "megatron_rl", "train", *recipe, *data, *models, *out, "run.num_steps=30", *overrides)
     return _ACCURACY.findall(text)[-1]
 
 

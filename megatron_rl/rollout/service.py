@@ -79,8 +79,7 @@ class TrainerHooks:
     far_workers: Callable[[int], Sequence[RemoteWorkerInfo]] = lambda num_workers: ()
     """Starts the given number of rollout workers on each node except the driver's (main thread, collective)."""
     while_waiting: Callable[[], None] = lambda: None
-    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not
-    time out."""
+    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not time out."""
 
 
 class RolloutService:
@@ -406,11 +405,9 @@ def open_rollout(
     spawned: ServerPool | None = None,
     publisher: WeightPublisher | None = None,
 ) -> Iterator[RolloutService]:
-    """Open the servers (``open_servers``), their client on ``event_loop`` and the weight sync; close all of them at
-    the end.
+    """Open the servers (``open_servers``), their client on ``event_loop`` and the weight sync; close all of them at the end.
 
-    ``publisher``: publisher of the run's other servers, which stays open. Source ranks are in the groups of one
-    publisher only.
+    ``publisher``: publisher of the run's other servers, which stays open. Source ranks are in the groups of one publisher only.
     """
     plan = replace(make_plan(config, tokenizer, environment), has_adapters=trainer.weights.sends_adapters)
     folder = Path(config.run.output_dir)
