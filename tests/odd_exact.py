@@ -1,13 +1,10 @@
 """Random models (``odd_models.py``) against transformers in float64: logits, gradients, and packs against their sequences alone.
 
-``python -m tests.odd_exact FIRST LAST family ...``: a line per model, then the largest differences and the reasons of refusals.
+``python -m tests.odd_exact FIRST LAST [family ...]``: a line per model, then the largest differences and the reasons of refusals.
 Differences are relative to the largest element of their tensor; gradients of at most 1e-6 of the largest gradient are not counted.
 """
 
-import collections
-import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,13 +17,12 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.cpu.megatron import ModuleCopy
-from megatron_rl.errors import UserError
 from megatron_rl.models import policy
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import export_weights, load_weights
 from megatron_rl.parallel import topology
 from tests.integration.models_worker import pack
-from tests.odd_models import odd_config, write_model
+from tests.odd_models import FAMILIES, Verdict, judge, odd_config, of_transformers, report, write_model
 
 LENGTHS = (9, 1, 40, 17, 70)
 BOUNDS = {"logits": 1e-4, "gradients": 1e-4, "packs": 1e-5}
@@ -103,54 +99,25 @@ def differences(folder: Path, config: Any, sequences: list[Tensor], weights: lis
     return {"logits": relative(logits, expected[0]), "gradients": worst(expected[1]), "packs": packs}
 
 
-def verdict(folder: Path, family: str, seed: int) -> tuple[str, dict[str, float], str]:
-    """("same" | "refused" | "refused by transformers" | "WRONG", differences, reason)."""
+def verdict(folder: Path, family: str, seed: int) -> Verdict:
+    """Logits, gradients and packs of the trainer's model against transformers'."""
     fields = odd_config(family, seed)
     unusable = write_model(folder, fields, seed)
-    try:
-        config = load_hf_config(folder)
-    except UserError as error:
-        assert "\n" not in str(error), error
-        return ("refused by transformers" if unusable else "refused"), {}, str(error).replace(str(folder), "")
-    except Exception as error:  # transformers' own, for its own files
-        return ("refused by transformers" if unusable else "WRONG"), {}, f"{type(error).__name__}: {error}"
-    if unusable:
-        return "refused by transformers", {}, unusable
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, fields["vocab_size"], (length,), generator=generator) for length in LENGTHS]
     weights = [torch.randn(length, fields["vocab_size"], generator=generator, dtype=torch.float64) for length in LENGTHS]
-    try:
-        expected = by_transformers(folder, sequences, weights)
-    except Exception as error:
-        return "refused by transformers", {}, f"{type(error).__name__}: {error}"
-    topology.initialize(ParallelConfig(), seed=1)
-    try:
-        found = differences(folder, config, sequences, weights, expected)
-    except UserError as error:
-        return "refused", {}, str(error).replace(str(folder), "")
-    finally:
-        topology.destroy()
-    wrong = [name for name, bound in BOUNDS.items() if not found[name] < bound]
-    return ("WRONG" if wrong else "same"), found, ", ".join(wrong)
+    expected, unusable = of_transformers(folder, fields, unusable, lambda: by_transformers(folder, sequences, weights))
 
+    def compare() -> dict[str, float]:
+        config = load_hf_config(folder)
+        topology.initialize(ParallelConfig(), seed=1)
+        try:
+            return {} if expected is None else differences(folder, config, sequences, weights, expected)
+        finally:
+            topology.destroy()
 
-def main() -> None:
-    first, last, *families = sys.argv[1:]
-    for family in families:
-        counts, reasons = collections.Counter[str](), collections.Counter[str]()
-        largest = dict.fromkeys(BOUNDS, 0.0)
-        with tempfile.TemporaryDirectory() as scratch:
-            for seed in range(int(first), int(last)):
-                result, found, reason = verdict(Path(scratch) / "model", family, seed)
-                counts[result] += 1
-                largest = {name: max(value, found.get(name, 0.0)) for name, value in largest.items()}
-                if "refused" in result:
-                    reasons[re.sub(r"\d+(\.\d+)?", "N", reason.splitlines()[0])[:100]] += 1
-                print(family, seed, result, {name: f"{value:.1e}" for name, value in found.items()} or "", reason[:160], flush=True)
-        print(family, dict(counts), {name: f"{value:.1e}" for name, value in largest.items()})
-        for reason, number in reasons.most_common():
-            print(f"  {number:4d} {reason}", flush=True)
+    return judge(folder, unusable, compare, BOUNDS)
 
 
 if __name__ == "__main__":
-    main()
+    report(verdict, int(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:]) or FAMILIES)

@@ -4,11 +4,17 @@ config.json is written as people's files are (old and new names of the rotary pa
 by transformers from that very file. Every model is computed alike, or refused in words by this project, or by transformers too.
 """
 
+import collections
 import json
 import random
+import re
 import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +22,7 @@ from torch import Tensor
 from megatron_rl.config.schema import Dtype, ParallelConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import UserError
+from megatron_rl.families.family import families
 from megatron_rl.families.model_facts import has_vision, vision_token_ids
 from megatron_rl.parallel import topology
 from megatron_rl.system.gpu.torchvision_ops import declare_torchvision_ops
@@ -27,7 +34,7 @@ from tests.vision_batches import hf_logits, make_vision_batch
 LINEAR_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") if release() == "0.19" else ()
 """Families with linear attention, which Megatron Core 0.16 does not have."""
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"),
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *LINEAR_FAMILIES,
 )
@@ -36,6 +43,19 @@ ATOL = 2e-4
 _ODD = 0.02
 """Probability of a field value that most projects do not support."""
 _WEIGHT_SCALE, _VECTOR_NOISE = 3.0, 0.1
+_LATENT = ("deepseek_v3", "kimi_k2")
+_Found = TypeVar("_Found")
+
+
+class Verdict(NamedTuple):
+    """A random model's result."""
+
+    result: str
+    """"same" as transformers, "refused" by this project, "refused by transformers" too or alone, or "WRONG"."""
+    details: str = ""
+    """The refusal, or what is wrong."""
+    differences: Mapping[str, float] = MappingProxyType({})
+    """What was compared -> the largest difference."""
 
 
 def odd_config(family: str, seed: int) -> dict[str, Any]:
@@ -125,7 +145,7 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             del text["decoder_sparse_step"], text["mlp_only_layers"]
     elif family in ("mixtral", "gpt_oss"):
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
-    elif family in ("deepseek_v3", "glm4_moe"):
+    elif family in (*_LATENT, "glm4_moe"):
         groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {
             "n_routed_experts": groups * draw.choice([2, 2, 3, 5, 1]) if groups > 1 else experts,
@@ -139,7 +159,7 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             "norm_topk_prob": draw.random() < 0.95,
             "num_nextn_predict_layers": draw.choice([0, 0, 1]),
         }
-    if family == "deepseek_v3":
+    if family in _LATENT:
         text.pop("head_dim", None)
         text |= {
             "q_lora_rank": draw.choice([None, 12, 21]),
@@ -323,7 +343,7 @@ def write_model(folder: Path, config: dict[str, Any], seed: int) -> str:
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, config, for_transformers=True)
     try:
         hf_config = AutoConfig.from_pretrained(folder)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -335,13 +355,55 @@ def write_model(folder: Path, config: dict[str, Any], seed: int) -> str:
                 if tensor.is_floating_point():
                     tensor.add_(torch.randn_like(tensor) * _VECTOR_NOISE)
         model.save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(config))
         # An old or a foreign writer leaves a copy of what is tied.
         if seed % 3 == 0 and bool(getattr(model.config, "tie_word_embeddings", False)):
             _add_head(folder, differs=seed % 2 == 0)
     except Exception as error:  # whatever transformers stumbles over, it does not compute this model
         return f"{type(error).__name__}: {error}"
+    finally:
+        write_config(folder, config)
     return ""
+
+
+def write_config(folder: Path, config: dict[str, Any], *, for_transformers: bool = False) -> None:
+    """config.json; ``for_transformers`` with the type as which transformers reads the family's files."""
+    read_as = families()[config["model_type"]].read_as if for_transformers else ""
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": read_as or config["model_type"]}))
+
+
+def of_transformers(folder: Path, config: dict[str, Any], unusable: str, compute: Callable[[], _Found]) -> tuple[_Found | None, str]:
+    """The result of ``compute``, which reads ``folder`` with transformers, and why there is none; ``unusable``: known before."""
+    if unusable:
+        return None, unusable
+    write_config(folder, config, for_transformers=True)
+    try:
+        return compute(), ""
+    except Exception as error:  # as in write_model
+        return None, f"{type(error).__name__}: {error}"
+    finally:
+        write_config(folder, config)
+
+
+def judge(folder: Path, unusable: str, compute: Callable[[], dict[str, float]], bounds: dict[str, float]) -> Verdict:
+    """The verdict on what ``compute`` finds, differences to transformers, which computes nothing if ``unusable`` says why.
+
+    A refusal is a UserError of one line that names the folder.
+    """
+    by_both = "refused by transformers" if unusable else "refused"
+    try:
+        found = compute()
+    except UserError as error:
+        message = str(error)
+        fits = str(folder) in message and "\n" not in message
+        return Verdict(by_both if fits else "WRONG", message.replace(str(folder), ""))
+    except Exception as error:
+        # Without weights there is nothing to load.
+        is_known = unusable and isinstance(error, (ValueError, RuntimeError, FileNotFoundError))
+        return Verdict(by_both, unusable) if is_known else Verdict("WRONG", f"{type(error).__name__}: {error}")
+    if unusable:
+        return Verdict(by_both, unusable)
+    wrong = [name for name, bound in bounds.items() if not found[name] <= bound]
+    return Verdict("WRONG" if wrong else "same", ", ".join(wrong), found)
 
 
 def _add_head(folder: Path, *, differs: bool) -> None:
@@ -360,7 +422,10 @@ def _auto_class(config: dict[str, Any]) -> Any:
 
 
 def reference_logprobs(folder: Path, config: dict[str, Any]) -> tuple[PackedBatch, Tensor]:
-    """A pack, and transformers' log-prob of each of its tokens where the mask is set, else 0. Raises what transformers does."""
+    """A pack, and transformers' log-prob of each of its tokens where the mask is set, else 0.
+
+    Raises what transformers does, and ValueError for log-probs that are not finite.
+    """
     model = (
         _auto_class(config)
         .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager")
@@ -385,6 +450,8 @@ def reference_logprobs(folder: Path, config: dict[str, Any]) -> tuple[PackedBatc
     logprobs = torch.zeros(len(batch.tokens))
     places = mask.nonzero()[:, 0]
     logprobs[places] = logits[places - 1].log_softmax(-1).gather(1, batch.tokens[places, None])[:, 0]
+    if not logprobs.isfinite().all():
+        raise ValueError("log-probs are not finite")
     return batch, logprobs
 
 
@@ -400,61 +467,36 @@ def engine_logprobs(folder: Path, batch: PackedBatch) -> Tensor:
         topology.destroy()
 
 
-def verdict(folder: Path, family: str, seed: int) -> tuple[str, str]:
-    """("same" | "refused" | "refused by transformers", details); AssertionError for a model that is computed otherwise.
-
-    A refusal is a UserError of one line that names the file and, of its fields, at least one.
-    """
+def verdict(folder: Path, family: str, seed: int) -> Verdict:
+    """The Engine's log-probs in float32 against transformers'."""
     config = odd_config(family, seed)
-    reason = write_model(folder, config, seed)
-    expected: Tensor | None = None
-    batch = pack([torch.arange(3, 9)])
-    batch.fields["mask"] = torch.tensor([False, *[True] * 5])
-    if not reason:
-        try:
-            batch, expected = reference_logprobs(folder, config)
-            if not expected.isfinite().all():
-                reason, expected = "log-probs are not finite", None
-        except Exception as error:  # as in write_model
-            reason = f"{type(error).__name__}: {error}"
-    try:
-        found = engine_logprobs(folder, batch)
-    except UserError as error:
-        message = str(error)
-        assert str(folder) in message and "\n" not in message, message
-        return ("refused by transformers" if reason else "refused"), message.replace(str(folder), "")
-    except (ValueError, RuntimeError) as error:
-        # Without weights there is nothing to load.
-        assert reason, f"{type(error).__name__}: {error}"
-        return "refused by transformers", reason
-    except FileNotFoundError:
-        return "refused by transformers", reason
-    if expected is None:
-        return "refused by transformers", reason
-    difference = (found - expected).abs().max().item()
-    assert difference <= ATOL, f"log-probs differ by {difference:.2g}: {json.dumps(config)}"
-    return "same", f"{difference:.1e}"
+    expected, unusable = of_transformers(folder, config, write_model(folder, config, seed), lambda: reference_logprobs(folder, config))
+    any_batch = pack([torch.arange(3, 9)]).with_fields(mask=torch.tensor([False, *[True] * 5]))
+    batch, logprobs = expected or (any_batch, torch.zeros(6))
+
+    def compare() -> dict[str, float]:
+        return {"log-probs": (engine_logprobs(folder, batch) - logprobs).abs().max().item()}
+
+    return judge(folder, unusable, compare, {"log-probs": ATOL})
 
 
-def main() -> None:
-    """``python -m tests.odd_models FIRST LAST [family ...]``: a line per model, and counts of the results."""
-    import collections
-    import sys
-    import tempfile
-
-    first, last, *families = sys.argv[1:]
-    counts: collections.Counter[str] = collections.Counter()
+def report(verdict: Callable[[Path, str, int], Verdict], first: int, last: int, of: tuple[str, ...]) -> None:
+    """Print a line per model, then each family's counts, largest differences and reasons of refusals."""
     with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(int(first), int(last)):
-            for family in families or FAMILIES:
-                try:
-                    found, details = verdict(Path(scratch) / "model", family, seed)
-                except Exception as error:  # what the run looks for
-                    found, details = "WRONG", f"{type(error).__name__}: {error}"
-                counts[found] += 1
-                print(family, seed, found, details, flush=True)
-    print(dict(counts))
+        for family in of:
+            counts, reasons = collections.Counter[str](), collections.Counter[str]()
+            largest: dict[str, float] = {}
+            for seed in range(first, last):
+                result, details, found = verdict(Path(scratch) / "model", family, seed)
+                counts[result] += 1
+                largest |= {name: max(value, largest.get(name, 0.0)) for name, value in found.items()}
+                if "refused" in result:
+                    reasons[re.sub(r"\d+(\.\d+)?", "N", details.splitlines()[0])[:100]] += 1
+                print(family, seed, result, {name: f"{value:.1e}" for name, value in found.items()} or "", details[:160], flush=True)
+            print(family, dict(counts), {name: f"{value:.1e}" for name, value in largest.items()})
+            for reason, number in reasons.most_common():
+                print(f"  {number:4d} {reason}", flush=True)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # python -m tests.odd_models FIRST LAST [family ...]
+    report(verdict, int(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:]) or FAMILIES)

@@ -14,6 +14,30 @@ from torch import Tensor, nn
 
 from megatron_rl.cpu.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm
 
+_RUNNING_REQUESTS = 2048
+"""Requests of a server that has no ``max-running-requests``: the least that SGLang assumes."""
+_STATES_PER_REQUEST = 4
+"""Three of a running request, as SGLang counts for its prefix cache without extra buffers, and one of a prefix that waits."""
+
+
+def bound_states(configurator: Any) -> None:
+    """Give SGLang's states the room that its requests need at most, not half of the node's memory.
+
+    ``configurator`` is SGLang's class that sizes the pools. Servers started with ``max-mamba-cache-size`` keep it.
+    """
+    by_memory = configurator._handle_max_mamba_cache
+
+    def handle_max_mamba_cache(own: Any, free_gb: float) -> float:
+        from sglang.srt.runtime_context import get_context, get_schedule
+
+        given, left_gb = get_schedule().max_mamba_cache_size, by_memory(own, free_gb)
+        needed = _STATES_PER_REQUEST * (get_schedule().max_running_requests or _RUNNING_REQUESTS)
+        if given is None and needed < get_schedule().max_mamba_cache_size:
+            get_context().override("mamba_pool.requests", max_mamba_cache_size=needed)
+        return left_gb
+
+    configurator._handle_max_mamba_cache = handle_max_mamba_cache
+
 
 def install(model: nn.Module) -> None:
     """Replace the kernels in the modules of SGLang that call them, if ``model`` has linear attention."""
@@ -23,8 +47,10 @@ def install(model: nn.Module) -> None:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.models import qwen2_moe
 
+    bound_states(KVCacheConfigurator)
     FusedRMSNormGated.forward = layernorm_gated.RMSNorm.forward = _gated_norm
     gdn_triton.TritonGDNKernel.supports_packed_decode = False
     replaced: dict[Any, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
+from megatron_rl.families.family import JOINED, Experts, Family, ModelConfig, Rule, SGLangSupport
 from megatron_rl.families.layer_rules import ATTENTION, NORMS, QKV_BIAS, STACKED_DOWN, moe_kwargs
 from megatron_rl.families.transforms import ColumnParallel, GatedMLP, Interleaved, Replicated, Transposed
 
@@ -85,5 +85,16 @@ FAMILY = Family(
         "context_parallel_size": "Transformer Engine has sinks only with an exchange of heads, which this trainer does not set up",
     },
     reads_mxfp4=True,
-    served=SGLangSupport(is_never_tied=True, problems=_problems),
+    served=SGLangSupport(
+        joined={
+            **JOINED,
+            "gate_up_proj": ("w13_weight", 0),
+            "gate_up_proj_bias": ("w13_weight_bias", 0),
+            "down_proj": ("w2_weight", 0),
+            "down_proj_bias": ("w2_weight_bias", 0),
+        },
+        float32=("w13_weight_bias", "w2_weight_bias"),
+        is_never_tied=True,
+        problems=_problems,
+    ),
 )

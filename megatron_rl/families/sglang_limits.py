@@ -5,13 +5,13 @@ because the parity check of its first step would stop it anyway. Training withou
 convert and doctor accept these models.
 
 Also reads the names of SGLang's options from its source, and maps a checkpoint's tensors to SGLang's parameters, which
-join q/k/v, gate/up and the experts of a layer.
+join q/k/v, gate/up and the experts of a layer, and are padded on a CPU.
 """
 
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,16 @@ def quantization_problem(quantization: object, load_format: object, model_type: 
     )
 
 
+_CPU_MULTIPLE = 32
+_INNER = {
+    "gate_up_proj.weight": -2,
+    "gate_up_proj.bias": -1,
+    "w13_weight": -2,
+    "w13_weight_bias": -1,
+    "down_proj.weight": -1,
+    "w2_weight": -1,
+}
+"""Maps ends of names of parameters of MLPs and experts to their dimension of inner features."""
 _EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
 
@@ -185,6 +195,21 @@ def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | N
         if joined in server_names:
             return joined, index
     return None
+
+
+def cpu_padding(server_name: str, shape: Sequence[int], num_shared_experts: int | None = None) -> tuple[int, ...]:
+    """Zeros that a server on a CPU appends to each dimension of a tensor of ``shape`` in its parameter ``server_name``.
+
+    SGLang rounds the inner features of MLPs up to a multiple of 32 (``adjust_config_with_unaligned_cpu_tp``, one rank), those of
+    the ``num_shared_experts`` in one MLP (``n_shared_experts`` of config.json) for each.
+    """
+    zeros, inner = [0] * len(shape), next((place for ends, place in _INNER.items() if server_name.endswith(ends)), 0)
+    if inner:
+        # gpt-oss stores gate and up of all experts in one tensor, with alternating rows.
+        has_both = "w13" in server_name and (len(shape) == 3 or "bias" in server_name)
+        parts = 2 if has_both else (num_shared_experts or 1) if ".shared_experts." in server_name else 1
+        zeros[inner] = parts * (-(shape[inner] // parts) % _CPU_MULTIPLE)
+    return tuple(zeros)
 
 
 def is_float32(server_name: str) -> bool:

@@ -27,6 +27,7 @@ from megatron_rl.config.derived import (
     bucket_bytes,
     model_vocab_size,
     num_rollout_workers,
+    policy_model,
     shares_devices,
     weight_method,
 )
@@ -78,8 +79,7 @@ class TrainerHooks:
     far_workers: Callable[[int], Sequence[RemoteWorkerInfo]] = lambda num_workers: ()
     """Starts the given number of rollout workers on each node except the driver's (main thread, collective)."""
     while_waiting: Callable[[], None] = lambda: None
-    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not
-    time out."""
+    """Callback every few seconds while the main thread waits for servers, so that the other trainer ranks do not time out."""
 
 
 class RolloutService:
@@ -116,6 +116,7 @@ class RolloutService:
         sleeps = shares_devices(config.rollout)
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False
+        self._model = partial(policy_model, config)
         self.weight_version = 0
         """Weight version that the servers have."""
         self._num_ahead = 0
@@ -248,7 +249,8 @@ class RolloutService:
     def compare_weights(self) -> ChecksumReport:
         """Compare the servers' weights with the trainer's (slow; main thread, collective)."""
         self.wake()
-        return compare_checksums(self.addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
+        weights, timeout_s = self._trainer.weights.whole(), self._config.weight_sync_timeout_s
+        return compare_checksums(self.addresses(), weights, timeout_s, self._model().get("n_shared_experts"))
 
     def differing_weights(self) -> list[str]:
         """Names of parameters whose bytes differ between a server and the trainer; same threads as ``compare_weights``."""
@@ -403,11 +405,9 @@ def open_rollout(
     spawned: ServerPool | None = None,
     publisher: WeightPublisher | None = None,
 ) -> Iterator[RolloutService]:
-    """Open the servers (``open_servers``), their client on ``event_loop`` and the weight sync; close all of them at
-    the end.
+    """Open the servers (``open_servers``), their client on ``event_loop`` and the weight sync; close all of them at the end.
 
-    ``publisher``: publisher of the run's other servers, which stays open. Source ranks are in the groups of one
-    publisher only.
+    ``publisher``: publisher of the run's other servers, which stays open. Source ranks are in the groups of one publisher only.
     """
     plan = replace(make_plan(config, tokenizer, environment), has_adapters=trainer.weights.sends_adapters)
     folder = Path(config.run.output_dir)

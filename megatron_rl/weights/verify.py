@@ -2,7 +2,7 @@
 
 SGLang's ``/weights_checker`` hashes each parameter of the server. On CPU the checksum is the first 8 bytes of the
 SHA-256 of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and
-the experts as SGLang does, and pads the vocabulary. If the bytes cannot be reproduced (tensor-parallel shards; GPU
+the experts as SGLang does, and pads the vocabulary and MLPs. If the bytes cannot be reproduced (tensor-parallel shards; GPU
 servers, which hash differently), the servers are compared with each other instead, and the report gives the reason.
 
 The trainer waits at most ``timeout_s`` for each server; a server replies after it has hashed all its weights.
@@ -15,8 +15,9 @@ from math import prod
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import pad
 
-from megatron_rl.families.sglang_limits import is_float32, joined_name
+from megatron_rl.families.sglang_limits import cpu_padding, is_float32, joined_name
 from megatron_rl.weights.bucket_plan import ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import NamedTensors, exhaust
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
@@ -26,6 +27,8 @@ _VOCAB_MULTIPLE = 64
 """SGLang pads embedding and output rows with zeros to a multiple of this."""
 _DERIVED = ".gemma_weight"
 """End of names of buffers that SGLang computes from a zero-centered norm's weight when it loads one."""
+_EXPERTS = ("w13_weight", "w2_weight")
+"""Ends of names of experts' matrices; files that stack them have them transposed."""
 _VOCAB_LAYERS = ("embed_tokens.weight", "lm_head.weight")
 
 _SERVER_DTYPES = {
@@ -55,9 +58,11 @@ def compare_checksums(
     servers: Sequence[ServerAddress | tuple[str, int, int]],
     named_tensors: NamedTensors | None = None,
     timeout_s: float = 300.0,
+    num_shared_experts: int | None = None,
 ) -> ChecksumReport:
     """Compare all servers with the trainer's ``named_tensors`` (Hugging Face names, full tensors) where possible.
 
+    ``num_shared_experts``: ``n_shared_experts`` of config.json, if it has the field (``cpu_padding``).
     Without tensors, or if the servers' bytes cannot be reproduced, the servers are compared with each other. The
     stream is exhausted in any case, because other trainer ranks wait in its collectives. Raises ServerCallError.
     """
@@ -75,7 +80,7 @@ def compare_checksums(
             raise
     obstacle = "no trainer tensors were given" if named_tensors is None else _obstacle(checksums, infos)
     if not obstacle:
-        return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream)
+        return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream, num_shared_experts)
     exhaust(stream)
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
 
@@ -135,7 +140,10 @@ class _ParameterHash:
 
 
 def _compare_with_trainer(
-    checksums: Mapping[str, list[dict[str, str]]], server_dtype: torch.dtype | None, stream: NamedTensors
+    checksums: Mapping[str, list[dict[str, str]]],
+    server_dtype: torch.dtype | None,
+    stream: NamedTensors,
+    num_shared_experts: int | None = None,
 ) -> ChecksumReport:
     server_names = {name for ranks in checksums.values() for name in ranks[0] if not name.endswith(_DERIVED)}
     hashes: dict[str, _ParameterHash] = {}
@@ -148,7 +156,7 @@ def _compare_with_trainer(
         server_name, part = joined
         if server_name not in hashes:
             hashes[server_name] = _ParameterHash(server_name, server_dtype)
-        hashes[server_name].add(part, tensor)
+        hashes[server_name].add(part, _as_served(tensor, server_name, num_shared_experts))
     uncompared += sorted(server_names - hashes.keys())
     differing: dict[str, list[str]] = {url: [] for url in checksums}
     for name, parameter_hash in hashes.items():
@@ -164,6 +172,15 @@ def _compare_with_trainer(
         uncompared=tuple(uncompared),
         note="",
     )
+
+
+def _as_served(tensor: torch.Tensor, server_name: str, num_shared_experts: int | None) -> torch.Tensor:
+    """The part of a server's parameter that ``tensor`` becomes there."""
+    if tensor.dim() == 3 and server_name.endswith(_EXPERTS):
+        tensor = tensor.transpose(1, 2)
+    zeros = cpu_padding(server_name, tensor.shape, num_shared_experts)
+    # torch's order is the last dimension first.
+    return pad(tensor, [side for number in reversed(zeros) for side in (0, number)]) if any(zeros) else tensor
 
 
 def _compare_with_each_other(checksums: Mapping[str, list[dict[str, str]]], note: str) -> ChecksumReport:

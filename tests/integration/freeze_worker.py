@@ -41,6 +41,7 @@ CASES: dict[int, list[Case]] = {
     1: [
         Case("attention"),
         Case("attention-experts", model="experts"),
+        Case("attention-sinks", model="sinks"),
         Case("first-layers", frozen=FIRST_LAYERS),
         Case("first-layers-recompute", frozen=FIRST_LAYERS, recompute=Recompute.full),
     ],
@@ -52,6 +53,8 @@ CASES: dict[int, list[Case]] = {
         Case("attention-tp2-sp", "tp2+sp"),
         Case("attention-pp2", "pp2"),
         Case("attention-experts-ep2", "ep2", model="experts"),
+        Case("attention-sinks-tp2-sp-ep2-etp1", "tp2+sp+ep2+etp1", model="sinks"),
+        Case("attention-sinks-pp2-vpp2", "pp2+vpp2", model="sinks"),
         Case("first-layers-pp2", "pp2", frozen=FIRST_LAYERS),
         Case("first-layers-pp2-recompute", "pp2", frozen=FIRST_LAYERS, recompute=Recompute.full),
     ],

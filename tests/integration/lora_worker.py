@@ -50,6 +50,7 @@ CASES: dict[int, list[Case]] = {
         Case("tied", model="tied"),
         Case("scaled", model="scaled"),
         Case("shared", model="latent"),
+        Case("sinks", model="sinks"),
     ],
     2: [
         Case("all-dp2-overlap", overlaps=True),
@@ -67,6 +68,8 @@ CASES: dict[int, list[Case]] = {
         Case("experts-tp2-sp-ep2-etp1", "tp2+sp+ep2+etp1", model="experts", lora=EXPERTS),
         Case("latent-tp2-sp-ep2-etp1", "tp2+sp+ep2+etp1", model="latent", lora=EXPERTS),
         Case("latent-pp2", "pp2", model="latent", lora=EXPERTS),
+        Case("sinks-tp2-sp-ep2-etp1", "tp2+sp+ep2+etp1", model="sinks"),
+        Case("sinks-pp2-vpp2", "pp2+vpp2", model="sinks"),
         Case("dropout-tp2-sp", "tp2+sp", lora=replace(LORA, dropout=0.5)),
     ],
 }

@@ -8,6 +8,7 @@ import torch
 
 from tests.integration.freeze_worker import CASES, NUM_STEPS, Case
 from tests.integration.torchrun import run_ranks
+from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tiny_model
 
 ALL = [(world_size, case) for world_size, cases in CASES.items() for case in cases]
@@ -20,6 +21,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("freeze")
     make_tiny_model(folder / "models" / "qwen3", "qwen3", num_hidden_layers=4)
     make_tiny_model(folder / "models" / "experts", "qwen3_moe", num_hidden_layers=4)
+    make_family_model(folder / "models" / "sinks", "gpt_oss", vocab_size=128, num_hidden_layers=4)
 
     @cache
     def of(world_size: int) -> dict:

@@ -10,7 +10,7 @@ import pytest
 import requests
 import torch
 
-from megatron_rl.config.schema import MoeConfig, ParallelConfig, RoutingReplay
+from megatron_rl.config.schema import Dtype, MoeConfig, ParallelConfig, RoutingReplay
 from megatron_rl.data.batch import ROUTES
 from megatron_rl.families.model_facts import read_model_json
 from megatron_rl.families.sglang_limits import engine_problems
@@ -31,13 +31,12 @@ from tests.tiny_models import make_tokenizer
 
 TOLERANCE = 1e-4
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_next": dict(
-        layer_types=None, full_attention_interval=2, mlp_only_layers=[], norm_topk_prob=True, num_experts=8,
-        moe_intermediate_size=32, shared_expert_intermediate_size=32,
-    ),
-    "qwen3_5": dict(layer_types=None, full_attention_interval=4, intermediate_size=96),
-}  # fmt: skip
-"""On a CPU SGLang pads MLPs of sizes that are no multiples of 32, and the checksums of padded weights are not the trainer's."""
+    "qwen3_next": dict(layer_types=None, full_attention_interval=2, mlp_only_layers=[], norm_topk_prob=True, num_experts=8),
+    "qwen3_5": dict(layer_types=None, full_attention_interval=4),
+    "qwen3_5_moe": dict(layer_types=None, full_attention_interval=2, num_experts=8),
+}
+"""Sizes of MLPs and experts are no multiples of 32, to which SGLang pads them on a CPU."""
+ROUTED = ("qwen3_next", "qwen3_5_moe")
 pytestmark = pytest.mark.skipif(bool(linear_attention_problem()), reason=linear_attention_problem())
 
 
@@ -62,17 +61,22 @@ class Served:
         return (found - expected).abs().max().item()
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = make_family_model(tmp_path_factory.mktemp("model"), request.param, eos_token_id=None, **MODELS[request.param])
+def make_served_model(folder: Path, name: str, dtype: str = "float32") -> Path:
+    path = make_family_model(folder, name, eos_token_id=None, dtype=dtype, **MODELS[name])
     fields = json.loads((path / "config.json").read_text())
     # Fields that SGLang reads from another place than transformers.
-    fields["full_attention_interval"] = MODELS[request.param]["full_attention_interval"]
+    fields["full_attention_interval"] = MODELS[name]["full_attention_interval"]
     fields["partial_rotary_factor"] = fields["rope_parameters"]["partial_rotary_factor"]
     (path / "config.json").write_text(json.dumps(fields))
     make_tokenizer(path)
     assert not list(engine_problems(read_model_json(path), path))
-    options = ServerOptions(str(path), deterministic=True, returns_routes=request.param == "qwen3_next")
+    return path
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = make_served_model(tmp_path_factory.mktemp("model"), request.param)
+    options = ServerOptions(str(path), deterministic=True, returns_routes=request.param in ROUTED)
     with serving(SglangServer(options, path / "sglang.log", start_timeout_s=300.0)) as server:
         yield Served(path, server)
 
@@ -151,3 +155,21 @@ def test_servers_hold_published_weights_bit_by_bit(served: Served) -> None:
     assert (report.reference, report.differing, report.uncompared) == ("trainer", {}, ())
     prompt = prompt_of(40, 5)
     assert served.error(prompt, served.generate(prompt, 12)) < TOLERANCE
+
+
+def test_checksums_of_a_bfloat16_server_include_what_it_keeps_in_float32(tmp_path: Path) -> None:
+    path, parallel = make_served_model(tmp_path, "qwen3_5", "bfloat16"), ParallelConfig()
+    place = topology.initialize(parallel, seed=1)
+    try:
+        engine = Engine("policy", path, parallel=parallel, topology=place, optimizer=None, dtype=Dtype.bfloat16)
+        weights = dict(engine.export_weights())
+    finally:
+        topology.destroy()
+    decays = [name for name in weights if name.endswith("A_log")]
+    assert {weights[name].dtype for name in decays} == {torch.bfloat16}
+    with serving(SglangServer(ServerOptions(str(path), dtype="bfloat16"), path / "sglang.log", start_timeout_s=300.0)) as server:
+        servers = [(server.url, 1, server.incarnation)]
+        report = compare_checksums(servers, weights.items(), 60.0)
+        assert (report.reference, report.differing, report.uncompared) == ("trainer", {}, ())
+        weights[decays[0]] = weights[decays[0]] + 0.5
+        assert compare_checksums(servers, weights.items(), 60.0).differing == {server.url: (decays[0],)}

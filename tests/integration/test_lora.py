@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
     make_tiny_model(folder / "models" / "experts", "qwen3_moe")
     for name, shape in (("latent", "deepseek_v3_yarn"), ("tied", "qwen2_gqa7_tied"), ("scaled", "llama3_scaled")):
         make_family_model(folder / "models" / name, shape, vocab_size=128)
+    make_family_model(folder / "models" / "sinks", "gpt_oss", vocab_size=128, num_hidden_layers=4)
     return folder
 
 

@@ -14,11 +14,11 @@ SEEDS = range(30 if settings.get_current_profile_name() == FUZZ_PROFILE else 2)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_odd_models_equal_transformers_or_are_refused_by_name(family: str, tmp_path: Path) -> None:
-    verdicts = Counter(verdict(tmp_path / "model", family, seed)[0] for seed in SEEDS)
-    assert verdicts.total() == len(SEEDS)
+    verdicts = [verdict(tmp_path / "model", family, seed) for seed in SEEDS]
+    assert [found for found in verdicts if found.result == "WRONG"] == []
 
 
 def test_most_odd_models_are_accepted(tmp_path: Path) -> None:
     """The law above would hold for a program that refuses everything."""
-    verdicts = Counter(verdict(tmp_path / "model", family, 77)[0] for family in ("llama", "qwen2", "qwen3", "mixtral"))
+    verdicts = Counter(verdict(tmp_path / "model", family, 77).result for family in ("llama", "qwen2", "qwen3", "mixtral"))
     assert verdicts["same"] >= 2, verdicts

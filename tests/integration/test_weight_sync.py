@@ -90,7 +90,8 @@ class Setup:
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("weight_sync")
-    model_path = make_tiny_model(folder / "model", vocab_size=100)
+    # Sizes that SGLang pads on a CPU.
+    model_path = make_tiny_model(folder / "model", vocab_size=100, intermediate_size=80)
     options = ServerOptions(model_path=str(model_path), server_args={"max-total-tokens": 20000})
     servers = [SglangServer(options, folder / f"server{i}.log") for i in range(2)]
     try:

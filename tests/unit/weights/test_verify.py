@@ -16,8 +16,10 @@ def checksum(*parts: torch.Tensor) -> str:
     return hashlib.sha256(joined.view(torch.uint8).numpy().tobytes()).digest()[:8].hex()
 
 
+INNER = 32
+"""Inner features of an expert, which servers on a CPU need not pad."""
 EXPERTS = {
-    f"mlp.experts.{expert}.{projection}.weight": torch.randn(2, 3)
+    f"mlp.experts.{expert}.{projection}.weight": torch.randn((2, INNER) if projection == "down_proj" else (INNER, 2))
     for expert in (1, 0)
     for projection in ("down_proj", "up_proj", "gate_proj")
 }
@@ -70,6 +72,52 @@ def test_server_keeps_parameters_of_some_families_in_float32():
     trainer = {"linear_attn.A_log": torch.randn(4).bfloat16(), "norm.weight": torch.randn(4).bfloat16()}
     server = {name: checksum(tensor.float()) for name, tensor in trainer.items()}
     assert compare(trainer, server, torch.bfloat16).differing == {URL: ("norm.weight",)}
+
+
+def padded(weight: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tensor:
+    return torch.nn.functional.pad(weight, (0, columns, 0, rows))
+
+
+def gated(prefix: str, inner: int, hidden: int = 4) -> dict[str, torch.Tensor]:
+    shapes = {"gate_proj": (inner, hidden), "down_proj": (hidden, inner), "up_proj": (inner, hidden)}
+    return {f"{prefix}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_mlps_are_padded_as_servers_on_a_cpu_pad_them():
+    """Rows of gate and up, columns of down, and of their biases; three shared experts of 20 features become three of 32."""
+    dense, expert, shared = gated("mlp", 80), gated("mlp.experts.0", 28), gated("mlp.shared_experts", 60)
+    biases = {"mlp.gate_proj.bias": torch.randn(80), "mlp.up_proj.bias": torch.randn(80), "mlp.down_proj.bias": torch.randn(4)}
+    server = {"mlp.down_proj.bias": checksum(biases["mlp.down_proj.bias"])}
+    for weights, zeros, joined, down in (
+        (dense, 16, "mlp.gate_up_proj.weight", "mlp.down_proj.weight"),
+        (expert, 4, "mlp.experts.w13_weight", "mlp.experts.w2_weight"),
+        (shared, 36, "mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"),
+    ):
+        gate_weight, down_weight, up_weight = weights.values()
+        server[joined] = checksum(padded(gate_weight, rows=zeros), padded(up_weight, rows=zeros))
+        server[down] = checksum(padded(down_weight, columns=zeros))
+    server["mlp.gate_up_proj.bias"] = checksum(*(torch.cat([biases[f"mlp.{p}_proj.bias"], torch.zeros(16)]) for p in ("gate", "up")))
+    trainer = {**dense, **expert, **shared, **biases}
+    report = _compare_with_trainer({URL: [server]}, torch.float32, iter(trainer.items()), num_shared_experts=3)
+    assert (report.num_compared, dict(report.differing), report.uncompared) == (8, {}, ())
+    one = _compare_with_trainer({URL: [server]}, torch.float32, iter(trainer.items()), num_shared_experts=1)
+    assert one.differing[URL] == ("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight")
+
+
+def test_stacked_experts_of_gpt_oss_are_compared():
+    """Files have [experts, hidden, gate and up alternating] and [experts, inner, hidden]; servers the transposed, and biases in float32."""
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    shapes = ((3, 4, 56), (3, 56), (3, 28, 4), (3, 4))
+    trainer = {f"mlp.experts.{name}": torch.randn(shape).bfloat16() for name, shape in zip(names, shapes, strict=True)}
+    both, both_bias, down, down_bias = trainer.values()
+    server = {
+        "mlp.experts.w13_weight": checksum(padded(both.transpose(1, 2), rows=8)),
+        "mlp.experts.w13_weight_bias": checksum(padded(both_bias, columns=8).float()),
+        "mlp.experts.w2_weight": checksum(padded(down.transpose(1, 2), columns=4)),
+        "mlp.experts.w2_weight_bias": checksum(down_bias.float()),
+    }
+    report = compare(trainer, server, torch.bfloat16)
+    assert (report.num_compared, dict(report.differing), report.uncompared) == (4, {}, ())
 
 
 def test_parameters_of_only_one_side_are_listed():
