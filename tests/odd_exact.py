@@ -92,7 +92,8 @@ def differences(folder: Path, config: Any, sequences: list[Tensor], weights: lis
         # A router's bias is no parameter, and has no gradient.
         names = [name for name in gradients if not name.endswith("correction_bias")]
         assert set(names) <= others.keys(), sorted(set(names) - others.keys())
-        least = _TINY * max(tensor.abs().max().item() for tensor in others.values())
+        # transformers saves empty tensors for n_shared_experts: 0.
+        least = _TINY * max(tensor.abs().max().item() for tensor in others.values() if tensor.numel())
         return max(relative(gradients[name], others[name], least) for name in names)
 
     packs = max(relative(logits, alone), worst(of_alone))

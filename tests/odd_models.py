@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
     details: str = ""
     """The refusal, or what is wrong."""
     differences: Mapping[str, float] = MappingProxyType({})
-    """What was compared -> the largest difference."""
+    """Largest differences by what was compared."""
 
 
 def odd_config(family: str, seed: int) -> dict[str, Any]:
