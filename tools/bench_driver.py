@@ -466,14 +466,14 @@ class Ranks:
         from megatron_rl.parallel.topology import Topology
 
         size = arguments.ranks_per_replica
-        self.role, self.hf_config, self.memory = role, as_config(MODEL), object()
+        self.role, self.hf_config, self.memory = role, as_config(MODEL), SimpleNamespace(base=None)
         self._joined = meter.inner(_OWN_SHARE, lambda one: one.joined())
         self.parallel = ParallelConfig(tensor_parallel_size=size, num_ranks=size * arguments.replicas)
         self.topology = Topology(
             0, size * arguments.replicas, 0, size, 0, 1, 0, arguments.replicas, torch.device("cpu")
         )
 
-    def offload(self) -> None:
+    def offload(self, *, keep_weights: bool = False) -> None:
         pass
 
     def logprobs(self, microbatches: Sequence[Any], **_: Any) -> list[Any]:
