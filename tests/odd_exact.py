@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,8 @@ from tests.odd_models import FAMILIES, Verdict, judge, odd_config, of_transforme
 LENGTHS = (9, 1, 40, 17, 70)
 BOUNDS = {"logits": 1e-4, "gradients": 1e-4, "packs": 1e-5}
 _TINY = 1e-6
-"""Gradients below this share of the largest one are rounding errors of float32 intermediates."""
+"""Gradients below this share of the largest one are rounding errors."""
+_MODULES = ("transformers.models.", "megatron.core.", "megatron_rl.models.", "megatron_rl.cpu.")
 
 
 def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
@@ -36,13 +38,15 @@ def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """transformers' models compute norms, softmax and the gated delta rule in float64 inside, not in float32."""
-    wide = ModuleCopy(torch, {"float32": torch.float64, "float": torch.float64})
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.models.")]
+    """Norms, softmax, routers and the gated delta rule are computed in float64, not in float32: in transformers and in the trainer."""
+    copies: dict[int, ModuleCopy] = {}
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
-        for module in modules:
-            if vars(module).get("torch") is torch:
+        for name, module in list(sys.modules.items()):
+            # Megatron Core's modules have a copy of torch already.
+            used = vars(module).get("torch") if name.startswith(_MODULES) else None
+            if isinstance(used, ModuleType) and used.__name__ == "torch":
+                wide = copies.setdefault(id(used), ModuleCopy(used, {"float32": torch.float64, "float": torch.float64}))
                 stack.enter_context(patch.dict(vars(module), torch=wide))
         yield
 
@@ -73,9 +77,10 @@ def differences(folder: Path, config: Any, sequences: list[Tensor], weights: lis
 
     def run(batches: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
         chunk.zero_grad()
-        hidden = torch.cat([policy.forward(chunk, pack([sequences[i] for i in batch]))[0] for batch in batches])
-        logits = hidden @ policy.head_weight(chunk)[: config.vocab_size].T
-        (logits * torch.cat([weights[i] for batch in batches for i in batch])).sum().backward()
+        with in_float64():
+            hidden = torch.cat([policy.forward(chunk, pack([sequences[i] for i in batch]))[0] for batch in batches])
+            logits = hidden @ policy.head_weight(chunk)[: config.vocab_size].T
+            (logits * torch.cat([weights[i] for batch in batches for i in batch])).sum().backward()
         kept = [parameter.detach().clone() for parameter in chunk.parameters()]
         with torch.no_grad():
             for parameter in chunk.parameters():
