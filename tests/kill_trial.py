@@ -260,7 +260,8 @@ def _left_behind(run: _Run, shared: set[str]) -> list[str]:
 def _wounded_run(run: _Run, target: str, seed: int, num_kills: int) -> tuple[int, list[str]]:
     """Kill processes of the kind ``target`` in one run; returns their number and the deviations from the documentation."""
     rng, shared, family, kills = random.Random(seed), _shared_memory(), set(run.family()), 0
-    while kills < num_kills and _wait_for_moment(run, rng.choice(_BUSY), rng, 0.0):
+    moments, spread_s = (("generate",), 5.0) if target in _OF_EPISODES else (_BUSY, 0.0)
+    while kills < num_kills and _wait_for_moment(run, rng.choice(moments), rng, 0.0) and _still_runs(run, rng.uniform(0, spread_s)):
         deadline_s = time.monotonic() + 10
         while not (victims := run.victims(TARGETS[target])) and time.monotonic() < deadline_s and _still_runs(run, 0.01):
             pass
@@ -426,7 +427,9 @@ def _agents(folder: Path) -> Path:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "agent.py").write_text(SLOW_AGENT)
     recipe = RECIPE.format(folder=folder, preset="grpo", python=sys.executable, argument="")
-    (folder / "recipe.yaml").write_text(recipe.replace("num_ranks: 1", "num_ranks: 2"))
+    for old, new in (("num_ranks: 1", "num_ranks: 2"), ("name: math", "name: tests.kill_trial:graded")):  # the latter notes the stages
+        recipe = recipe.replace(old, new)
+    (folder / "recipe.yaml").write_text(recipe)
     return folder
 
 
