@@ -29,19 +29,19 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           74854   452     644
-core            55461   348     516
+whole           74947   453     645
+core            55472   348     516
 .                 181     4       5
-agents           3153    16      38
+agents           3155    16      38
 algorithms       3356    24      17
-config           4183    19      76
+config           4186    19      76
 data             3857    15      27
 environments      553     4      10
 families         2417    27      27
 models           5628    28      53
 parallel          950     6      11
 rewards          4174    27      34
-rollout          6380    31      56
+rollout          6386    31      56
 run              1480     7       8
 schedule          447     3       7
 selection        1274     5      10
@@ -61,7 +61,7 @@ desk/simulate    2945    16      25
 desk/watch        872     5       5
 graders             2     1       0
 graders/answers  1520     7       8
-graders/sandbox  3272    13      28
+graders/sandbox  3354    14      29
 cpu              2453    18      17
 """
 """At most so many lines, files and classes; a room that outgrows its row is split or simplified before the row is raised."""

@@ -177,7 +177,6 @@ class Probes:
             (collectives, "gather_tensors"): "ranks",
             (collectives, "gather_objects"): "ranks",
             (collectives, "broadcast_object"): "messages",
-            (collectives, "deliver"): "messages",
             (WeightPublisher, "publish"): "servers",
         }
         before = [(owner, name, getattr(owner, name)) for owner, name in part_of]

@@ -3,7 +3,8 @@
 It reads a line of JSON (``main``) from its standard input, runs the program, and writes a line of JSON with the program's end.
 Invariants: when this process ends, the program and all that it started have ended, also if they made sessions of their own;
 the end of standard input (the trainer stopped, or died) stops the program. ``PR_SET_CHILD_SUBREAPER`` makes orphans children of
-this process. Resource limits hold for each process of the program; the number of processes and their memory are counted.
+this process. If it is killed, the kernel kills the program. Resource limits hold for each process of the program; the number of
+processes and their memory are counted.
 
 ``sandbox`` "files" is Landlock: the program reads the given paths, writes in its own folders, and, as far as the kernel can
 (6.7 and 6.12), connects to the endpoint's and the given ports alone and signals its own processes alone.
@@ -29,7 +30,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ, _WRITE_FILE, _DEVICE_CALLS = 0b1101, 0b10, 1 << 15
 _FILE_RIGHTS = 0b111 | 1 << 14 | _DEVICE_CALLS
 """Rights that a rule for a single file may have; execute, write, read, truncate, device calls."""
-_SUBREAPER, _NO_NEW_PRIVILEGES = 36, 38
+_SIGNAL_AT_PARENTS_DEATH, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 36, 38
 _DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")]
 _PROC = [f"/proc/{name}" for name in ("cpuinfo", "meminfo", "stat", "sys", "version", "filesystems", "loadavg")]
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -55,6 +56,7 @@ def _run(settings: dict) -> tuple[int, str]:
     ruleset = _ruleset(settings) if settings["sandbox"] == "files" else None
 
     def confine() -> None:
+        _call("prctl", _SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL, 0, 0, 0)
         for what, value in (
             (resource.RLIMIT_DATA, settings["memory_mb"] << 20),  # not the address space, of which some runtimes reserve much
             (resource.RLIMIT_FSIZE, settings["file_mb"] << 20),

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         notes = [] if config.select_prompts.scores_path else _preview(config, all_rows=arguments.all_rows)
     if arguments.dry_run:
         Console().print(plan_table(config, types, num_duplicates))
-        show(*notes)
+        show(*notes, "dry run: the configuration is good for `megatron-rl select-prompts`; nothing was started")
         return 0
     for table in select_prompts(config, types, num_duplicates, note=say).tables():
         Console().print(table)

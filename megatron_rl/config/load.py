@@ -183,7 +183,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> dict[str, Any] | str:
     """The mapping that ``text`` is, which callers must not change, or the type of another value."""
-    loaded = OmegaConf.load(io.StringIO(text))
+    try:
+        loaded = OmegaConf.load(io.StringIO(text))
+    except AssertionError:  # OmegaConf's own, for a number in quotes
+        return "str"
     return _plain_layer(loaded) if isinstance(loaded, DictConfig) else type(loaded).__name__
 
 

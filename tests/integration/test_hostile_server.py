@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import threading
+import zlib
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ OPTIONS = (
     "tracking.mlflow=false",
 )
 
+_gzip = zlib.compressobj(wbits=31)
+_MIB_OF_BLANKS = [_gzip.compress(b" " * (1 << 20)) + _gzip.flush(zlib.Z_FULL_FLUSH) for _ in range(2)]
+_INFLATED = _MIB_OF_BLANKS[0] + 4095 * _MIB_OF_BLANKS[1]
+
 
 class HostileServer:
     """Samples uniformly; from weight version ``hostile_from`` a few replies are hostile, from ``aborts_from`` all of them."""
@@ -38,6 +43,7 @@ class HostileServer:
         self._hostile_from, self._aborts_from = hostile_from, aborts_from
         # Two tokens in between: the server has served since it was last lost, and the window needs another call.
         hostile = (self._aborted, self._busy_for_years, self._endless, self._slow, self._foreign)
+        hostile += (self._inflated, self._redirected, self._too_long, self._in_another_order, self._cut_off, self._of_later_weights)
         self._plan = iter([kind for one in hostile for kind in (one, self._interrupted)])
         self.calls: list[str] = []
         self._random = random.Random(0)
@@ -110,6 +116,37 @@ class HostileServer:
             sample["meta_info"]["id"] = "of-another-client"
         return web.json_response(samples)
 
+    async def _too_long(self, http_request: web.Request, body: dict[str, Any]) -> web.Response:
+        samples = self._samples(body)
+        for sample in samples:
+            sample["output_ids"] += [1] * 1000
+            sample["meta_info"]["output_token_logprobs"] += [[-1.0, 1, None]] * 1000
+        return web.json_response(samples)
+
+    async def _in_another_order(self, http_request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response([*reversed(self._samples(body)), {}])
+
+    async def _of_later_weights(self, http_request: web.Request, body: dict[str, Any]) -> web.Response:
+        samples = self._samples(body)
+        for sample in samples:
+            sample["meta_info"]["weight_version"] = str(int(self._version) + 1)
+        return web.json_response(samples)
+
+    async def _redirected(self, http_request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(status=307, headers={"Location": "/generate"})
+
+    async def _cut_off(self, http_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000000"})
+        await response.prepare(http_request)
+        await response.write(b"[")
+        assert http_request.transport is not None
+        http_request.transport.abort()
+        return response
+
+    async def _inflated(self, http_request: web.Request, body: dict[str, Any]) -> web.Response:
+        """Four gigabytes of blanks in four megabytes."""
+        return web.Response(body=_INFLATED, headers={"Content-Encoding": "gzip", "Content-Type": "application/json"})
+
     async def _busy_for_years(self, http_request: web.Request, body: dict[str, Any]) -> web.Response:
         return web.Response(status=503, headers={"Retry-After": "99999999"})
 
@@ -151,7 +188,8 @@ def test_run_survives_hostile_replies_and_ends_when_nothing_else_comes(folder):
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
-    hostile = {"_aborted", "_busy_for_years", "_endless", "_slow", "_foreign"}
+    hostile = {"_aborted", "_busy_for_years", "_endless", "_slow", "_foreign", "_inflated", "_redirected", "_too_long"}
+    hostile |= {"_in_another_order", "_cut_off", "_of_later_weights"}
     assert hostile <= set(server.calls), output
     # A step is recorded while the next step generates; not every step prints a line.
     assert len(read_metrics(output_dir / "metrics.jsonl")) >= 2, output

@@ -109,7 +109,7 @@ _DECIMAL = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
 
 def same_output(got: str, expected: str) -> bool:
     """Compare outputs line by line, ignoring surrounding whitespace; fractions may differ by 1e-6, relative."""
-    lines = [[line.split() for line in text.strip().splitlines()] for text in (got, expected)]
+    lines = [[line.split() for line in text.strip().split("\n")] for text in (got, expected)]
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
     words = [[word for line in text for word in line] for text in lines]

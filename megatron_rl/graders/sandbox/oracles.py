@@ -20,6 +20,8 @@ _ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "val
 """Beginnings of the names of functions that are called to fail."""
 _CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods that put their arguments into their object."""
+_FILES = ("open", "Path", "os", "pathlib")
+"""Names by which tests read files, which the program's functions may change."""
 _ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
 
@@ -45,8 +47,11 @@ def checked_alone(tree: ast.Module, program: Iterable[str]) -> tuple[_Names, _Na
 
 
 def compares_arguments(tree: ast.Module, program: Iterable[str]) -> bool:
-    """True if a check knows what is right only from an argument that the program may have changed: ``f(a) == sorted(a)``."""
+    """True if a check knows what is right only from an argument or a file that the program may have changed: ``f(a) == sorted(a)``;
+    or if an argument says how often a loop checks."""
     names = {"candidate", *program, *_imported_from_solution(tree)}
+    if any(_may_end(node, names) for node in ast.walk(tree)):
+        return True
     flow, with_changes = _flow(tree, names), _flow(tree, names, are_changed=True)
     for node in ast.walk(tree):
         parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else getattr(node, "args", ())
@@ -55,6 +60,16 @@ def compares_arguments(tree: ast.Module, program: Iterable[str]) -> bool:
             if not is_known and any(not _names(part, flow) for part in parts):
                 return True
     return False
+
+
+def _may_end(node: ast.AST, program: set[str]) -> bool:
+    """True for a loop with checks over what it gives to the program, which can end it (``for x in it: assert f(it) == x``)."""
+    if not isinstance(node, ast.For | ast.While):
+        return False
+    body = ast.Module(node.body, [])
+    calls = [inner for inner in ast.walk(body) if isinstance(inner, ast.Call) and program & _loaded(inner.func)]
+    given = {name.id for call in calls for part in call.args for name in _names_outside_calls(part)}
+    return bool(given & _loaded(node.iter if isinstance(node, ast.For) else node.test)) and any(_checks(body))
 
 
 def zips_to_watch(tree: ast.Module, program: Iterable[str]) -> list[ast.Call]:
@@ -135,12 +150,13 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
 
 
 def _changes(tree: ast.Module, program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
-    """Names that the program may change: its arguments, and not those of a call that makes an argument (``f(build(a))``)."""
+    """Names that the program may change: its arguments, and not those of a call that makes an argument (``f(build(a))``); and files."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and program & _loaded(node.func):
             names = [name for part in node.args for name in _names_outside_calls(part)]
             end = (node.end_lineno, node.end_col_offset)
             yield from ((each.id, (each.scope, end), node.func) for each in names if each.id not in program)  # type: ignore[attr-defined]
+            yield from ((name, (node.scope, end), node.func) for name in _FILES)  # type: ignore[attr-defined]
 
 
 def _names_outside_calls(node: ast.AST) -> Iterator[ast.Name]:
@@ -183,11 +199,12 @@ def _all_names(node: ast.AST, flow: _Flow) -> _Names:
         waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
         if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
             found.add(inner.attr)
-        if isinstance(inner, ast.Name) and inner.id not in _BUILTINS:
+        if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in _FILES):
             sites: list[Any] = [site for name, site in flow if name == inner.id]
             own = [site for site in sites if site != _ANYWHERE and site[0] is inner.scope]  # type: ignore[attr-defined]
             before = [site for site in own if site[1] < _position(inner)]
-            chosen = [max(before, key=lambda site: site[1])] if before else sites
+            is_earlier = bool(own) and inner.id in _FILES  # what was read before the first call
+            chosen = [max(before, key=lambda site: site[1])] if before else sites * (not is_earlier)
             found = found.union(*(flow[inner.id, site] for site in chosen))
     return frozenset(found)
 

@@ -12,6 +12,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -62,8 +63,9 @@ class ProgramRequests:
         self.raised = ""
         """First exception of a call; attributes and operators may be missing."""
         self.given: set[str] = set()
-        """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array";
-        and "changes" of an argument."""
+        """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
+        "method" (``decode``); and "changes" of an argument or of a file."""
+        self.watch: AbstractContextManager[None] = nullcontext()  # around each request
 
     def failed(self, text: str) -> ProtocolViolation:
         self.fault = self.fault or text or "the program sent an invalid reply"
@@ -80,7 +82,8 @@ class ProgramRequests:
             self.has_waited = self.has_waited or bool(self._tell(b"t"))  # once: nobody reads until the verdict
             self._turn.acquire()
         try:
-            return self._ask(what, values)
+            with self.watch:
+                return self._ask(what, values)
         finally:
             self._turn.release()
 
@@ -232,7 +235,7 @@ class ProgramRequests:
         if is_stream or (callable(value) and not isinstance(value, type)):
             number = self._function_numbers.setdefault(id(value), len(self._functions))
             if number == len(self._functions):
-                self._functions.append(_Stream(value) if is_stream else value)
+                self._functions.append(_Stream(value, self.given) if is_stream else value)
             return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
         raise NotSerializable(f"an object of class {type(value).__name__}")
 
@@ -252,12 +255,13 @@ class ProgramRequests:
 
 
 class _Stream:
-    """An iterator of the tests, which the program calls."""
+    """An iterator of the tests, which the program calls, and so changes."""
 
-    def __init__(self, items: Any) -> None:
-        self.items = items
+    def __init__(self, items: Any, given: set[str]) -> None:
+        self.items, self._given = items, given
 
     def __call__(self) -> Any:
+        self._given.add("changes")
         return next(self.items)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel
+from megatron_rl.graders.sandbox.own_files import OwnFiles
 from megatron_rl.graders.sandbox.program_objects import (
     MAX_DETAIL,
     TESTS_MODULE,
@@ -173,6 +174,14 @@ def _failures(tests: Tests, requests: ProgramRequests, cases: _Cases, error: Bas
     return []
 
 
+_BLIND_TO = {
+    "nan": "the program gave nan, which is neither below nor above a limit",
+    "inf": "the program gave an infinite number, which a relative limit does not exclude",
+    "method": "the program gave a named tuple in which a function hides a method",
+}
+"""Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""
+
+
 def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     """The reason why tests that hold have shown nothing; "" if there is none."""
     if cases.caught:
@@ -182,13 +191,12 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
         return f"a method of the tests may have hidden {requests.raised}"
     if tests.compare_arguments and "changes" in requests.given:
-        return "the program changed an argument that its result is compared with"
+        return "the program changed an argument, or a file of the tests, that its result is compared with"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
         return "the program gave something empty, which arrays find equal to anything"
-    if "nan" in requests.given - tests.expected:
-        return "the program gave nan, which is neither below nor above a limit"
-    if "inf" in requests.given - tests.expected:
-        return "the program gave an infinite number, which a relative limit does not exclude"
+    for value, doubt in _BLIND_TO.items():
+        if value in requests.given - tests.expected:
+            return doubt
     if cases.has_skipped:
         return "a test was skipped, or was expected to fail"
     if cases.is_cut:
@@ -203,6 +211,8 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
+    if tests.compare_arguments:
+        requests.watch = OwnFiles(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})
     for name in tests.errors:

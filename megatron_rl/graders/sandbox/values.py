@@ -194,7 +194,8 @@ def decode(
     """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
 
     Args:
-        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value.
+        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, and with "method" for a named tuple's
+            function that hides a method.
 
     Raises:
         ValueError: the message is not an output of ``encode``.
@@ -238,7 +239,10 @@ class _Decoder:
             if depth > _MAX_DEPTH + 1:
                 raise ValueError("nested too deeply")
             make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
-            return self._look(make([self.item(part, depth + 1) for part in data[1]]))
+            parts = [self.item(part, depth + 1) for part in data[1]]
+            if tag == "named" and any(hasattr(tuple, name) and callable(part) for name, part in zip(data[3], parts, strict=True)):
+                self._notice("method")
+            return self._look(make(parts))
         return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)
 
     def _reference(self, data: list[Any], tag: Any, depth: int) -> Any:

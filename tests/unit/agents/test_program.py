@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -107,6 +108,14 @@ asyncio.run(main())
     while alive(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(tmp_path) == []
+
+
+def test_a_program_ends_with_its_supervisor(tmp_path):
+    end, _ = run(tmp_path, ["sleep", "100"], act=lambda program: os.kill(program.pid, signal.SIGKILL))
+    deadline = time.monotonic() + 10
+    while alive(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert end.failure == "its supervisor was killed" and alive(tmp_path) == []
 
 
 def test_waiting_time_does_not_count_towards_the_time_limit(tmp_path):

@@ -41,6 +41,7 @@ def test_every_preset_loads_and_names_its_source():
         ("schedule: {mode: fast}", ["recipe.yaml", "schedule.mode", "fast"]),
         ("batch: [1", ["recipe.yaml", "not valid YAML", "line"]),
         ("- a\n- b", ["recipe.yaml", "mapping"]),
+        ("'0'", ["recipe.yaml", "mapping"]),
         ("preset: tpo", ["preset", "'tpo'", "tppo"]),
     ],
 )

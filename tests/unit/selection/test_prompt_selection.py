@@ -101,6 +101,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(folder, capsys):
     assert run(folder, "--dry-run") == 0
     out = capsys.readouterr().out
     assert "type 'math'" in out and "keep_share" in out and out.count("writes") == 4
+    assert "nothing was started" in out
     assert sorted(folder.iterdir()) == before
 
 

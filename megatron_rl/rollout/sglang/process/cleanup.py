@@ -28,9 +28,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LOADS = "sglang_loads_"
 _STARTED_S = 3600.0
 """Age from which shared memory is no longer being opened by name: longer than any server takes to start."""
-_PIDS = "pids"
-REMOVE_SHARED_MEMORY = f'for pid in $(cat "$1/{_PIDS}"); do rm -f {_SHARED_MEMORY}/sgl_shm_*_"$pid"_*; done'
-"""Shell command of a server's folder $1: removes the shared memory of the processes of ``write_pids``."""
+_NAMES = "shared_memory"
+REMOVE_SHARED_MEMORY = f'rm -f $(cat "$1/{_NAMES}")'
+"""Shell command of a server's folder $1: removes the shared memory that ``note_shared_memory`` noted there."""
 _MAX_SOCKET_FOLDER = 80
 """Linux limits the path of a socket to 107 characters."""
 WEIGHTS = ("weights", "cuda_graph")
@@ -58,10 +58,21 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
 
 
-def write_pids(pids: Sequence[int], folder: Path) -> None:
-    """Note a starting server's processes in its folder, for ``REMOVE_SHARED_MEMORY``."""
-    with suppress(OSError):  # a full disk
-        (folder / _PIDS).write_text(" ".join(map(str, pids)))
+def note_shared_memory(pids: Sequence[int], folder: Path, noted: set[str]) -> None:
+    """Add the names of what a starting server's processes make to ``noted`` and to a file in its folder."""
+    new = ({f"{_SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids} | _load_files(pids)) - noted
+    noted |= new
+    with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
+        file.write("".join(f"{name} " for name in sorted(new)))
+
+
+def _load_files(pids: Sequence[int]) -> set[str]:
+    """Paths of the files, named at random, through which the processes report their load."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(psutil.Error):
+            found.update(file.path for file in psutil.Process(pid).open_files() if file.path.startswith(f"{_SHARED_MEMORY}/{_LOADS}"))
+    return found
 
 
 def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) -> None:
@@ -75,14 +86,8 @@ def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) 
             return
     except HttpError:
         return
-    for pid in pids:
-        try:
-            paths = {file.path for file in psutil.Process(pid).open_files()}
-        except psutil.Error:
-            continue
-        for path in paths:
-            if path.startswith(f"{_SHARED_MEMORY}/{_LOADS}"):
-                Path(path).unlink(missing_ok=True)
+    for path in _load_files(pids):
+        Path(path).unlink(missing_ok=True)
 
 
 def remove_shared_memory(pids: Sequence[int]) -> None:

@@ -125,6 +125,9 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
         inherited = without_expandable_segments(inherited)
     env = {
         **(own_cuda_home() if options.device != "cpu" else {}),
+        # Otherwise a server whose worker died spends 65 s on diagnostics before it exits, and requests to it wait.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         **inherited,
         **options.nccl,
         # Otherwise /health generates a token: slow, and 503 after 20 s while generation is paused.

@@ -29,11 +29,11 @@ import psutil
 from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.cleanup import (
     REMOVE_SHARED_MEMORY,
+    note_shared_memory,
     remove_abandoned_shared_memory,
     remove_shared_memory,
     temporary_files_in,
     unlink_shared_memory,
-    write_pids,
     write_secret,
 )
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
@@ -285,7 +285,7 @@ class SglangServer:
         assert process is not None and folder is not None, "spawn() comes first"
         next_progress = self._started_at + _PROGRESS_S
         next_call = time.monotonic() + _WAITING_S
-        written: list[int] = []
+        noted: set[str] = set()
         while True:
             if time.monotonic() > next_call:
                 next_call += _WAITING_S
@@ -308,9 +308,7 @@ class SglangServer:
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
                 self.progress(f"waiting for server {self.url} ({waited_s:.0f} s); its log: {self.log_path}")
-            if (pids := group_members(process.pid)) != written:
-                write_pids(pids, folder.path)
-                written = pids
+            note_shared_memory(group_members(process.pid), folder.path, noted)
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"stopped waiting for server {self.url}: the run ends")
 

@@ -397,4 +397,21 @@ FORGED_VALUES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a):\n    a.clear()\n    return 0", "for a in ([3, 1], [2]):\n    assert f(a) == sum(a)"),
         ("def f(a):\n    a.clear()\n    return 0", "a = [1]\nwant = lambda: sum(a)\nassert f(a) == want()"),
     ],
+    "changes a file that it is compared with": [
+        ("def f(x):\n    open('want','w').write('5')\n    return '5'", "with open('want','w') as o: o.write('4')\nassert f(2) == open('want').read()"),  # noqa: E501
+        ("import os\ndef f(x):\n    for p in os.listdir('.'): open(p,'w').write('5')\n    return 5", "import json\njson.dump(4, open('w.json','w'))\ng = f(2)\nassert g == json.load(open('w.json'))"),  # noqa: E501
+        ("def f(p):\n    open(p,'w').close()\n    return 0", "from pathlib import Path\nPath('a').write_text('abc')\nassert f('a') == len(Path('a').read_text())"),  # noqa: E501
+    ],
+    "ends a loop by what it is given": [
+        ("def f(it,x):\n    list(it)\n    return 4", "it = iter([(2,4),(3,9)])\nfor x,y in it:\n    assert f(it,x) == y"),
+        ("def f(q):\n    q.clear()\n    return 4", "cases=[9,4]\nwhile cases:\n    w = cases.pop()\n    assert f(cases) == w"),
+        ("def f(d):\n    d.clear()\n    return 4", "d={3:9,2:4}\nwhile d:\n    k,w=d.popitem()\n    assert f(d)==w"),
+    ],
+    "hides a method by a field": [
+        ("from collections import namedtuple\nP=namedtuple('P','count')\ndef f(x): return P(lambda v: 1)", "assert f(2).count(4) == 1"),
+        ("from collections import namedtuple\nP=namedtuple('P','index')\ndef f(x): return [P(lambda v: 0)]", "assert f(2)[0].index(4) == 0"),  # noqa: E501
+    ],
+    "prints what only some take for a line's end": [
+        (f"print('4{end}5')", {"inputs": [""], "outputs": ["4\n5"]}) for end in ("\\x0b", "\\x1c", "\\x85", "\\u2028")
+    ],
 }

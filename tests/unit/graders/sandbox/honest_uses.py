@@ -295,4 +295,13 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("```python\nimport atexit\natexit.register(print,'bye')\nprint('hi')\n```", {'inputs': [''], 'outputs': ['hi\nbye']}),
         ("```python\nimport threading\nt=threading.Timer(0.05,lambda: print('late'))\nt.start()\nprint('early')\n```", {'inputs': [''], 'outputs': ['early\nlate']}),  # noqa: E501
     ],
+    "files of the tests": [
+        ("def f(p):\n    t = open(p).read()\n    open(p,'w').write(t.upper())", "open('a','w').write('ab')\nf('a')\nassert open('a').read() == 'AB'"),  # noqa: E501
+        ("def f(p):\n    t = open(p).read()\n    open(p,'w').write(t.upper())", "open('a','w').write('ab')\nbefore = open('a').read()\nf('a')\nassert open('a').read() == before.upper()"),  # noqa: E501
+        ("def f(p): return len(open(p).read())", "open('a','w').write('ab')\nassert f('a') == len(open('a').read())"),
+        ("def save(p, x): open(p,'w').write(x)\ndef load(p): return open(p).read()", "for x in ('a', 'b'):\n    save('c', x)\n    assert open('c').read() == x and load('c') == x"),  # noqa: E501
+        ("from collections import namedtuple\nP=namedtuple('P','text count')\ndef f(x): return P(x, len(x))", "assert f('ab').count == 2"),
+        ("import heapq\ndef pop(h): return heapq.heappop(h)", "h = [1, 3, 2]\nout = []\nwhile h: out.append(pop(h))\nassert out == [1, 2, 3]"),  # noqa: E501
+        ("def f(it): return [next(it) for _ in range(2)]", "it = iter(range(5))\nassert f(it) == [0, 1] and next(it) == 2"),
+    ],
 }

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.rollout.sglang.process import cleanup
 from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.system.files.atomic_files import TemporaryFolder
 
 
 @pytest.fixture
@@ -40,3 +42,19 @@ def test_only_old_memory_of_processes_that_are_gone_is_abandoned(memory: Path) -
             os.utime(memory / name, (time_s, time_s))
     cleanup.remove_abandoned_shared_memory()
     assert {path.name for path in memory.iterdir()} == names.keys() - {f"sgl_shm_mq_{gone}_a"}
+
+
+def test_what_a_server_has_made_is_removed_however_it_is_killed_during_its_start() -> None:
+    folder, memory, mark = TemporaryFolder("test", also=cleanup.REMOVE_SHARED_MEMORY), Path("/dev/shm"), uuid.uuid4().hex
+    load_file = memory / f"sglang_loads_{mark}.shm"
+    text = f"import sys; file = open({str(load_file)!r}, 'w'); print(flush=True); sys.stdin.read()"
+    server = subprocess.Popen([sys.executable, "-S", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdout is not None and server.stdout.readline()
+    (memory / f"sgl_shm_mq_{server.pid}_{mark}").touch()
+    noted: set[str] = set()
+    cleanup.note_shared_memory([server.pid], folder.path, noted)
+    server.kill()
+    server.communicate()
+    cleanup.note_shared_memory([], folder.path, noted)  # the poll after its death
+    folder.remove()
+    assert len(noted) == 2 and not [path for path in memory.iterdir() if mark in path.name]
