@@ -60,12 +60,10 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
 
 def note_shared_memory(pids: Sequence[int], folder: Path, noted: set[str]) -> None:
     """Add the names of what a starting server's processes make to ``noted`` and to a file in its folder."""
-    new = ({f"{_SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids} | _load_files(pids)) - noted
-    if not new:
-        return
-    noted |= new
-    with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
-        file.write("".join(f"{name} " for name in sorted(new)))
+    if new := ({f"{_SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids} | _load_files(pids)) - noted:
+        noted |= new
+        with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
+            file.write("".join(f"{name} " for name in sorted(new)))
 
 
 def _load_files(pids: Sequence[int]) -> set[str]:
