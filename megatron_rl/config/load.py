@@ -79,8 +79,8 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
     files = [paths] if isinstance(paths, (str, Path)) else list(paths or [])
     layers = [(str(path), _read_yaml(Path(path))) for path in files]
     layers += [("the command line", _parse_override(item)) for item in overrides]
-    preset = next((layer["preset"] for _, layer in reversed(layers) if layer.get("preset")), "")
-    if preset:
+    preset = next((layer["preset"] for _, layer in reversed(layers) if layer.get("preset") not in (None, "")), "")
+    if preset != "":
         layers.insert(0, (f"preset {preset}", _read_preset(preset)))
     values = _defaults()
     for origin, layer in layers:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.data.batch import PackedBatch, moved
+from megatron_rl.data.batch import PackedBatch, moved, reply_spans
 from megatron_rl.families.family import family_of
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import VALUE_HEAD
@@ -77,6 +77,19 @@ def build_critic(
     if seed is not None:
         fill(chunks, hf_config, RandomSource(seed, text.initializer_range, family_of(hf_config).fresh), role="critic")
     return chunks
+
+
+def read_outputs(batch: PackedBatch) -> Tensor | None:
+    """[T] bool: the tokens whose outputs are values of the batch's spans, of tokens that train, or of a whole sequence; None: all."""
+    if batch.spans is None:
+        return None
+    read = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    if "mask" in batch.fields:
+        read[:-1] = batch.fields["mask"][1:] != 0
+    read[batch.cu_seqlens[1:] - 1] = True
+    for first, end in zip(*reply_spans(batch), strict=True):
+        read[max(first - 1, 0) : end] = True
+    return read
 
 
 def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:

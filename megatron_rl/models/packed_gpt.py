@@ -5,6 +5,7 @@ Callers pass a ``PackedBatch``. This module hides the padding of the pack to a m
 parameters, and the attention plan.
 """
 
+import copy
 import functools
 import re
 from typing import Any
@@ -52,8 +53,24 @@ __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwr
 
 _OWN_OF_RANK = re.compile(r"\.softmax_offset$|\.experts\..*linear_fc2\.bias\d*$")
 """Vectors that differ between tensor-parallel ranks, which Megatron and Transformer Engine mark as copies: sinks and experts' biases."""
+_READ = "read_rows"
+"""Attribute of a pack's parameters."""
 PAD_TOKEN_ID = 0
 """Token that pads the pack under sequence parallelism; the padding is a separate sequence without results."""
+
+
+class _LastLayer(TransformerLayer):
+    """A dense model's last layer, whose MLP runs on the rows whose outputs are read; the others' outputs are those of its attention."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        self._read = getattr(packed_seq_params, _READ, None)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._read is None:
+            return super()._forward_mlp(hidden_states, *args, **kwargs)
+        finished = super()._forward_mlp(hidden_states.index_select(0, self._read), *args, **kwargs)
+        return hidden_states.index_copy(0, self._read, finished)
 
 
 def build_chunks(
@@ -104,11 +121,15 @@ def _build_chunk(
         spec = swap_layers(spec, {PackedAttention: ContextAttention})
     if takes_images(hf_config) and num_deepstack(hf_config.vision_config):
         spec = swap_layers(spec, {TransformerLayer: DeepstackLayer})
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    has_all_rows = config.context_parallel_size == 1 and not config.sequence_parallel
+    if is_last and has_all_rows and not config.num_moe_experts and not has_transformer_engine():
+        spec.layer_specs[-1:] = [swap_layers(spec.layer_specs[-1], {TransformerLayer: _LastLayer})]
     model = (VisionGPTModel if takes_images(hf_config) else PackedGPTModel)(
         config,
         spec,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=is_last,
         vp_stage=vp_stage,
         **model_kwargs,
     )
@@ -153,16 +174,20 @@ def _add_vision(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch
         )
 
 
-def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
+def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None, read: Tensor | None = None) -> Tensor:
     """Run this stage on ``batch``, which is in host memory; ``chunk`` may be wrapped for data parallelism.
 
-    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. The result
+    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. ``read`` [T] bool: the
+    tokens whose outputs are read, at least one, so that others need not be computed to the end; None: all. The result
     is for Megatron's schedule: hidden states for the next stage, or on the last stage the input of
     ``policy.token_logprobs`` or ``critic.token_values``.
     """
     model = unwrap(chunk)
     tokens, positions, params = _model_inputs(batch, model.config)
     params, visual = with_trace(params, trace), {}
+    if read is not None:
+        params = copy.copy(params)
+        setattr(params, _READ, moved(read.nonzero()[:, 0], tokens.device))
     if isinstance(model, VisionGPTModel):
         positions, visual["visual"] = model.visual_inputs(batch, tokens.device)
     return chunk(tokens, positions, None, packed_seq_params=params, **visual)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.data.batch import PackedBatch, moved
+from megatron_rl.data.batch import ALSO_WANTED, PackedBatch, moved
 from megatron_rl.families.family import family_of
 from megatron_rl.families.model_facts import text_config, vision_token_ids
 from megatron_rl.models.hf.tensor_sources import RandomSource
@@ -66,6 +66,21 @@ def _defer_head(
 ) -> tuple[Tensor, None]:
     """Replacement of the output layer's forward: returns the hidden states."""
     return hidden, None
+
+
+def wanted_tokens(batch: PackedBatch) -> Tensor:
+    """[T] bool, in host memory: the tokens whose log-probs a pass computes."""
+    wanted = batch.fields["mask"] != 0
+    for name in ALSO_WANTED:
+        if name in batch.fields:
+            wanted = wanted | (batch.fields[name] != 0)
+    return wanted
+
+
+def read_outputs(batch: PackedBatch) -> Tensor | None:
+    """[T] bool: the tokens before the wanted ones, whose outputs give their log-probs; None: all."""
+    wanted = wanted_tokens(batch)[1:]
+    return torch.cat([wanted, wanted.new_zeros(1)]) if wanted.any() else None
 
 
 def token_logprobs(

@@ -43,7 +43,7 @@ from megatron_rl.config.schema import (
     Recompute,
     VisionConfig,
 )
-from megatron_rl.data.batch import ALSO_WANTED, TEACHER_IDS, PackedBatch, dummy_batch, on_device
+from megatron_rl.data.batch import TEACHER_IDS, PackedBatch, dummy_batch, on_device
 from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
@@ -381,12 +381,8 @@ class Engine:
                 "values": critic.token_values(chunk, output, batch),
                 "final_values": critic.final_values(chunk, output, batch),
             }
-        mask = batch.fields["mask"] != 0
-        for name in ALSO_WANTED:
-            if name in batch.fields:
-                mask = mask | (batch.fields[name] != 0)
-        options = {"others": batch.fields.get(TEACHER_IDS), "chunk_size": self._tokens_per_chunk}
-        logprobs, entropy = policy.token_logprobs(chunk, output, batch, temperature=temperature, mask=mask, **options)
+        options = {"others": batch.fields.get(TEACHER_IDS), "chunk_size": self._tokens_per_chunk, "mask": policy.wanted_tokens(batch)}
+        logprobs, entropy = policy.token_logprobs(chunk, output, batch, temperature=temperature, **options)
         own = {"logprobs": logprobs} if logprobs.ndim == 1 else {"logprobs": logprobs[:, 0], TEACHER_IDS: logprobs[:, 1:]}
         return {**own, "entropy": entropy} if with_entropy else own
 
@@ -430,7 +426,7 @@ class Engine:
             def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
                 return consume(chunk, batch, output)
 
-            return policy.forward(chunk, batch, trace), consume_output
+            return policy.forward(chunk, batch, trace, (critic if self.role == "critic" else policy).read_outputs(batch)), consume_output
 
         iterators = [iter(range(len(whole))) for _ in models]
         config = self.chunks[0].config

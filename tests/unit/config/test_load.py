@@ -43,6 +43,8 @@ def test_every_preset_loads_and_names_its_source():
         ("- a\n- b", ["recipe.yaml", "mapping"]),
         ("'0'", ["recipe.yaml", "mapping"]),
         ("preset: tpo", ["preset", "'tpo'", "tppo"]),
+        ("preset: false", ["preset", "False", "tppo"]),
+        ("preset: []", ["preset", "[]", "tppo"]),
     ],
 )
 def test_broken_recipe_raises_with_file_key_and_remedy(tmp_path, text, expected):

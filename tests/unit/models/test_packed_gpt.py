@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.layout import layout_problems, ranks_needed
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.data.batch import select_spans
 from megatron_rl.errors import ModelError
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import check_layout
@@ -134,5 +136,36 @@ def test_log_probs_of_other_tokens_are_those_that_the_token_would_have_in_its_pl
         wanted = alone != 0
         torch.testing.assert_close(every[wanted, 1:].exp().sum(1), torch.ones(int(wanted.sum())))
         assert torch.equal(every.gather(1, others[:, 1:].long() + 1)[:, 0], found[:, 2])
+    finally:
+        topology.destroy()
+
+
+@pytest.mark.parametrize("recompute", [None, Recompute.full])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_last_layer_that_finishes_only_the_rows_that_are_read_gives_the_same_results_and_gradients(role: str, recompute) -> None:
+    topology.initialize(ParallelConfig(), seed=1)
+    try:
+        hf_config, build = family_config("qwen2_gqa7_tied"), policy.build_policy if role == "policy" else critic.build_critic
+        (chunk,) = build(hf_config, ParallelConfig(), dtype=torch.float32, seed=1, **({"recompute": recompute} if recompute else {}))
+        batch = pack([torch.arange(3, 40), torch.arange(5, 25)])
+        mask = torch.arange(len(batch.tokens)) % 30 > 20
+        batch = replace(batch, fields={"mask": mask.float()}, spans=torch.tensor([[20, 30], [3, 20]]))
+        read = (policy if role == "policy" else critic).read_outputs(batch)
+        assert read is not None and 0 < read.sum() < len(read)
+        found, num_rows = [], set[int]()
+        chunk.decoder.layers[-1].mlp.register_forward_hook(lambda _, inputs, __: num_rows.add(len(inputs[0])))
+        for rows in (None, read):
+            chunk.zero_grad(set_to_none=True)
+            output = policy.forward(chunk, batch, read=rows)
+            if role == "policy":
+                results = policy.token_logprobs(chunk, output, batch, mask=mask)[0]
+            else:
+                values = select_spans(batch, critic.token_values(chunk, output, batch))
+                results = torch.cat([values, critic.final_values(chunk, output, batch)])
+            (results * torch.linspace(1, 2, len(results))).sum().backward()
+            found.append([results.detach(), *(parameter.grad for parameter in chunk.parameters())])
+        assert num_rows == {len(read), int(read.sum())}
+        for ours, whole in zip(*found, strict=True):
+            torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-6)
     finally:
         topology.destroy()
