@@ -184,10 +184,10 @@ def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
     chosen = text.num_experts_per_tok
     if not 0 < chosen <= experts:
         raise ModelError(f"{file}: num_experts_per_tok {chosen} is not in [1, {experts}], the number of experts")
-    if chosen == 1 and getattr(text, "norm_topk_prob", True):
+    if chosen == 1 and not family_of(config).transformer_kwargs(config).get("moe_router_pre_softmax"):
         raise ModelError(
             f"{file}: num_experts_per_tok 1 with normalized probabilities gives every expert the weight 1, which "
-            "Megatron Core does not compute; expected at least 2, or norm_topk_prob false"
+            "Megatron Core does not compute; expected at least 2, or norm_topk_prob false in a family that has it"
         )
     groups, chosen_groups = router_groups(config)
     if not 0 < chosen_groups <= groups or experts % groups:

@@ -262,6 +262,7 @@ def test_unreadable_model_folders_are_rejected(tmp_path: Path) -> None:
         ("qwen3", dict(head_dim=11), "even rotary dimension"),
         ("llama", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
         ("glm4_moe", dict(num_experts_per_tok=1), "num_experts_per_tok 1"),
+        ("mixtral", dict(num_experts_per_tok=1, norm_topk_prob=False), "num_experts_per_tok 1 with normalized"),
         ("qwen3_moe", dict(num_experts_per_tok=9), r"num_experts_per_tok 9 is not in \[1, 4\]"),
         ("deepseek_v3", dict(num_key_value_heads=4), "num_key_value_heads 4 is not num_attention_heads 8"),
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave"),
