@@ -171,7 +171,7 @@ def folder(tmp_path_factory):
 
 
 def test_run_survives_hostile_replies_and_ends_when_nothing_else_comes(folder):
-    server = HostileServer(str(folder / "model"), hostile_from=2, aborts_from=4)
+    server = HostileServer(str(folder / "model"), hostile_from=2, aborts_from=6)
     loop, urls, has_started = asyncio.new_event_loop(), list[str](), threading.Event()
     stop = asyncio.Event()
 
