@@ -8,7 +8,7 @@ _LOOKED_AT = 1 << 16
 
 
 class FileChanges:
-    """Context around each request to the program; adds "changes" to ``given`` if a file has changed. Requests inside a request
+    """Context around each request to the program; adds "files" to ``given`` if a file has changed. Requests inside a request
     count with it."""
 
     def __init__(self, given: set[str]) -> None:
@@ -25,7 +25,7 @@ class FileChanges:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth and _files(self._folder) != self._before:
-            self._given.add("changes")
+            self._given.add("files")
 
 
 def _files(root: str) -> dict[str, tuple[int, bytes]]:

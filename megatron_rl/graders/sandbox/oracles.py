@@ -49,13 +49,18 @@ def checked_alone(tree: ast.Module, program: Iterable[str]) -> tuple[_Names, _Na
     return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
 
 
-def compares_arguments(tree: ast.Module, program: Iterable[str]) -> bool:
-    """True if a check knows what is right only from an argument or a file that the program may have changed: ``f(a) == sorted(a)``;
-    or if such a thing says whether a result is checked (``f(a) == 4 or not a``), or how often."""
+def changes_that_decide(tree: ast.Module, program: Iterable[str]) -> frozenset[str]:
+    """What the program may change so that a check holds: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
     names = {"candidate", "solution", *program, *_imported_from_solution(tree)}
-    flow = _flow(tree, names)
+    flow, files = _flow(tree, names), _files(tree)
     gifts = list(_gifts(tree, names, flow))
-    with_changes = _flow(tree, names, gifts)
+    changed = {"changes": gifts, "files": [(call, files) for call, _ in gifts if files]}
+    return frozenset(kind for kind, each in changed.items() if each and _rests_on(tree, flow, _flow(tree, names, each), each))
+
+
+def _rests_on(tree: ast.Module, flow: _Flow, with_changes: _Flow, gifts: list[_Gift]) -> bool:
+    """True if a check knows what is right only from what the program may have changed; or if such a thing says whether a result
+    is checked (``f(a) == 4 or not a``), or how often."""
     for condition, ruled in _conditions(tree):
         if _names(condition, with_changes) and not _names(condition, flow) and any(_names(part, flow) for part in ruled):
             return True
@@ -143,10 +148,10 @@ def _imported_from_solution(tree: ast.AST) -> set[str]:
 
 
 def _flow(tree: ast.Module, program: set[str], gifts: Iterable[_Gift] = ()) -> _Flow:
-    """The flow of values; the program's functions also reach what ``gifts`` give to them, and files."""
+    """The flow of values; the program's functions also reach what ``gifts`` give to them."""
     _mark_scopes(tree, tree)
     flow: _Flow = defaultdict(set, {(name, _ANYWHERE): {name} for name in program})
-    edges = [*_edges(tree), *(_changes(gifts, program, _files(tree)) if gifts else ())]
+    edges = [*_edges(tree), *_changes(gifts, program)]
     for name, position, _ in edges:
         flow.setdefault((name, position), set())
     size = -1
@@ -184,11 +189,11 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
                 yield from ((each.id, (each.scope, _position(node)), each) for each in names)  # type: ignore[attr-defined]
 
 
-def _changes(gifts: Iterable[_Gift], program: set[str], files: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
-    """Names that the program may change: what it is given, and files."""
+def _changes(gifts: Iterable[_Gift], program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
+    """Names that the program may change."""
     for call, names in gifts:
         end = (call.end_lineno, call.end_col_offset)
-        yield from ((name, (call.scope, end), call.func) for name in (names | files) - program)  # type: ignore[attr-defined]
+        yield from ((name, (call.scope, end), call.func) for name in names - program)  # type: ignore[attr-defined]
 
 
 def _gifts(tree: ast.Module, program: set[str], flow: _Flow) -> Iterator[_Gift]:
@@ -296,12 +301,15 @@ def _all_names(node: ast.AST, flow: _Flow) -> _Names:
         if method := _own_method(inner):
             found |= flow.get((method, _ANYWHERE), set())
         if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in _FILES):
+            scope = inner.scope  # type: ignore[attr-defined]
             sites: list[Any] = [site for name, site in flow if name == inner.id]
-            own = [site for site in sites if site != _ANYWHERE and site[0] is inner.scope]  # type: ignore[attr-defined]
+            own = [site for site in sites if site != _ANYWHERE and site[0] is scope]
             before = [site for site in own if site[1] < _position(inner)]
             is_earlier = bool(own) and inner.id in _FILES  # what was read before the first call
-            others = [site for site in sites if site not in own] or sites * (not is_earlier)
-            chosen = [max(before, key=lambda site: site[1])] if before else others
+            if before:
+                chosen = [max(before, key=lambda site: site[1])]
+            else:
+                chosen = [site for site in sites if site == _ANYWHERE or site[0] is not scope] or sites * (not is_earlier)
             found = found.union(*(flow[inner.id, site] for site in chosen))
     return frozenset(found)
 

@@ -62,7 +62,7 @@ class ProgramRequests:
         self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
-        "method" and "narrow" (``decode``); and "changes" of an argument or of a file."""
+        "method" and "narrow" (``decode``); and "changes" of an argument or of "files"."""
         self.watch: AbstractContextManager[None] = nullcontext()  # around each request
 
     def failed(self, text: str) -> ProtocolViolation:

@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 from megatron_rl.graders.sandbox.code_cases import IMPORTS
-from megatron_rl.graders.sandbox.oracles import checked_alone, compares_arguments, unpinned_oracle, zips_to_watch
+from megatron_rl.graders.sandbox.oracles import changes_that_decide, checked_alone, unpinned_oracle, zips_to_watch
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -46,8 +46,8 @@ class Tests:
     """Subset of ``names`` that the tests use as exceptions."""
     library: Mapping[str, bool]
     """Names of the library that the tests use without importing them; True if the name is a module."""
-    compare_arguments: bool
-    """True if only an argument, which the program may change, says what is right."""
+    decided_by: frozenset[str]
+    """Changes of arguments ("changes") and of "files", if these alone may say what is right."""
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
@@ -240,7 +240,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
     functions = tuple(node.name for node in tree.body if _is_test(node))  # type: ignore[attr-defined]
     doubt = _doubt(tree, program_names, constants, root_of(entry_point))
-    compare_arguments = compares_arguments(tree, program_names)
+    decided_by = changes_that_decide(tree, program_names)
     try:
         marks = _MarkAsserts(zips_to_watch(tree, program_names))
         code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
@@ -251,7 +251,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     expected |= {"narrow"} if _NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
-    habits = (compare_arguments, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
+    habits = (decided_by, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions)
 
 

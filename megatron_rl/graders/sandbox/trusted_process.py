@@ -191,7 +191,7 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return "the tests hold for all of nothing"
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
         return f"the tests may have hidden {requests.raised}"
-    if tests.compare_arguments and "changes" in requests.given:
+    if tests.decided_by & requests.given:
         return "the program changed an argument or a file on which the check of its result depends"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
         return "the program gave something empty, which arrays find equal to anything"
@@ -212,7 +212,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
-    if tests.compare_arguments:
+    if "files" in tests.decided_by:
         requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})
