@@ -50,7 +50,7 @@ def checked_alone(tree: ast.Module, program: Iterable[str]) -> tuple[_Names, _Na
 
 
 def changes_that_decide(tree: ast.Module, program: Iterable[str]) -> frozenset[str]:
-    """What the program may change so that a check holds: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
+    """The kinds of change by which the program may decide a check: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
     names = {"candidate", "solution", *program, *_imported_from_solution(tree)}
     flow, files = _flow(tree, names), _files(tree)
     gifts = list(_gifts(tree, names, flow))
@@ -81,10 +81,11 @@ def _may_end(node: ast.AST, gifts: list[_Gift]) -> bool:
         return False
     inside = {inner for part in node.body for inner in ast.walk(part)}
     given = {name for call, names in gifts if call in inside for name in names}
-    ends: list[ast.AST] = [node.iter if isinstance(node, ast.For) else node.test]
+    ends: list[ast.AST] = [] if isinstance(node, ast.For) else [node.test]
     ends += [inner.test for inner in inside if isinstance(inner, ast.If) and _leaves(inner)]
     ends += [inner for inner in inside if isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in {"next", *given}]
-    return any(given & _loaded(end) for end in ends) and any(_checks(ast.Module(node.body, [])))
+    goes_over = set(_bases(node.iter)) if isinstance(node, ast.For) else set()
+    return bool(given & goes_over.union(*map(_loaded, ends))) and any(_checks(ast.Module(node.body, [])))
 
 
 def _leaves(node: ast.If) -> bool:
@@ -199,11 +200,12 @@ def _changes(gifts: Iterable[_Gift], program: set[str]) -> Iterator[tuple[str, A
 def _gifts(tree: ast.Module, program: set[str], flow: _Flow) -> Iterator[_Gift]:
     """Calls of the program's functions and methods, with the names of what they are given, or of a view of it; not of the
     arguments of a call that makes an argument (``f(build(a))``)."""
-    views = _views(tree)
+    views, own = _views(tree), {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            is_alias = isinstance(node.func, ast.Name) and bool(_names(node.func, flow))
-            if is_alias or program & _loaded(node.func) or any(map(_is_class, _all_names(node.func, flow))):
+            found = _all_names(node.func, flow) if getattr(node.func, "id", "") not in own else set[str]()
+            is_alias = isinstance(node.func, ast.Name) and bool(found)
+            if is_alias or program & _loaded(node.func) or any(map(_is_class, found)):
                 parts, names = [*node.args, *(word.value for word in node.keywords)], set[str]()
                 waiting = [name.id for part in parts for name in _names_outside_calls(part)]
                 while waiting:
@@ -261,6 +263,8 @@ def _files(tree: ast.Module) -> set[str]:
 def _names_outside_calls(node: ast.AST) -> Iterator[ast.Name]:
     if isinstance(node, ast.Name):
         yield node
+    elif isinstance(node, ast.Subscript):  # not its index
+        yield from _names_outside_calls(node.value)
     elif not isinstance(node, ast.Call | ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from _names_outside_calls(child)

@@ -344,4 +344,17 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(xs): return sorted(xs)", "import random\nrandom.seed(1)\nfor _ in range(5):\n    xs = [random.random() for _ in range(9)]\n    assert f(xs) == sorted(xs)"),  # noqa: E501
         ("def f(g, xs): return [g(x) for x in xs]", "xs = [1, 2]\nassert f(lambda x: x * 2, xs) == [x * 2 for x in xs]\nif xs:\n    assert f(str, xs) == ['1', '2']"),  # noqa: E501
     ],
+    "arguments that right programs sort in place": [
+        ("class Solution:\n    def f(self, a):\n        a.sort()\n        return a[0]", {"inputs": [[[3, 1]], [[5, 4]]], "outputs": [1, 4], "fn_name": "f"}),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "CASES = [([3, 1], 1), ([5, 4], 4)]\ndef test_a():\n    for a, want in CASES:\n        assert f(a) == want"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "def check(candidate):\n    a = [3, 1]\n    assert candidate(a) == 1\n    a = [5, 4]\n    assert candidate(a) == 4", "def f(a):\n", "f"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "def run(a, want):\n    got = f(a)\n    if got != want: raise AssertionError\nrun([3, 1], 1)\nrun([5, 4], 4)"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "def run(a, want):\n    if want is None: return\n    assert f(a) == want\nrun([3, 1], 1)"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        for a, want in [([3, 1], 1)]:\n            with self.subTest(a=a):\n                self.assertEqual(f(a), want)"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "ins, outs = [[3, 1], [5, 4]], [1, 4]\nfor i in range(len(ins)):\n    assert f(ins[i]) == outs[i]"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "ins, outs = [[3, 1], [5, 4]], [1, 4]\nassert all(f(a) == b for a, b in zip(ins, outs))"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a", "import copy\na = [3, 1]\nb = copy.deepcopy(a)\nassert f(a) == sorted(b)"),
+        ("def f(a):\n    a.sort()\n    return a", "a = [3, 1]\nb = a[:]\nassert f(a) == sorted(b)"),
+        ("def f(a):\n    a.sort()\n    return a", "import random\nrandom.seed(0)\nfor _ in range(5):\n    a = [random.random() for _ in range(4)]\n    want = sorted(a)\n    assert f(a) == want"),  # noqa: E501
+    ],
 }
