@@ -69,6 +69,7 @@ def _printed(given: Any, expected: Any) -> Case:
 def _call(given: Any, expected: Any) -> Case:
     """Case that calls a function. Arguments are a list, or one JSON value per line; the result is a value, JSON text,
     or a list around it."""
+    is_list = isinstance(given, list)
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list):
@@ -76,7 +77,7 @@ def _call(given: Any, expected: Any) -> Case:
     if not isinstance(expected, str):
         return given, [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
     try:
-        return given, [json.loads(expected)]
+        return given, [json.loads(expected), *([expected] if is_list else [])]  # a list holds values: its result may be a text
     except ValueError:
         return given, [expected]
 

@@ -15,13 +15,16 @@ _Names = frozenset[str]
 _Position = tuple[int, int]
 _Flow = dict[tuple[str, Any], set[str]]
 """For each name of the tests and position of an assignment, the names of the program that the value depends on."""
+_Gift = tuple[ast.Call, set[str]]
 _BUILTINS = frozenset(dir(builtins))
 _ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
 """Beginnings of the names of functions that are called to fail."""
 _CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods that put their arguments into their object."""
-_FILES = ("open", "Path", "os", "pathlib")
+_FILES = frozenset({"open", "Path", "os", "pathlib", "glob", "shutil", "filecmp", "linecache"})
 """Names by which tests read files, which the program's functions may change."""
+_VIEWS = ("iter", "reversed", "enumerate", "zip", "map", "filter", "islice", "chain", "memoryview", "keys", "values", "items")
+"""Functions whose results change with their arguments."""
 _ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
 
@@ -46,14 +49,24 @@ def checked_alone(tree: ast.Module, program: Iterable[str]) -> tuple[_Names, _Na
     return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
 
 
-def compares_arguments(tree: ast.Module, program: Iterable[str]) -> bool:
-    """True if a check knows what is right only from an argument or a file that the program may have changed: ``f(a) == sorted(a)``;
-    or if an argument says how often a loop checks."""
-    names = {"candidate", *program, *_imported_from_solution(tree)}
-    if any(_may_end(node, names) for node in ast.walk(tree)):
-        return True
-    flow, with_changes = _flow(tree, names), _flow(tree, names, are_changed=True)
+def changes_that_decide(tree: ast.Module, program: Iterable[str]) -> frozenset[str]:
+    """The kinds of change by which the program may decide a check: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
+    names = {"candidate", "solution", *program, *_imported_from_solution(tree)}
+    flow, files = _flow(tree, names), _files(tree)
+    gifts = list(_gifts(tree, names, flow))
+    changed = {"changes": gifts, "files": [(call, files) for call, _ in gifts if files]}
+    return frozenset(kind for kind, each in changed.items() if each and _rests_on(tree, flow, _flow(tree, names, each), each))
+
+
+def _rests_on(tree: ast.Module, flow: _Flow, with_changes: _Flow, gifts: list[_Gift]) -> bool:
+    """True if a check knows what is right only from what the program may have changed; or if such a thing says whether a result
+    is checked (``f(a) == 4 or not a``), or how often."""
+    for condition, ruled in _conditions(tree):
+        if _names(condition, with_changes) and not _names(condition, flow) and any(_names(part, flow) for part in ruled):
+            return True
     for node in ast.walk(tree):
+        if _may_end(node, gifts):
+            return True
         parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else getattr(node, "args", ())
         if isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and _is_assertion(node, set())):
             is_known = any(not _names(part, with_changes) for part in parts)
@@ -62,14 +75,41 @@ def compares_arguments(tree: ast.Module, program: Iterable[str]) -> bool:
     return False
 
 
-def _may_end(node: ast.AST, program: set[str]) -> bool:
+def _may_end(node: ast.AST, gifts: list[_Gift]) -> bool:
     """True for a loop with checks over what it gives to the program, which can end it (``for x in it: assert f(it) == x``)."""
     if not isinstance(node, ast.For | ast.While):
         return False
-    body = ast.Module(node.body, [])
-    calls = [inner for inner in ast.walk(body) if isinstance(inner, ast.Call) and program & _loaded(inner.func)]
-    given = {name.id for call in calls for part in call.args for name in _names_outside_calls(part)}
-    return bool(given & _loaded(node.iter if isinstance(node, ast.For) else node.test)) and any(_checks(body))
+    inside = {inner for part in node.body for inner in ast.walk(part)}
+    given = {name for call, names in gifts if call in inside for name in names}
+    ends: list[ast.AST] = [] if isinstance(node, ast.For) else [node.test]
+    ends += [inner.test for inner in inside if isinstance(inner, ast.If) and _leaves(inner)]
+    ends += [inner for inner in inside if isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in {"next", *given}]
+    goes_over = set(_bases(node.iter)) if isinstance(node, ast.For) else set()
+    return bool(given & goes_over.union(*map(_loaded, ends))) and any(_checks(ast.Module(node.body, [])))
+
+
+def _leaves(node: ast.If) -> bool:
+    return any(isinstance(inner, ast.Return | ast.Break | ast.Continue) for part in node.body for inner in ast.walk(part))
+
+
+def _conditions(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
+    """(condition, expressions that count or not by it): operands of ``or``, conditions of statements, and what loops go over."""
+    checks = set(_checks(tree))
+    negated = {node.operand for node in ast.walk(tree) if isinstance(node, ast.UnaryOp)}
+    negated |= {node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While) and any(map(_raises, node.body))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) != (node in negated):
+            is_check = node in checks or any(isinstance(inner, ast.Compare | ast.Not) for inner in ast.walk(node))
+            yield from ((part, node.values) for part in node.values if is_check)
+        elif isinstance(node, ast.If | ast.While | ast.For):
+            leaves = isinstance(node, ast.If) and _leaves(node)
+            ruled = node.scope.body if leaves else [*node.body, *node.orelse]  # type: ignore[union-attr]
+            yield node.iter if isinstance(node, ast.For) else node.test, list(_checks(ast.Module(ruled, [])))
+        elif isinstance(node, ast.IfExp):
+            yield node.test, [node.body, node.orelse]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("all", "any"):
+            loops = [part for part in node.args if isinstance(part, ast.GeneratorExp | ast.ListComp)]
+            yield from ((part, [loop.elt]) for loop in loops for each in loop.generators for part in (each.iter, *each.ifs))
 
 
 def zips_to_watch(tree: ast.Module, program: Iterable[str]) -> list[ast.Call]:
@@ -108,11 +148,11 @@ def _imported_from_solution(tree: ast.AST) -> set[str]:
 # ---------------------------------------------------------------------------------------------- where values come from
 
 
-def _flow(tree: ast.Module, program: set[str], *, are_changed: bool = False) -> _Flow:
-    """The flow of values; ``are_changed``: the program's functions also reach their arguments."""
+def _flow(tree: ast.Module, program: set[str], gifts: Iterable[_Gift] = ()) -> _Flow:
+    """The flow of values; the program's functions also reach what ``gifts`` give to them."""
     _mark_scopes(tree, tree)
     flow: _Flow = defaultdict(set, {(name, _ANYWHERE): {name} for name in program})
-    edges = [*_edges(tree), *(_changes(tree, program) if are_changed else ())]
+    edges = [*_edges(tree), *_changes(gifts, program)]
     for name, position, _ in edges:
         flow.setdefault((name, position), set())
     size = -1
@@ -135,11 +175,12 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
     """(name, (scope, position), expression) for each way by which a value of the expression may reach the name."""
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for name, function in functions.items():
-        returned = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+        returned = [node for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
         yield from ((name, _ANYWHERE, node.value) for node in returned if node.value)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-            parameters = [each.arg for each in functions[node.func.id].args.args]
+        name = _own_method(node.func) or getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and name in functions:
+            parameters = [each.arg for each in functions[name].args.args][isinstance(node.func, ast.Attribute) :]
             pairs = [*zip(parameters, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
             yield from ((name, _ANYWHERE, value) for name, value in pairs if name in parameters)
         for target, source in _assigned(node):
@@ -149,20 +190,82 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
                 yield from ((each.id, (each.scope, _position(node)), each) for each in names)  # type: ignore[attr-defined]
 
 
-def _changes(tree: ast.Module, program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
-    """Names that the program may change: its arguments, and not those of a call that makes an argument (``f(build(a))``); and files."""
+def _changes(gifts: Iterable[_Gift], program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
+    """Names that the program may change."""
+    for call, names in gifts:
+        end = (call.end_lineno, call.end_col_offset)
+        yield from ((name, (call.scope, end), call.func) for name in names - program)  # type: ignore[attr-defined]
+
+
+def _gifts(tree: ast.Module, program: set[str], flow: _Flow) -> Iterator[_Gift]:
+    """Calls of the program's functions and methods, with the names of what they are given, or of a view of it; not of the
+    arguments of a call that makes an argument (``f(build(a))``)."""
+    views, own = _views(tree), {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and program & _loaded(node.func):
-            names = [name for part in node.args for name in _names_outside_calls(part)]
-            end = (node.end_lineno, node.end_col_offset)
-            yield from ((each.id, (each.scope, end), node.func) for each in names if each.id not in program)  # type: ignore[attr-defined]
-            yield from ((name, (node.scope, end), node.func) for name in _FILES)  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call):
+            found = _all_names(node.func, flow) if getattr(node.func, "id", "") not in own else set[str]()
+            is_alias = isinstance(node.func, ast.Name) and bool(found)
+            if is_alias or program & _loaded(node.func) or any(map(_is_class, found)):
+                parts, names = [*node.args, *(word.value for word in node.keywords)], set[str]()
+                waiting = [name.id for part in parts for name in _names_outside_calls(part)]
+                while waiting:
+                    if (name := waiting.pop()) not in names:
+                        names.add(name)
+                        waiting += views[name]
+                yield node, names
+
+
+def _views(tree: ast.Module) -> dict[str, set[str]]:
+    """For each name the names whose values change with its value: aliases (``b = a``), methods (``step = it.__next__``), views and
+    generators."""
+    views: dict[str, set[str]] = defaultdict(set)
+    called = {getattr(node.func, "id", "") for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        for target, source in _assigned(node) if isinstance(node, ast.Assign) else ():
+            is_method = isinstance(source, ast.Attribute) and (source.attr.startswith("__") or getattr(target, "id", "") in called)
+            if isinstance(target, ast.Name) and (is_method or isinstance(source, ast.Name | ast.Call | ast.GeneratorExp)):
+                for base in _bases(source):
+                    views[base].add(target.id)
+                    views[target.id].add(base)
+    return views
+
+
+def _bases(node: ast.AST) -> Iterator[str]:
+    """Names of the objects that an expression is a part or a view of."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield from _bases(node.value)
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _VIEWS:
+        for part in (getattr(node.func, "value", None), *node.args):
+            yield from _bases(part) if part else ()
+    elif isinstance(node, ast.GeneratorExp):
+        for part in node.generators:
+            yield from _bases(part.iter)
+
+
+def _files(tree: ast.Module) -> set[str]:
+    """``_FILES``, what is imported from such modules, and names of open files and paths."""
+    found = set(_FILES)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            found |= {each.asname or each.name for each in node.names if (module or each.name).partition(".")[0] in _FILES}
+        for target, source in _assigned(node):
+            while isinstance(source, ast.BinOp):  # Path("a") / "b"
+                source = source.left
+            called = getattr(source.func, "attr", getattr(source.func, "id", "")) if isinstance(source, ast.Call) else ""
+            if called in ("open", "Path") or getattr(source, "id", "") in found:
+                found |= {inner.id for inner in ast.walk(target) if isinstance(inner, ast.Name)}
+    return found & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _names_outside_calls(node: ast.AST) -> Iterator[ast.Name]:
     if isinstance(node, ast.Name):
         yield node
-    elif not isinstance(node, ast.Call):
+    elif isinstance(node, ast.Subscript):  # not its index
+        yield from _names_outside_calls(node.value)
+    elif not isinstance(node, ast.Call | ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from _names_outside_calls(child)
 
@@ -199,14 +302,25 @@ def _all_names(node: ast.AST, flow: _Flow) -> _Names:
         waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
         if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
             found.add(inner.attr)
+        if method := _own_method(inner):
+            found |= flow.get((method, _ANYWHERE), set())
         if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in _FILES):
+            scope = inner.scope  # type: ignore[attr-defined]
             sites: list[Any] = [site for name, site in flow if name == inner.id]
-            own = [site for site in sites if site != _ANYWHERE and site[0] is inner.scope]  # type: ignore[attr-defined]
+            own = [site for site in sites if site != _ANYWHERE and site[0] is scope]
             before = [site for site in own if site[1] < _position(inner)]
             is_earlier = bool(own) and inner.id in _FILES  # what was read before the first call
-            chosen = [max(before, key=lambda site: site[1])] if before else sites * (not is_earlier)
+            if before:
+                chosen = [max(before, key=lambda site: site[1])]
+            else:
+                chosen = [site for site in sites if site == _ANYWHERE or site[0] is not scope] or sites * (not is_earlier)
             found = found.union(*(flow[inner.id, site] for site in chosen))
     return frozenset(found)
+
+
+def _own_method(node: ast.AST) -> str:
+    """Name of the method that ``self.name`` reads; "" for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls") else ""
 
 
 def _names(node: ast.AST, flow: _Flow) -> _Names:

@@ -56,15 +56,13 @@ class ProgramRequests:
         self.find_error: Callable[[str], type | None] = lambda name: None
         """The exception class of that name which the tests or the prompt define, or that the tests name."""
         self.started = self.has_waited = False
-        self.fault = ""
-        """First fault; tests cannot pass after it."""
-        self.is_unscored = False
-        """True if the fault is not the program's."""
-        self.raised = ""
-        """First exception of a call; attributes and operators may be missing."""
+        self.fault = ""  # the first; tests cannot pass after it
+        self.is_unscored = False  # True if the fault is not the program's
+        self.raised = ""  # first exception of a call; attributes and operators may be missing
+        self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
-        "method" (``decode``); and "changes" of an argument or of a file."""
+        "method" and "narrow" (``decode``); and "changes" of an argument or of "files"."""
         self.watch: AbstractContextManager[None] = nullcontext()  # around each request
 
     def failed(self, text: str) -> ProtocolViolation:
@@ -100,7 +98,7 @@ class ProgramRequests:
                 self._tell(b"s")
             if first and what != "main":
                 self._load()
-            self._wire.send({**message, "do": what, "lent": [number for number, *_ in changed]})
+            self._wire.send({**message, "do": what, "lent": [number for number, *_ in changed], "depth": sys.getrecursionlimit()})
         except NotSerializable as error:
             raise self.unscored(f"the tests give the program {error}") from None
         except PeerGone as gone:
@@ -181,6 +179,7 @@ class ProgramRequests:
             raise self.unscored(f"the tests give the program {error}") from None
         except Exception as error:
             self.raised = raised  # the program may handle it
+            self.thrown |= {each.__name__ for each in type(error).__mro__}
             answer = {"raise": describe(error)}
         try:
             self._wire.send(answer)
@@ -204,10 +203,13 @@ class ProgramRequests:
         kind = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseException)), None)
         if kind is None or not issubclass(kind, Exception | SystemExit) or issubclass(kind, StopIteration | StopAsyncIteration):
             return self.failed(f"{name}: {text}"[:MAX_DETAIL])
+        if issubclass(kind, BaseExceptionGroup):
+            raise self.unscored("a group of exceptions stays with the program")
         if named:
             kind = types.new_class(name, (*named, kind), {}, lambda body: body.update(self._error_methods(text)))
-        error = kind.__new__(kind, text)
-        error.args = arguments if named or _text_of(kind, arguments) == text else (text,)
+        is_whole = not named and _text_of(kind, arguments) == text
+        error = kind(*arguments) if is_whole else kind.__new__(kind, text)
+        error.args = error.args if is_whole else arguments if named else (text,)
         vars(error).update(attributes)
         return error
 
@@ -222,9 +224,7 @@ class ProgramRequests:
         return {"__str__": lambda _: text, "__getattr__": attribute}
 
     def _export(self, value: Any) -> list[Any]:
-        handle = (
-            value if isinstance(value, Handle) else getattr(value, "__dict__", {}).get("_handle")
-        )  # a dressed value
+        handle = value if isinstance(value, Handle) else getattr(value, "__dict__", {}).get("_handle")  # of a dressed value
         if isinstance(handle, Handle):
             return reference_of(handle)
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")

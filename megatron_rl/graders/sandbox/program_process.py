@@ -14,6 +14,7 @@ import operator
 import os
 import random
 import re
+import resource
 import sys
 import threading
 import types
@@ -66,6 +67,8 @@ class ProgramProcess:
         """Containers that the tests may change: attributes and items."""
         self._records: dict[str, type] = {}
         self._makes = False
+        self._depth = sys.getrecursionlimit()
+        """Depth of calls that the tests allow."""
         self._turn = threading.RLock()
         """Held by the thread that calls a function of the tests."""
         self._handlers: dict[str, Callable[..., Any]] = {
@@ -78,6 +81,9 @@ class ProgramProcess:
         sys.argv = ["solution.py"]
         if re.search(r"multiprocessing|ProcessPool", self._program["code"]):
             _use_threads_as_processes()
+        set_limit = resource.setrlimit
+        # Contest programs raise it; their calls need no stack here.
+        resource.setrlimit = lambda what, limits: None if what == resource.RLIMIT_STACK else set_limit(what, limits)
         stack_size = threading.stack_size
         threading.stack_size = lambda size=0: stack_size(min(size, _MAX_STACK_BYTES))
         while True:
@@ -101,6 +107,9 @@ class ProgramProcess:
             lent = [self._lent[number] for number in request["lent"]]
             values, known = decode(request, self._import, self._records, lent)
             before = [snapshot(value) for value in known]
+            if request["depth"] != self._depth:
+                sys.setrecursionlimit(request["depth"])
+                self._depth = request["depth"]
             result = self._handlers[request["do"]](*values)
             self._makes = request["do"] == "make"
             message, containers = encode([result], self._export, self._records, known, before)
@@ -121,7 +130,8 @@ class ProgramProcess:
     def _raised(self, error: BaseException) -> dict[str, Any]:
         answer: dict[str, Any] = {"raise": describe(error)}
         with contextlib.suppress(BaseException):  # arguments that cannot be sent, or the program's own attributes
-            answer |= encode([error.args, vars(error)], self._export, self._records)[0]
+            name = getattr(error, "filename", None) if isinstance(error, OSError) else None
+            answer |= encode([error.args if name is None else (*error.args, name), vars(error)], self._export, self._records)[0]
         return answer
 
     def _load(self) -> None:

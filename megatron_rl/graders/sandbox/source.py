@@ -21,11 +21,12 @@ from types import CodeType
 from typing import Any
 
 from megatron_rl.graders.sandbox.code_cases import IMPORTS
-from megatron_rl.graders.sandbox.oracles import checked_alone, compares_arguments, unpinned_oracle, zips_to_watch
+from megatron_rl.graders.sandbox.oracles import changes_that_decide, checked_alone, unpinned_oracle, zips_to_watch
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
-    "stdin", "globals", "gc", "importlib",
+    "stdin", "stderr", "argv", "environ", "builtins", "globals", "gc", "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex",
+    "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__", "__context__", "__notes__", "__traceback__",
 }  # fmt: skip
 """Names in tests that need the interpreter of the tested code."""
 
@@ -45,16 +46,16 @@ class Tests:
     """Subset of ``names`` that the tests use as exceptions."""
     library: Mapping[str, bool]
     """Names of the library that the tests use without importing them; True if the name is a module."""
-    compare_arguments: bool
-    """True if only an argument, which the program may change, says what is right."""
+    decided_by: frozenset[str]
+    """Changes of arguments ("changes") and of "files", if these alone may say what is right."""
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """The words "nan" and "inf", if the tests mention them."""
+    """The words "nan" and "inf", if the tests mention them; "narrow", if they mention types of numbers."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
-    """True if a class of the tests has a method whose exceptions Python swallows (``_HIDING``)."""
+    """True if a class of the tests has a method whose exceptions Python swallows (``_HIDING``), or the tests swallow any in a check."""
     doubt: str
     """A use of the program's names that no verdict can rest on; "" if there is none."""
     num_asserts: int
@@ -239,7 +240,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
     functions = tuple(node.name for node in tree.body if _is_test(node))  # type: ignore[attr-defined]
     doubt = _doubt(tree, program_names, constants, root_of(entry_point))
-    compare_arguments = compares_arguments(tree, program_names)
+    decided_by = changes_that_decide(tree, program_names)
     try:
         marks = _MarkAsserts(zips_to_watch(tree, program_names))
         code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
@@ -247,21 +248,38 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         raise InvalidTests(f"the tests do not compile: {error}") from error
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}"))
+    expected |= {"narrow"} if _NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
-    hide_errors = any(isinstance(node, ast.FunctionDef) and node.name in _HIDING for node in ast.walk(tree))
-    habits = (compare_arguments, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
+    hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
+    habits = (decided_by, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions)
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
 """Methods whose IndexError ends a loop, and whose AttributeError is no attribute to ``hasattr`` and ``getattr``."""
+
+
+def _swallows(node: ast.AST) -> bool:
+    """True for a ``try`` or ``with suppress`` in which any exception skips an assert unseen."""
+    if isinstance(node, ast.Try):
+        silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in ast.walk(each))]
+        caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
+    elif isinstance(node, ast.With):
+        caught = [part for item in node.items for is_error, part in _class_uses(item.context_expr) if is_error]
+    else:
+        return False
+    asserts = [inner for inner in ast.walk(node) if isinstance(inner, ast.Assert) and not _is_false(inner.test)]
+    return bool(asserts and _names_in(caught) & {"Exception", "BaseException"})
+
+
 _RUN_PROGRAM = {"run_program"}
 """Functions that the tests may call to run the program as a script: run_program(input text) -> printed text."""
 
 
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
     """Reject tests that cannot run with any program. Raises InvalidTests."""
-    if shared := _identifiers(tree) & _ONE_INTERPRETER:
+    used = _identifiers(tree)
+    if shared := used & _ONE_INTERPRETER or ({"catch_warnings"} if used >= {"catch_warnings", "record"} else set()):
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
     if _names_in(node for is_error, node in _class_uses(tree) if not is_error) & names:
         raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
@@ -285,6 +303,7 @@ _ALIASES = {"np": "numpy", "pd": "pandas", "sp": "sympy", "nx": "networkx"} | {
     name: name for name in "numpy pandas pytest scipy sympy torch networkx".split()
 }
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
+_NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel
-from megatron_rl.graders.sandbox.own_files import OwnFiles
+from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.program_objects import (
     MAX_DETAIL,
     TESTS_MODULE,
@@ -178,6 +178,7 @@ _BLIND_TO = {
     "nan": "the program gave nan, which is neither below nor above a limit",
     "inf": "the program gave an infinite number, which a relative limit does not exclude",
     "method": "the program gave a named tuple in which a function hides a method",
+    "narrow": "the program gave numbers of few bits, which round or overflow in comparisons",
 }
 """Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""
 
@@ -189,9 +190,9 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     if tests.num_asserts and not cases.num_passed:
         return "the tests hold for all of nothing"
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
-        return f"a method of the tests may have hidden {requests.raised}"
-    if tests.compare_arguments and "changes" in requests.given:
-        return "the program changed an argument, or a file of the tests, that its result is compared with"
+        return f"the tests may have hidden {requests.raised}"
+    if tests.decided_by & requests.given:
+        return "the program changed an argument or a file on which the check of its result depends"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
         return "the program gave something empty, which arrays find equal to anything"
     for value, doubt in _BLIND_TO.items():
@@ -211,13 +212,21 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
-    if tests.compare_arguments:
-        requests.watch = OwnFiles(requests.given)
+    if "files" in tests.decided_by:
+        requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})
     for name in tests.errors:
         namespace[name] = type(name, (Exception,), {"__module__": TESTS_MODULE})
-    requests.find_error = lambda name: _own_error(dict.get(namespace, name))
+    shared = frozenset(namespace)
+
+    def find_error(name: str) -> type | None:
+        kind = _own_error(dict.get(namespace, name))
+        if kind and name not in shared | requests.thrown:
+            raise requests.unscored(f"the program raises {name}, by which the tests steer themselves")
+        return kind
+
+    requests.find_error = find_error
     if "candidate" in tests.names and entry_point:
         namespace["candidate"] = Handle(requests, ["name", entry_point])
         if not entry_point.isidentifier():  # Solution().method

@@ -189,13 +189,13 @@ def decode(
     import_reference: Import,
     records: Records,
     known: Sequence[Any] = (),
-    notice: Callable[[str], object] = lambda _: None,
+    notice: Callable[[str], object] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
 
     Args:
-        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, and with "method" for a named tuple's
-            function that hides a method.
+        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, with "narrow" for numpy's numbers of 8 or 16
+            bits, and with "method" for a named tuple's function that hides a method.
 
     Raises:
         ValueError: the message is not an output of ``encode``.
@@ -222,8 +222,9 @@ def decode(
 
 
 class _Decoder:
-    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object]) -> None:
-        self._objects, self._import, self._records, self._notice = objects, import_reference, records, notice
+    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object] | None) -> None:
+        self._objects, self._import, self._records = objects, import_reference, records
+        self._notice, self._is_watched = notice or (lambda _: None), notice is not None
 
     def item(self, data: Any, depth: int = 0) -> Any:
         if type(data) is dict:
@@ -271,6 +272,11 @@ class _Decoder:
                 self._notice("nan" if bool((value != value).any()) else "inf")
             if value.size == 0:
                 self._notice("empty array")
+            if value.dtype.kind in "iuf" and value.dtype.itemsize <= 2:
+                self._notice("narrow")
+            if self._is_watched:  # what is computed with the value
+                sys.modules["numpy"].seterrcall(lambda *_: self._notice("narrow"))
+                sys.modules["numpy"].seterr(over="call")
         elif isinstance(value, complex):
             self._look(value.real)
             self._look(value.imag)

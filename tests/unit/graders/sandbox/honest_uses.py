@@ -304,4 +304,57 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("import heapq\ndef pop(h): return heapq.heappop(h)", "h = [1, 3, 2]\nout = []\nwhile h: out.append(pop(h))\nassert out == [1, 2, 3]"),  # noqa: E501
         ("def f(it): return [next(it) for _ in range(2)]", "it = iter(range(5))\nassert f(it) == [0, 1] and next(it) == 2"),
     ],
+    "files and arguments that right programs change": [
+        ("def f(p):\n    open(p,'w').write('x')", "import os\nf('out')\nassert os.path.exists('out') and open('out').read() == 'x'"),
+        ("import os\ndef f(p): os.remove(p)", "import os\nopen('a','w').close()\nf('a')\nassert not os.path.exists('a')"),
+        ("import os\ndef f(p):\n    n = len(open(p).read())\n    open(p + '.bak','w').close()\n    return n", "import os\nopen('a','w').write('abc')\nn = f('a')\nassert n == 3\nassert os.path.exists('a.bak')"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a", "cases = [([3, 1], [1, 3]), ([2], [2])]\nfor a, want in cases:\n    assert f(a) == want"),
+        ("def f(a):\n    a.sort()", "a = [3, 1]\nb = f(a) or a\nassert b == [1, 3]"),
+        ("def f(a):\n    k = 0\n    for x in a:\n        if x != 3:\n            a[k] = x\n            k += 1\n    return k", "a = [3, 2, 2, 3]\nk = f(a)\nassert k == 2\nfor i in range(k):\n    assert a[i] == 2"),  # noqa: E501
+        ("class Solution:\n    def f(self, a):\n        a.sort()\n        return len(a)", "s = Solution()\na = [3, 1]\nassert s.f(a) == 2 and a == [1, 3]"),  # noqa: E501
+        ("def f(it): return next(it)", "it = iter([4, 9])\nstep = it.__next__\nassert f(it) == 4\nassert step() == 9"),
+        ("def take(it, n): return [next(it) for _ in range(n)]", "def gen():\n    n = 0\n    while True:\n        yield n\n        n += 1\ng = gen()\nassert take(g, 2) == [0, 1] and next(g) == 2"),  # noqa: E501
+    ],
+    "exceptions and their parts": [
+        ("import sys\ndef f(x): sys.exit(2)", "try:\n    f(1)\n    ok = False\nexcept SystemExit as e:\n    ok = e.code == 2\nassert ok"),
+        ("def f(p): return open(p).read()", "import errno\ntry:\n    f('nosuch')\n    ok = False\nexcept OSError as e:\n    ok = e.errno == errno.ENOENT and e.filename == 'nosuch'\nassert ok"),  # noqa: E501
+        ("def f(b): return b.decode('ascii')", "try:\n    f(b'\\xff')\n    ok = False\nexcept UnicodeDecodeError as e:\n    ok = e.start == 0\nassert ok"),  # noqa: E501
+        ("def f(g):\n    g()", "class Stop(Exception): pass\ndef g(): raise Stop('x')\ntry:\n    f(g)\n    ok = False\nexcept Stop:\n    ok = True\nassert ok"),  # noqa: E501
+        ("def f(x):\n    if x < 0: raise ValueError('neg')\n    return x", "assert f(1) == 1\ntry:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass"),  # noqa: E501
+        ("def f(x):\n    if x < 0: raise ValueError('neg')\n    return x", "def test_a():\n    try:\n        f(-1)\n    except Exception as e:\n        assert type(e) is ValueError\n    else:\n        assert False"),  # noqa: E501
+    ],
+    "limits": [
+        ("import resource, sys\nresource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\nsys.setrecursionlimit(10**6)\ndef d(n): return 0 if not n else 1 + d(n - 1)\nprint(d(int(input())))", {"inputs": ["20000"], "outputs": ["20000"]}),  # noqa: E501
+        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", "import sys\nsys.setrecursionlimit(10**5)\nassert f(5000) == 5000"),
+        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", "import sys\nassert f(10) == 10\nsys.setrecursionlimit(10**5)\nassert f(5000) == 5000"),  # noqa: E501
+    ],
+    "numbers and texts of cases": [
+        ("def f(x): return bin(x)[2:]", {"inputs": [[5]], "outputs": ["101"], "fn_name": "f"}),
+        ("def f(x): return x * x", {"inputs": [[2]], "outputs": ["4"], "fn_name": "f"}),
+        ("import numpy as np\ndef f(a): return a // 2", "import numpy as np\nassert (f(np.array([4], dtype=np.uint8)) == 2).all()"),
+        ("import numpy as np\ndef f(x): return np.int64(x) * 2", "assert f(2) == 4"),
+        ("print(input()[::-1])", {'inputs': ['abc\n\n\n', 'x'], 'outputs': ['cba\n\n', 'x\n']}),
+        ("def f(x): return x", [{'input': '"4"\n', 'output': '"4"', 'testtype': 'functional'}], "", "f"),
+    ],
+    "styles of tests": [
+        ("def f(x): return x * x", "import unittest\nclass T(unittest.TestCase):\n    def same(self, x, y): self.assertEqual(f(x), y)\n    def test_a(self):\n        self.same(2, 4)\n        self.same(3, 9)"),  # noqa: E501
+        ("def f(x): return x * x\ndef g(x): return -x", "def both(x):\n    yield f(x)\n    yield g(x)\nassert list(both(2)) == [4, -2]"),
+        ("def f(x): return x * x", "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = 2\n    def test_a(self):\n        for x in (2, 3):\n            with self.subTest(x=x):\n                self.assertEqual(f(x), x * x)\n        self.assertEqual(f(self.x), 4)"),  # noqa: E501
+        ("def f(x): return x * x", "import time\nt = time.time()\nfor i in range(5):\n    assert f(i) == i * i\nassert time.time() - t < 5"),  # noqa: E501
+        ("def f(xs): return sorted(xs)", "import random\nrandom.seed(1)\nfor _ in range(5):\n    xs = [random.random() for _ in range(9)]\n    assert f(xs) == sorted(xs)"),  # noqa: E501
+        ("def f(g, xs): return [g(x) for x in xs]", "xs = [1, 2]\nassert f(lambda x: x * 2, xs) == [x * 2 for x in xs]\nif xs:\n    assert f(str, xs) == ['1', '2']"),  # noqa: E501
+    ],
+    "arguments that right programs sort in place": [
+        ("class Solution:\n    def f(self, a):\n        a.sort()\n        return a[0]", {"inputs": [[[3, 1]], [[5, 4]]], "outputs": [1, 4], "fn_name": "f"}),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "CASES = [([3, 1], 1), ([5, 4], 4)]\ndef test_a():\n    for a, want in CASES:\n        assert f(a) == want"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "def check(candidate):\n    a = [3, 1]\n    assert candidate(a) == 1\n    a = [5, 4]\n    assert candidate(a) == 4", "def f(a):\n", "f"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "def run(a, want):\n    got = f(a)\n    if got != want: raise AssertionError\nrun([3, 1], 1)\nrun([5, 4], 4)"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "def run(a, want):\n    if want is None: return\n    assert f(a) == want\nrun([3, 1], 1)"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        for a, want in [([3, 1], 1)]:\n            with self.subTest(a=a):\n                self.assertEqual(f(a), want)"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "ins, outs = [[3, 1], [5, 4]], [1, 4]\nfor i in range(len(ins)):\n    assert f(ins[i]) == outs[i]"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a[0]", "ins, outs = [[3, 1], [5, 4]], [1, 4]\nassert all(f(a) == b for a, b in zip(ins, outs))"),  # noqa: E501
+        ("def f(a):\n    a.sort()\n    return a", "import copy\na = [3, 1]\nb = copy.deepcopy(a)\nassert f(a) == sorted(b)"),
+        ("def f(a):\n    a.sort()\n    return a", "a = [3, 1]\nb = a[:]\nassert f(a) == sorted(b)"),
+        ("def f(a):\n    a.sort()\n    return a", "import random\nrandom.seed(0)\nfor _ in range(5):\n    a = [random.random() for _ in range(4)]\n    want = sorted(a)\n    assert f(a) == want"),  # noqa: E501
+    ],
 }

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rl.rewards.rules.code import CodeOptions, score
+from tests.unit.graders.sandbox.forged_conditions import FORGED_CONDITIONS
 from tests.unit.graders.sandbox.forged_values import FORGED_VALUES
 from tests.unit.graders.sandbox.forged_verdicts import FORGED_OUTPUTS, FORGERIES
 from tests.unit.graders.sandbox.honest_tasks import HONEST_TASKS
@@ -24,9 +25,10 @@ def test_no_forgery_scores_one(kind: str) -> None:
     assert [row for row in FORGERIES[kind] if scored(*row) == 1.0] == []
 
 
-@pytest.mark.parametrize("kind", FORGED_VALUES)
+@pytest.mark.parametrize("kind", [*FORGED_VALUES, *FORGED_CONDITIONS])
 def test_no_value_name_or_frame_of_a_wrong_program_scores_one(kind: str) -> None:
-    assert [row for row in FORGED_VALUES[kind] if _value(f"```python\n{row[0]}\n```", *row[1:]) == 1.0] == []
+    rows = {**FORGED_VALUES, **FORGED_CONDITIONS}[kind]
+    assert [row for row in rows if _value(f"```python\n{row[0]}\n```", *row[1:]) == 1.0] == []
 
 
 def _value(response: str, tests: object, prompt_code: str = "", entry_point: str = "", setup: str = "") -> float | None:
@@ -60,6 +62,10 @@ def test_right_programs_score_one_in_whatever_way_they_use_python(kind: str) -> 
         ("def f(x): return 1", "import io\nassert f(1) == 1\nassert f(io.StringIO()) == 1"),
         ("class E(Exception):\n    code = 3\ndef f(): raise E", "try:\n    f()\nexcept E as e:\n    assert e.code == 3"),
         ("class V: pass", "assert isinstance(V(), V)"),
+        ("import warnings\ndef f():\n    warnings.warn('x')\n    return 1", "import warnings\nwith warnings.catch_warnings(record=True) as w:\n    assert f() == 1\nassert len(w) == 1"),  # noqa: E501
+        ("def f():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError from e", "try:\n    f()\nexcept ValueError as e:\n    assert isinstance(e.__cause__, ZeroDivisionError)"),  # noqa: E501
+        ("import os\ndef f(): return os.environ['A']", "import os\nos.environ['A'] = '1'\nassert f() == '1'"),
+        ("def f(): return int(input())", "import builtins\nbuiltins.input = lambda *a: '3'\nassert f() == 3"),
         ("import queue\nq = queue.Queue()\ndef put(x): q.put(x)\ndef get(): return q.get()",
          "import threading\nt = threading.Thread(target=get)\nt.start()\nimport time; time.sleep(0.2)\nput(3)\nt.join()"),
     ],
