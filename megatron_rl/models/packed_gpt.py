@@ -5,9 +5,9 @@ Callers pass a ``PackedBatch``. This module hides the padding of the pack to a m
 parameters, and the attention plan.
 """
 
-import copy
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from megatron_rl.models.layers.attention import (
 from megatron_rl.models.layers.context import pack_alignment, split_here, zigzag
 from megatron_rl.models.layers.moe import check_moe, install_dispatcher, moe_kwargs
 from megatron_rl.models.layers.rope import install_rope
-from megatron_rl.models.layers.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
+from megatron_rl.models.layers.routing import ROUTERS, RoutingTrace, follow_traces, with_attribute, with_trace
 from megatron_rl.models.layers.torch_layers import (
     SPLIT_GRADIENT_MARK,
     PackedGPTModel,
@@ -174,20 +174,24 @@ def _add_vision(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch
         )
 
 
-def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None, read: Tensor | None = None) -> Tensor:
+def forward(
+    chunk: nn.Module,
+    batch: PackedBatch,
+    trace: RoutingTrace | None = None,
+    read: Callable[[PackedBatch], Tensor | None] = lambda _: None,
+) -> Tensor:
     """Run this stage on ``batch``, which is in host memory; ``chunk`` may be wrapped for data parallelism.
 
-    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. ``read`` [T] bool: the
-    tokens whose outputs are read, at least one, so that others need not be computed to the end; None: all. The result
+    ``trace``: routing instructions of a mixture-of-experts model for this pass; the same for all chunks. ``read``
+    returns the tokens [T] bool whose outputs are read, at least one, or None for all; others need not be computed to the end. The result
     is for Megatron's schedule: hidden states for the next stage, or on the last stage the input of
     ``policy.token_logprobs`` or ``critic.token_values``.
     """
     model = unwrap(chunk)
     tokens, positions, params = _model_inputs(batch, model.config)
     params, visual = with_trace(params, trace), {}
-    if read is not None:
-        params = copy.copy(params)
-        setattr(params, _READ, moved(read.nonzero()[:, 0], tokens.device))
+    if isinstance(model.decoder.layers[-1], _LastLayer) and (outputs := read(batch)) is not None:
+        params = with_attribute(params, _READ, moved(outputs.nonzero()[:, 0], tokens.device))
     if isinstance(model, VisionGPTModel):
         positions, visual["visual"] = model.visual_inputs(batch, tokens.device)
     return chunk(tokens, positions, None, packed_seq_params=params, **visual)

@@ -426,7 +426,7 @@ class Engine:
             def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
                 return consume(chunk, batch, output)
 
-            return policy.forward(chunk, batch, trace, (critic if self.role == "critic" else policy).read_outputs(batch)), consume_output
+            return policy.forward(chunk, batch, trace, (critic if self.role == "critic" else policy).read_outputs), consume_output
 
         iterators = [iter(range(len(whole))) for _ in models]
         config = self.chunks[0].config

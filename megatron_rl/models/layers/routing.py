@@ -252,11 +252,16 @@ def follow_traces(chunk: nn.Module) -> None:
 
 
 def with_trace(params: PackedSeqParams, trace: RoutingTrace | None) -> PackedSeqParams:
-    """``params`` with ``trace`` attached; a copy, because all passes over the same lengths share ``params``."""
-    if trace is None:
+    """``params`` with ``trace`` attached."""
+    return with_attribute(params, _TRACE, trace)
+
+
+def with_attribute(params: PackedSeqParams, name: str, value: object) -> PackedSeqParams:
+    """``params`` with an attribute for one pass, unless it is None; a copy, because all passes over the same lengths share ``params``."""
+    if value is None:
         return params
     params = copy.copy(params)
-    setattr(params, _TRACE, trace)
+    setattr(params, name, value)
     return params
 
 

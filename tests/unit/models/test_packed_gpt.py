@@ -150,13 +150,14 @@ def test_a_last_layer_that_finishes_only_the_rows_that_are_read_gives_the_same_r
         batch = pack([torch.arange(3, 40), torch.arange(5, 25)])
         mask = torch.arange(len(batch.tokens)) % 30 > 20
         batch = replace(batch, fields={"mask": mask.float()}, spans=torch.tensor([[20, 30], [3, 20]]))
-        read = (policy if role == "policy" else critic).read_outputs(batch)
+        read_outputs = (policy if role == "policy" else critic).read_outputs
+        read = read_outputs(batch)
         assert read is not None and 0 < read.sum() < len(read)
         found, num_rows = [], set[int]()
         chunk.decoder.layers[-1].mlp.register_forward_hook(lambda _, inputs, __: num_rows.add(len(inputs[0])))
-        for rows in (None, read):
+        for options in ({}, {"read": read_outputs}):
             chunk.zero_grad(set_to_none=True)
-            output = policy.forward(chunk, batch, read=rows)
+            output = policy.forward(chunk, batch, **options)
             if role == "policy":
                 results = policy.token_logprobs(chunk, output, batch, mask=mask)[0]
             else:
