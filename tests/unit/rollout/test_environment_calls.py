@@ -87,8 +87,8 @@ def test_a_waiting_dialogue_does_not_block_the_step_and_its_reply_joins_in_a_lat
         # The first call was continued, and the second one is for the second turn.
         assert tool.asked == [("train-1", 1), ("train-1", 2)]
         assert {s.step for s in slow.segments[1:]} == {1}
-        # The wait began in the first window, and joins the metrics of the step in which the reply joined.
-        assert [step for step, _ in slow.waits.values()] == [1, 1] and slow.waits[0][1] > 0.1 > slow.waits[1][1]
+        # The wait began in the first window (whose clock starts before the call's), and joins the metrics of the reply's step.
+        assert [step for step, _ in slow.waits.values()] == [1, 1] and slow.waits[0][1] > 0.05 > slow.waits[1][1]
         metrics = rollout_metrics([slow], step=1)
         assert metrics["time/tool_s_max"] == slow.waits[0][1] and metrics["rollout/waiting_share"] == 0
         assert metrics["rollout/tokens_verifier"] + metrics["rollout/tokens_environment"] == slow.num_response_tokens - before
