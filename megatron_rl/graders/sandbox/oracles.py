@@ -13,8 +13,10 @@ from typing import Any
 
 _Names = frozenset[str]
 _Position = tuple[int, int]
-_Flow = dict[tuple[str, Any], set[str]]
-"""For each name of the tests and position of an assignment, the names of the program that the value depends on."""
+_Flow = dict[str, dict[Any, set[str]]]
+"""For each name of the tests and place of an assignment, the names of the program that the value depends on."""
+_Edge = tuple[str, Any, ast.AST]
+"""(name, place of an assignment, expression): a value of the expression may reach the name."""
 _Gift = tuple[ast.Call, set[str]]
 _BUILTINS = frozenset(dir(builtins))
 _ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
@@ -29,33 +31,72 @@ _ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
 
 
-def unpinned_oracle(tree: ast.Module, program: Iterable[str], entry_point: str) -> str:
-    """A name of the program that decides a check of another name, and that no check pins; "" if there is none.
+class Oracles:
+    """Where the values come from that tests compare.
 
     Args:
-        program: Names that the tests use from the program.
-        entry_point: The tested function if the data name it: pinned.
+        program: Names that the tests use from the program, besides those that they import from ``solution``.
     """
-    groups = [names for _, names in _all_groups(tree, {*program, *_imported_from_solution(tree)})]
-    together = [frozenset().union(*names) for names in groups if len(names) > 1]
-    pinned = {entry_point, "candidate"}.union(*(name for names in groups if len(names) == 1 for name in names))
-    suspects = sorted(name for names in together if len(names) > 1 for name in names - pinned)
-    return suspects[0] if suspects else ""
 
+    def __init__(self, tree: ast.Module, program: Iterable[str]) -> None:
+        _mark_scopes(tree, tree)
+        self._tree, self._edges = tree, [*_edges(tree)]
+        self._program = {*program, *_imported_from_solution(tree)}
+        self._flow = _flow(self._edges, self._program)
 
-def checked_alone(tree: ast.Module, program: Iterable[str]) -> tuple[_Names, _Names]:
-    """Names of the program that some check is about, and about no other name of it; and those of them that it mentions."""
-    alone = [(own, name) for own, names in _all_groups(tree, set(program)) if len(names) == 1 for name in names if len(name) == 1]
-    return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
+    def forget(self, names: Iterable[str]) -> None:
+        """``names`` are not the program's after all."""
+        self._program -= {*names}
+        self._flow = {name: {place: own & self._program for place, own in sites.items()} for name, sites in self._flow.items()}
 
+    def unpinned(self, entry_point: str) -> str:
+        """A name of the program that decides a check of another name, and that no check pins; "" if there is none.
 
-def changes_that_decide(tree: ast.Module, program: Iterable[str]) -> frozenset[str]:
-    """The kinds of change by which the program may decide a check: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
-    names = {"candidate", "solution", *program, *_imported_from_solution(tree)}
-    flow, files = _flow(tree, names), _files(tree)
-    gifts = list(_gifts(tree, names, flow))
-    changed = {"changes": gifts, "files": [(call, files) for call, _ in gifts if files]}
-    return frozenset(kind for kind, each in changed.items() if each and _rests_on(tree, flow, _flow(tree, names, each), each))
+        Args:
+            entry_point: The tested function if the data name it: pinned.
+        """
+        groups = [names for _, names in self._all_groups()]
+        together = [frozenset().union(*names) for names in groups if len(names) > 1]
+        pinned = {entry_point, "candidate"}.union(*(name for names in groups if len(names) == 1 for name in names))
+        suspects = sorted(name for names in together if len(names) > 1 for name in names - pinned)
+        return suspects[0] if suspects else ""
+
+    def checked_alone(self) -> tuple[_Names, _Names]:
+        """Names of the program that some check is about, and about no other name of it; and those of them that it mentions."""
+        alone = [(own, name) for own, names in self._all_groups() if len(names) == 1 for name in names if len(name) == 1]
+        return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
+
+    def changes_that_decide(self) -> frozenset[str]:
+        """The kinds of change by which the program may decide a check: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
+        names, files = {"candidate", "solution", *self._program}, _files(self._tree)
+        gifts = list(_gifts(self._tree, names, self._flow))
+        changed = {"changes": gifts, "files": [(call, files) for call, _ in gifts if files]}
+        flows = {kind: _flow([*self._edges, *_changes(each, names)], self._program) for kind, each in changed.items() if each}
+        return frozenset(kind for kind, flow in flows.items() if _rests_on(self._tree, self._flow, flow, changed[kind]))
+
+    def loops_to_watch(self) -> list[ast.For]:
+        """Loops with checks over what the program gives."""
+        loops = [node for node in ast.walk(self._tree) if isinstance(node, ast.For) and _names(node.iter, self._flow)]
+        return [loop for loop in loops if any(_checks(ast.Module(loop.body, [])))]
+
+    def zips_to_watch(self) -> list[ast.Call]:
+        """Calls of ``zip``, and ``map`` over several iterables, for what the program gives, or a parameter, with something else:
+        their lengths must agree."""
+        parameters = {each.arg for each in ast.walk(self._tree) if isinstance(each, ast.arg)}
+        found = []
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("zip", "map") and not node.keywords:
+                operands = node.args[node.func.id == "map" :]  # type: ignore[attr-defined]
+                wholes = {ast.dump(each.value if isinstance(each, ast.Subscript) else each) for each in operands}  # zip(x, x[1:])
+                is_given = any(_loaded(part) & parameters or _names(part, self._flow) for part in operands)
+                if is_given and len(wholes) == len(operands) and not any(isinstance(each, ast.Starred) for each in operands):
+                    found.append(node)
+        return found
+
+    def _all_groups(self) -> list[tuple[_Names, set[_Names]]]:
+        """(names that the check mentions, sets of the program's names on its sides) for each comparison."""
+        checks = list(_checks(self._tree))
+        return [(_loaded(expression), names) for expression in checks for names in _groups(expression, self._flow)]
 
 
 def _rests_on(tree: ast.Module, flow: _Flow, with_changes: _Flow, gifts: list[_Gift]) -> bool:
@@ -112,32 +153,10 @@ def _conditions(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
             yield from ((part, [loop.elt]) for loop in loops for each in loop.generators for part in (each.iter, *each.ifs))
 
 
-def zips_to_watch(tree: ast.Module, program: Iterable[str]) -> list[ast.Call]:
-    """Calls of ``zip``, and ``map`` over several iterables, for what the program gives, or a parameter, with something else:
-    their lengths must agree."""
-    flow = _flow(tree, {*program, *_imported_from_solution(tree)})
-    parameters, imported = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}, _imported(tree)
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("zip", "map") and not node.keywords:
-            operands = node.args[node.func.id == "map" :]  # type: ignore[attr-defined]
-            names = [_loaded(operand) - imported for operand in operands]
-            is_shared = any(one & other for number, one in enumerate(names) for other in names[:number])
-            is_given = any(own & parameters or _names(part, flow) for own, part in zip(names, operands, strict=True))
-            if is_given and not is_shared and not any(isinstance(operand, ast.Starred) for operand in operands):
-                found.append(node)
-    return found
-
-
 def _loaded(node: ast.AST) -> _Names:
     """Names that an expression reads and does not bind itself."""
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     return frozenset(each.id for each in names) - {each.id for each in names if isinstance(each.ctx, ast.Store)} - _BUILTINS
-
-
-def _imported(tree: ast.AST) -> set[str]:
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
 
 
 def _imported_from_solution(tree: ast.AST) -> set[str]:
@@ -148,17 +167,14 @@ def _imported_from_solution(tree: ast.AST) -> set[str]:
 # ---------------------------------------------------------------------------------------------- where values come from
 
 
-def _flow(tree: ast.Module, program: set[str], gifts: Iterable[_Gift] = ()) -> _Flow:
-    """The flow of values; the program's functions also reach what ``gifts`` give to them."""
-    _mark_scopes(tree, tree)
-    flow: _Flow = defaultdict(set, {(name, _ANYWHERE): {name} for name in program})
-    edges = [*_edges(tree), *_changes(gifts, program)]
-    for name, position, _ in edges:
-        flow.setdefault((name, position), set())
+def _flow(edges: list[_Edge], program: set[str]) -> _Flow:
+    flow: _Flow = defaultdict(dict, {name: {_ANYWHERE: {name}} for name in program})
+    for name, place, _ in edges:
+        flow[name].setdefault(place, set())
     size = -1
-    while size != (size := sum(map(len, flow.values()))):
-        for name, position, source in edges:
-            flow[name, position] |= _all_names(source, flow)
+    while size != (size := sum(len(names) for sites in flow.values() for names in sites.values())):
+        for name, place, source in edges:
+            flow[name][place] |= _all_names(source, flow)
     return flow
 
 
@@ -171,8 +187,7 @@ def _mark_scopes(node: ast.AST, scope: ast.AST) -> None:
         waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
 
 
-def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
-    """(name, (scope, position), expression) for each way by which a value of the expression may reach the name."""
+def _edges(tree: ast.Module) -> Iterator[_Edge]:
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for name, function in functions.items():
         returned = [node for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
@@ -190,11 +205,11 @@ def _edges(tree: ast.Module) -> Iterator[tuple[str, Any, ast.AST]]:
                 yield from ((each.id, (each.scope, _position(node)), each) for each in names)  # type: ignore[attr-defined]
 
 
-def _changes(gifts: Iterable[_Gift], program: set[str]) -> Iterator[tuple[str, Any, ast.AST]]:
+def _changes(gifts: Iterable[_Gift], program: set[str]) -> Iterator[_Edge]:
     """Names that the program may change."""
     for call, names in gifts:
         end = (call.end_lineno, call.end_col_offset)
-        yield from ((name, (call.scope, end), call.func) for name in names - program)  # type: ignore[attr-defined]
+        yield from ((name, (call.scope, end), call) for name in names - program)  # type: ignore[attr-defined]
 
 
 def _gifts(tree: ast.Module, program: set[str], flow: _Flow) -> Iterator[_Gift]:
@@ -203,10 +218,10 @@ def _gifts(tree: ast.Module, program: set[str], flow: _Flow) -> Iterator[_Gift]:
     views, own = _views(tree), {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            found = _all_names(node.func, flow) if getattr(node.func, "id", "") not in own else set[str]()
-            is_alias = isinstance(node.func, ast.Name) and bool(found)
-            if is_alias or program & _loaded(node.func) or any(map(_is_class, found)):
-                parts, names = [*node.args, *(word.value for word in node.keywords)], set[str]()
+            parts, names = [*node.args, *(word.value for word in node.keywords)], set[str]()
+            handed_on = any(isinstance(part, ast.Name | ast.Attribute) and program & _loaded(part) for part in parts)  # map(f, [a])
+            is_own = getattr(node.func, "id", "") in own
+            if handed_on or (not is_own and (program & _loaded(node.func) or _all_names(node.func, flow))):
                 waiting = [name.id for part in parts for name in _names_outside_calls(part)]
                 while waiting:
                     if (name := waiting.pop()) not in names:
@@ -303,18 +318,18 @@ def _all_names(node: ast.AST, flow: _Flow) -> _Names:
         if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
             found.add(inner.attr)
         if method := _own_method(inner):
-            found |= flow.get((method, _ANYWHERE), set())
+            found |= flow.get(method, {}).get(_ANYWHERE, set())
         if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in _FILES):
             scope = inner.scope  # type: ignore[attr-defined]
-            sites: list[Any] = [site for name, site in flow if name == inner.id]
+            sites = flow.get(inner.id, {})
             own = [site for site in sites if site != _ANYWHERE and site[0] is scope]
             before = [site for site in own if site[1] < _position(inner)]
             is_earlier = bool(own) and inner.id in _FILES  # what was read before the first call
             if before:
                 chosen = [max(before, key=lambda site: site[1])]
             else:
-                chosen = [site for site in sites if site == _ANYWHERE or site[0] is not scope] or sites * (not is_earlier)
-            found = found.union(*(flow[inner.id, site] for site in chosen))
+                chosen = [site for site in sites if site == _ANYWHERE or site[0] is not scope] or [*sites] * (not is_earlier)
+            found = found.union(*(sites[site] for site in chosen))
     return frozenset(found)
 
 
@@ -334,12 +349,6 @@ def _is_class(name: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------- what is checked
-
-
-def _all_groups(tree: ast.Module, program: set[str]) -> list[tuple[_Names, set[_Names]]]:
-    """(names that the check mentions, sets of the program's names on its sides) for each comparison."""
-    flow = _flow(tree, program)
-    return [(_loaded(expression), names) for expression in _checks(tree) for names in _groups(expression, flow)]
 
 
 def _checks(tree: ast.Module) -> Iterator[ast.expr]:
@@ -410,7 +419,7 @@ def _groups_of_call(node: ast.Call, flow: _Flow) -> Iterator[set[_Names]]:
     inner = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
     parts = [part for part in inner if isinstance(part, ast.Compare | ast.BoolOp | ast.GeneratorExp | ast.ListComp)]
     name = getattr(node.func, "attr" if getattr(inner[-1] if inner else None, "id", "") == "solution" else "id", "")
-    own = frozenset({name}) & (flow.get((name, _ANYWHERE), set()))
+    own = frozenset({name}) & flow.get(name, {}).get(_ANYWHERE, set())
     if parts:
         for part in parts:
             yield from _groups(part, flow)

@@ -13,18 +13,17 @@ import types
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
-from megatron_rl.graders.sandbox.values import NotSerializable, asks_for_nothing, decode, encode, is_unchanged, snapshot
+from megatron_rl.graders.sandbox.values import NotSerializable, asks_for_nothing, decode, dress, encode, snapshot
 
 MAX_DETAIL = 300
 TESTS_MODULE = "tests"
 """``__name__`` in the namespace of the tests."""
-_MAX_LENT = 16
-"""How many of the last containers from attributes the tests may change."""
+_MAX_LENT, _MAX_PARTS = 32, 256
+"""How many of the last containers program and tests share, and of how many parts at most: each may change them."""
 
 
 class ProtocolViolation(BaseException):
@@ -47,8 +46,8 @@ class ProgramRequests:
         self._function_numbers: dict[int, int] = {}
         """Index in ``_functions`` by id."""
         self._handles: dict[int, Handle] = {}
-        self._lent: deque[tuple[int, Any, Any]] = deque(maxlen=_MAX_LENT)
-        """(number, container, content) of the program's attributes and items, which the tests may change."""
+        self._lent: deque[types.SimpleNamespace] = deque(maxlen=_MAX_LENT)
+        """Containers that both sides have: number, container, content that the other side has, and is_own: made by the tests."""
         self._num_lent = 0
         self._begun: set[int] = set()
         """Ids of the program's iterators that have given an item; handles are kept, so an id stays one object's."""
@@ -88,24 +87,25 @@ class ProgramRequests:
     def _ask(self, what: str, values: tuple[Any, ...]) -> Any:
         if self.fault:
             raise ProtocolViolation(self.fault)
-        changed = [lent for lent in self._lent if not is_unchanged(*lent[1:])]
-        known = [container for _, container, _ in changed]
+        lent = [*self._lent]
+        known, contents = [each.container for each in lent], [each.content for each in lent]
         try:
-            message, containers = encode(values, self._export, self.records, known)
+            message, containers = encode(values, self._export, self.records, known, contents)
             first = not self.started
             self.started = True
             if first:
                 self._tell(b"s")
             if first and what != "main":
                 self._load()
-            self._wire.send({**message, "do": what, "lent": [number for number, *_ in changed], "depth": sys.getrecursionlimit()})
+            self._wire.send({**message, "do": what, "lent": [each.number for each in lent], "depth": sys.getrecursionlimit()})
         except NotSerializable as error:
             raise self.unscored(f"the tests give the program {error}") from None
         except PeerGone as gone:
             raise self.failed(str(gone)) from None
+        _renew(lent, message["nodes"])
         before, is_for_nothing = self.given.copy(), asks_for_nothing(values)
         try:
-            result = self._reply(what, containers)
+            result = self._reply(what, lent, containers)
         except StopIteration:
             if id(values[0]) not in self._begun:
                 self.given.add("nothing")
@@ -122,7 +122,7 @@ class ProgramRequests:
         except BaseException as error:  # a test must not mistake a load error for an expected exception
             raise self.failed(describe_error(error)) from None
 
-    def _reply(self, what: str, containers: list[Any]) -> Any:
+    def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any]) -> Any:
         while True:
             try:
                 reply = self._wire.receive()
@@ -138,7 +138,7 @@ class ProgramRequests:
                 raise StopIteration
             try:
                 if "callback" not in reply:
-                    return self._result(what, reply, containers)
+                    return self._result(reply, lent, containers)
                 (arguments, keywords), received = self._received(reply, [])
                 if type(reply["callback"]) is not int or type(arguments) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
@@ -147,16 +147,18 @@ class ProgramRequests:
                 raise self.failed("the program sent an invalid reply") from None
             self._call_back(function, arguments, keywords, received)
 
-    def _result(self, what: str, reply: dict[str, Any], known: list[Any]) -> Any:
+    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> Any:
         (value,), containers = self._received(reply, known)
-        if any(node is not None for node in reply["nodes"][: len(known)]):
+        _renew(lent, reply["nodes"])
+        is_own = [each.is_own for each in lent] + [True] * (len(known) - len(lent)) + [False] * (len(containers) - len(known))
+        if any(own and node is not None for own, node in zip(is_own, reply["nodes"], strict=True)):
             self.given.add("changes")
-        if what in ("get", "operate"):
-            for container in containers[len(known) :]:
-                self._lent.append((self._num_lent, container, snapshot(container)))
-                self._num_lent += 1
-        if self._lent:
-            self._lent = deque(((*lent[:2], snapshot(lent[1])) for lent in self._lent), _MAX_LENT)
+        self._num_lent += len(containers) - len(lent)
+        for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
+            container, content = containers[number], snapshot(containers[number])
+            if (len(content) if type(content) is list else sum(map(len, content))) <= _MAX_PARTS:
+                about = {"number": self._num_lent - len(containers) + number, "is_own": is_own[number]}
+                self._lent.append(types.SimpleNamespace(container=container, content=content, **about))
         return value
 
     def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -254,6 +256,13 @@ class ProgramRequests:
         return dress(plain[0], self._handles[number]) if plain else self._handles[number]
 
 
+def _renew(lent: list[types.SimpleNamespace], nodes: list[Any]) -> None:
+    """Note the content of the containers that a message has changed."""
+    for each, node in zip(lent, nodes, strict=False):
+        if node is not None:
+            each.content = snapshot(each.container)
+
+
 class _Stream:
     """An iterator of the tests, which the program calls, and so changes."""
 
@@ -294,7 +303,7 @@ class Handle:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         kind, name = reference_of(self)
         makes = kind == "name" and name.lstrip("_")[:1].isupper()
-        result = _requests(self).ask("make" if makes else "call", self, arguments, keywords)
+        result = _requests(self).ask("make" if makes else "call", self, arguments, tuple(keywords.items()))
         return _made(result) if makes else result
 
     def __getattr__(self, name: str) -> Any:
@@ -423,28 +432,3 @@ def _install() -> None:
 
 
 _install()
-
-
-# ------------------------------------------------------------------------------------- plain values of the program's types
-
-
-def dress(plain: Any, handle: Handle) -> Any:
-    """``plain`` with the further attributes that the program's subclass has; operators run here, on the plain value. A
-    container that can change comes without."""
-    if not isinstance(plain, int | float | str | bytes | tuple):
-        return plain
-    kind: Any = _dressed(type(plain))  # type: ignore[arg-type]
-    dressed = kind._make(plain) if hasattr(plain, "_fields") else kind(plain)
-    vars(dressed)["_handle"] = handle
-    return dressed
-
-
-@lru_cache(maxsize=256)
-def _dressed(kind: Any) -> Any:
-    return type(kind.__name__, (kind,), {"__getattr__": _attribute})
-
-
-def _attribute(value: Any, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return getattr(vars(value)["_handle"], name)

@@ -23,8 +23,8 @@ from enum import Enum
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
-from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude, record_classes
-from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple, snapshot
+from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple, record_classes, snapshot
 
 _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_STACK_BYTES = 64 << 20
@@ -47,7 +47,6 @@ _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (set, lambda value: set(set.__iter__(value))),
 )
 """Plain content of instances of the program's own subclasses."""
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTEXT: dict[str, Callable[[Any], Any]] = {
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value: type(value).__exit__(value, None, None, None),
@@ -63,8 +62,9 @@ class ProgramProcess:
         self._numbers: dict[int, int] = {}
         """Index in ``_objects`` by id."""
         self._callbacks: dict[int, _Callback] = {}
-        self._lent: list[Any] = []
-        """Containers that the tests may change: attributes and items."""
+        self._lent: dict[int, Any] = {}
+        """Containers that the tests have too, and may change."""
+        self._num_lent = 0
         self._records: dict[str, type] = {}
         self._makes = False
         self._depth = sys.getrecursionlimit()
@@ -104,7 +104,8 @@ class ProgramProcess:
         message]}, with the values [args, attributes]; {"end"}; {"fault": text}.
         """
         try:
-            lent = [self._lent[number] for number in request["lent"]]
+            self._lent = {number: self._lent[number] for number in request["lent"]}
+            lent = [*self._lent.values()]
             values, known = decode(request, self._import, self._records, lent)
             before = [snapshot(value) for value in known]
             if request["depth"] != self._depth:
@@ -113,8 +114,8 @@ class ProgramProcess:
             result = self._handlers[request["do"]](*values)
             self._makes = request["do"] == "make"
             message, containers = encode([result], self._export, self._records, known, before)
-            if request["do"] in ("get", "operate"):
-                self._lent += containers[len(known) :]
+            self._lent |= enumerate(containers[len(lent) :], self._num_lent)
+            self._num_lent += len(containers) - len(lent)
             return message
         except PeerGone:
             _exit(0)
@@ -189,8 +190,6 @@ class ProgramProcess:
     def _export(self, value: Any) -> list[Any] | tuple[Any, int]:
         if type(value) in (_Callback, _Stream):
             return ["callback" if type(value) is _Callback else "stream", value.number]
-        if type(value) in _VIEWS:
-            value = iter(value)
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
@@ -232,7 +231,7 @@ class ProgramProcess:
 
 
 def _call(function: Any, arguments: Any, keywords: Any) -> Any:
-    return function(*arguments, **keywords)
+    return function(*arguments, **dict(keywords))
 
 
 def _operate(name: str, *operands: Any) -> Any:

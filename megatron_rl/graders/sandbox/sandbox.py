@@ -167,7 +167,8 @@ class Sandbox:
         """
         shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
         defined = sorted(defined_in(program.code))
-        task = json.dumps({**shared, "tests": program.tests, "defined": defined, "partial": partial}).encode()
+        about = {"defined": defined, "draws": "random" in program.code, "partial": partial}
+        task = json.dumps({**shared, **about, "tests": program.tests}).encode()
         # The request holds no test, because the program process is forked from the supervisor that reads it.
         request = json.dumps({"program": {**shared, "code": program.code}, "limits": asdict(limits)}).encode()
         with self._lock:

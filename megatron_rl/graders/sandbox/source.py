@@ -9,19 +9,14 @@ parser's stack, so only processes of the sandbox compile.
 import ast
 import builtins
 import re
-import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType
-from typing import Any
 
-from megatron_rl.graders.sandbox.code_cases import IMPORTS
-from megatron_rl.graders.sandbox.oracles import changes_that_decide, checked_alone, unpinned_oracle, zips_to_watch
+from megatron_rl.graders.sandbox.library import library_names
+from megatron_rl.graders.sandbox.oracles import Oracles
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -29,6 +24,9 @@ _ONE_INTERPRETER = {
     "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__", "__context__", "__notes__", "__traceback__",
 }  # fmt: skip
 """Names in tests that need the interpreter of the tested code."""
+_RUNS_TEXT = {"exec", "pickle", "marshal", "dill", "cloudpickle", "runpy", "sympify", "parse_expr", "__import__"}
+_PYTEST = {"autouse", "parametrize", "setup_function", "setup_module", "skip", "skipif", "usefixtures", "xfail"}
+_CAN_FAIL = re.compile(r"_*(?:assert|check|compare|ensure|expect|require|validate|verify|raises|fail|exit|quit)", re.IGNORECASE)
 
 
 class InvalidTests(ValueError):
@@ -51,7 +49,7 @@ class Tests:
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """The words "nan" and "inf", if the tests mention them; "narrow", if they mention types of numbers."""
+    """The words "nan", "inf" and "seed", if the tests mention them; "narrow", if they mention types of numbers."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
@@ -164,22 +162,6 @@ def root_of(entry_point: str) -> str:
     return re.split(r"\W", entry_point, maxsplit=1)[0]
 
 
-def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
-    """Classes defined by the prompt, whose instances may be sent as their attributes (nodes of lists and trees)."""
-    return {
-        name: value
-        for name, value in namespace.items()
-        if isinstance(value, type) and value.__module__ == namespace["__name__"]
-        if _is_record(value, namespace) or issubclass(value, Enum)
-    }
-
-
-def _is_record(kind: type, namespace: Mapping[str, Any]) -> bool:
-    """True if instances have no state except attributes: ``kind`` and its bases are plain classes of the prompt."""
-    bases = kind.__mro__[:-1]
-    return kind.__dictoffset__ != 0 and all(type(base) is type and namespace.get(base.__name__) is base for base in bases)
-
-
 def _defined(body: Sequence[ast.stmt]) -> set[str]:
     """Names that statements bind in their module, and the methods of ``Solution``."""
     names: set[str] = set()
@@ -214,40 +196,44 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         shared = _prelude_statements(prompt_code, entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    if not any(isinstance(node, (ast.Assert, ast.Call, ast.Compare, ast.Raise)) for node in ast.walk(tree)):
-        raise InvalidTests("the tests assert nothing")
+    tree.body = [_asserted(inner) for node in tree.body for inner in _as_script(node) if not _is_runner(inner, text)]
     own = _defined(tree.body)
+    if not any(_can_fail(node, own) for node in ast.walk(tree)) or any(map(_is_tuple, ast.walk(tree))):
+        raise InvalidTests("the tests assert nothing")
     if "check" in own and not _uses_check(tree.body):
         if not entry_point:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
-    tree.body = [_asserted(node) for node in tree.body]
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     known = own | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
     entry = {root_of(entry_point)} - {""} - own
     names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
     program_names = names - _bound_somewhere(tree)
-    library = _library_names(tree, program_names - entry)
-    tested, direct = checked_alone(tree, program_names - {name for name, is_module in library.items() if is_module})
+    library = library_names(tree, program_names - entry)
+    oracles = Oracles(tree, program_names - {name for name, is_module in library.items() if is_module})
+    tested, direct = oracles.checked_alone()
     if program_names - library.keys():  # otherwise what is tested has a name of the library
         tested = frozenset(name for name in direct if name in defined and not name[:1].isupper())
     library = {name: is_module for name, is_module in library.items() if name not in tested}
     names, program_names = names - library.keys(), program_names - library.keys()
+    oracles.forget(library)
     errors = _names_in(node for is_error, node in _class_uses(tree) if is_error) & program_names
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
     num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
-    functions = tuple(node.name for node in tree.body if _is_test(node))  # type: ignore[attr-defined]
-    doubt = _doubt(tree, program_names, constants, root_of(entry_point))
-    decided_by = changes_that_decide(tree, program_names)
+    functions = tuple(_tests_in(tree, loaded))
+    doubt = _doubt(tree, program_names, constants)
+    if not doubt and (oracle := oracles.unpinned(root_of(entry_point))):
+        doubt = f"the tests use the program's own {oracle} to check it"
+    decided_by = oracles.changes_that_decide()
     try:
-        marks = _MarkAsserts(zips_to_watch(tree, program_names))
+        marks = _MarkAsserts(oracles.zips_to_watch(), oracles.loops_to_watch())
         code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
-    expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}"))
+    expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")) | ({"seed"} & _identifiers(tree))
     expected |= {"narrow"} if _NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
@@ -260,7 +246,7 @@ _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
 
 
 def _swallows(node: ast.AST) -> bool:
-    """True for a ``try`` or ``with suppress`` in which any exception skips an assert unseen."""
+    """True for a ``try`` or ``with suppress`` in which an exception skips an assert unseen."""
     if isinstance(node, ast.Try):
         silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in ast.walk(each))]
         caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
@@ -268,8 +254,10 @@ def _swallows(node: ast.AST) -> bool:
         caught = [part for item in node.items for is_error, part in _class_uses(item.context_expr) if is_error]
     else:
         return False
-    asserts = [inner for inner in ast.walk(node) if isinstance(inner, ast.Assert) and not _is_false(inner.test)]
-    return bool(asserts and _names_in(caught) & {"Exception", "BaseException"})
+    return bool(caught) and any(
+        not _is_false(inner.test) if isinstance(inner, ast.Assert) else re.match("assert(?!Raises)", getattr(inner, "attr", ""))
+        for inner in ast.walk(node)
+    )
 
 
 _RUN_PROGRAM = {"run_program"}
@@ -281,6 +269,8 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
     used = _identifiers(tree)
     if shared := used & _ONE_INTERPRETER or ({"catch_warnings"} if used >= {"catch_warnings", "record"} else set()):
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
+    if runs := used & _RUNS_TEXT:
+        raise InvalidTests(f"the tests may run what the program gives ({min(runs)})")
     if _names_in(node for is_error, node in _class_uses(tree) if not is_error) & names:
         raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
     guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
@@ -295,45 +285,21 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
         raise InvalidTests(f"the tests read {unknown[0]}, which neither they nor the prompt define")
 
 
-_LIBRARY = IMPORTS + (
-    "from copy import copy, deepcopy; from decimal import Decimal; from fractions import Fraction\n"
-    "from dataclasses import *; from datetime import date, timedelta; from operator import itemgetter, attrgetter\n"
-)
-_ALIASES = {"np": "numpy", "pd": "pandas", "sp": "sympy", "nx": "networkx"} | {
-    name: name for name in "numpy pandas pytest scipy sympy torch networkx".split()
-}
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
 _NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
-
-
-def library_value(name: str, is_module: bool) -> Any:
-    """The module ``name``, or the value that the usual imports give to ``name``."""
-    if is_module:
-        return import_module(_ALIASES.get(name, name))
-    return _usual_imports()[name]
-
-
-@lru_cache(maxsize=1)
-def _usual_imports() -> dict[str, Any]:
-    namespace: dict[str, Any] = {}
-    exec(_LIBRARY, namespace)
-    return namespace
-
-
-def _library_names(tree: ast.AST, names: frozenset[str]) -> dict[str, bool]:
-    """The subset of ``names`` that tests use as names of the library; True for a module."""
-    nodes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    bases = {node.id for node in nodes if isinstance(node, ast.Name)}
-    modules = {name for name in names & bases if name in sys.stdlib_module_names or name in _ALIASES}
-    return {name: name in modules for name in names if name in modules or name in _usual_imports()}
 
 
 def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and not node.value
 
 
-def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str], entry: str) -> str:
+def _is_tuple(node: ast.AST) -> bool:
+    """True for what always holds: an assert of a tuple, ``assert (f(1) == 2, "message")``, or a tuple as a statement."""
+    return isinstance(node, ast.Assert | ast.Expr) and isinstance(getattr(node, "test", getattr(node, "value", None)), ast.Tuple)
+
+
+def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -> str:
     """The reason why the tests are in doubt: the program would choose the value that it is compared with."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
@@ -342,8 +308,7 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str], e
             read = sorted(used & constants)
             if read and (not isinstance(node, ast.Assert) or used - constants):
                 return f"the tests use the program's own {read[0]} to check it"
-    oracle = unpinned_oracle(tree, names, entry)
-    return f"the tests use the program's own {oracle} to check it" if oracle else ""
+    return ""
 
 
 def _uses_check(body: Sequence[ast.stmt]) -> bool:
@@ -381,11 +346,51 @@ def _asserted(node: ast.stmt) -> ast.stmt:
     return node
 
 
-def _is_test(node: ast.stmt) -> bool:
-    if isinstance(node, ast.FunctionDef):
-        required = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
-        return node.name.startswith("test") and required == 0
-    return isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases)
+def _can_fail(node: ast.AST, own: set[str]) -> bool:
+    """True for what fails if the program is wrong: an assert, an error, or the result of a test."""
+    if _names_test(node) or getattr(node, "name", "") == "check":
+        return any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node))
+    called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.Assert | ast.Raise) or (called not in own and bool(_CAN_FAIL.match(called)))
+
+
+def _as_script(node: ast.stmt) -> list[ast.stmt]:
+    """The statements of ``if __name__ == "__main__"``, which a script runs; ``node`` itself otherwise."""
+    is_guard = isinstance(node, ast.If) and {"__name__"} == {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
+    return node.body if is_guard else [node]  # type: ignore[attr-defined]
+
+
+def _is_runner(node: ast.stmt, text: str) -> bool:
+    """True for ``unittest.main()``, ``pytest.main()`` and ``sys.exit(0)``: the tests run anyway."""
+    imported = r"|^main\(" if re.search(r"from unittest import .*\bmain\b", text) else ""
+    runners = r"\b(?:unittest|pytest)\.main\(|^(?:sys\.)?(?:exit|quit)\(0?\)$" + imported
+    return isinstance(node, ast.Expr) and bool(re.search(runners, ast.unparse(node)))
+
+
+def _tests_in(tree: ast.Module, loaded: Collection[str]) -> Iterator[str]:
+    """Names of the functions ``test...`` and of unittest's classes. Raises InvalidTests for tests that only pytest runs."""
+    cases: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            is_pytest = node.name.startswith("Test") and any(_names_test(inner) for inner in node.body)
+            if any(name in cases or name.endswith("TestCase") for base in node.bases for name in _identifiers(base)):
+                cases.add(node.name)
+                yield node.name
+                continue
+        elif isinstance(node, ast.FunctionDef):
+            needs = len(node.args.args) + len(node.args.posonlyargs) > len(node.args.defaults)
+            is_pytest = bool(_PYTEST & set().union({node.name}, *map(_identifiers, node.decorator_list)))
+            is_pytest |= _names_test(node) and (needs or any(isinstance(each, ast.Yield) for each in ast.walk(node)))
+            if _names_test(node) and not needs:
+                yield node.name
+        else:
+            continue
+        if is_pytest and node.name not in loaded:
+            raise InvalidTests(f"the tests need pytest, for {node.name}")
+
+
+def _names_test(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
 
 def _identifiers(tree: ast.AST) -> set[str]:
@@ -421,11 +426,17 @@ def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
 
 
 class _MarkAsserts(ast.NodeTransformer):
-    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, and calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``."""
+    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, and ``x`` of ``loops`` over x into ``__case__.each(x)``."""
 
-    def __init__(self, zips: Sequence[ast.Call]) -> None:
-        self._zips = zips
+    def __init__(self, zips: Sequence[ast.Call], loops: Sequence[ast.For]) -> None:
+        self._zips, self._loops = zips, loops
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        if any(node is each for each in self._loops):
+            node.iter = ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), "each", ast.Load()), [node.iter], [])
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

@@ -10,9 +10,11 @@ Invariants:
 - The response is unscored if only the program could decide a test, and if the tests fail before their first request.
 """
 
+import ast
 import random
 import sys
 import threading
+import traceback
 import types
 import unittest
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,7 @@ from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
+from megatron_rl.graders.sandbox.library import library_value
 from megatron_rl.graders.sandbox.program_objects import (
     MAX_DETAIL,
     TESTS_MODULE,
@@ -28,15 +31,8 @@ from megatron_rl.graders.sandbox.program_objects import (
     describe_error,
     is_object,
 )
-from megatron_rl.graders.sandbox.source import (
-    InvalidTests,
-    Tests,
-    infer_entry_point,
-    library_value,
-    prelude,
-    read_tests,
-    record_classes,
-)
+from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.sandbox.values import record_classes
 
 
 class _Namespace(dict[str, Any]):
@@ -62,6 +58,8 @@ class _Cases:
         self.failures: list[str] = []
         self.has_skipped = False
         """True if a test case was skipped, or had to fail."""
+        self.is_over_nothing = False
+        """True if an ``all``, an ``any`` or a loop over what the program gave has checked nothing."""
         self.is_cut = False
         """True if a zip has ended before everything that it compares."""
         self.caught = ""
@@ -94,7 +92,16 @@ class _Cases:
             self._is_empty = False
             if item:
                 return True
+        self.is_over_nothing |= self._is_empty
         return False
+
+    def each(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items of a loop with checks."""
+        is_empty = True
+        for item in items:
+            is_empty = False
+            yield item
+        self.is_over_nothing |= is_empty
 
     def map(self, function: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
         return (function(*values) for values in self.zip(*iterables))
@@ -156,6 +163,8 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         return {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
     if isinstance(error, AttributeError | TypeError) and tests.library and not requests.fault:
         return {"bad_tests": f"{_located(error, tests)}; the tests use {min(tests.library)} without importing it"}
+    if "seed" in tests.expected and task["draws"] and not requests.fault:
+        return {"bad_tests": f"{failures[0]}; the tests seed random numbers that the program draws in another process"[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
     num_failed = max(len(failures), tests.num_asserts - num_passed)
     return {"num_passed": num_passed, "num_failed": num_failed, "detail": failures[0][:MAX_DETAIL]}
@@ -178,7 +187,7 @@ _BLIND_TO = {
     "nan": "the program gave nan, which is neither below nor above a limit",
     "inf": "the program gave an infinite number, which a relative limit does not exclude",
     "method": "the program gave a named tuple in which a function hides a method",
-    "narrow": "the program gave numbers of few bits, which round or overflow in comparisons",
+    "narrow": "the program gave numbers of numpy that round or overflow in comparisons",
 }
 """Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""
 
@@ -187,7 +196,7 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     """The reason why tests that hold have shown nothing; "" if there is none."""
     if cases.caught:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
-    if tests.num_asserts and not cases.num_passed:
+    if (tests.num_asserts and not cases.num_passed) or (cases.is_over_nothing and "nothing" in requests.given):
         return "the tests hold for all of nothing"
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
         return f"the tests may have hidden {requests.raised}"
@@ -207,7 +216,7 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
 
 def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
     namespace = _Namespace(requests, tests.constants)
-    namespace.update(__case__=cases, all=cases.all, any=cases.any, map=_map, filter=_filter)
+    namespace.update(__case__=cases, all=cases.all, any=cases.any, map=_map, filter=_filter, eval=_evaluator(requests))
     for code in prelude(task["prompt_code"], entry_point):
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
@@ -263,16 +272,25 @@ def _run_function(function: Any, cases: _Cases) -> None:
     unittest.defaultTestLoader.loadTestsFromTestCase(function).run(result)
     broken = [*result.failures, *result.errors]
     cases.has_skipped |= bool(result.skipped or result.expectedFailures)
-    if broken or result.unexpectedSuccesses or result.testsRun <= len(result.skipped):
-        raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "no test succeeded")
+    if broken or result.unexpectedSuccesses:
+        raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "a test that should fail succeeded")
+
+
+def _evaluator(requests: ProgramRequests) -> Callable[..., Any]:
+    """The built-in ``eval`` of the tests, for literals and operators: no code of the program runs here, nor reads what is right."""
+
+    def evaluate(source: Any, *_: Any) -> Any:
+        tree = ast.parse(source.strip() if isinstance(source, str) else "code", mode="eval")
+        if any(isinstance(node, ast.Name | ast.Attribute) for node in ast.walk(tree)):
+            raise requests.unscored("the tests evaluate text that is more than literals and operators")
+        return eval(compile(tree, "<text>", "eval"), {})
+
+    return evaluate
 
 
 def _located(error: BaseException | None, tests: Tests) -> str:
     """Description of the exception, with the line of the tests that raised it."""
-    line, traceback = 0, error.__traceback__ if error else None
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == "<tests>":
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
+    places = traceback.walk_tb(error.__traceback__ if error else None)
+    line = max((number for frame, number in places if frame.f_code.co_filename == "<tests>"), default=0)
     source = tests.lines[line - 1].strip() if 0 < line <= len(tests.lines) else ""
     return describe_error(error) + (f" at {source!r}" if source else "")

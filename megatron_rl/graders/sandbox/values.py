@@ -32,8 +32,13 @@ _MAX_DIMENSIONS = 64
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
-"""Default factories that a defaultdict keeps."""
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
+"""Classes that are plain values, and default factories that a defaultdict keeps."""
+_VIEWS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict_keys": lambda parts: dict.fromkeys(parts).keys(),
+    "dict_values": lambda parts: dict(enumerate(parts)).values(),
+    "dict_items": lambda parts: dict(parts).items(),
+}
 _PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (int, hex, lambda text: int(text, 16)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -131,8 +136,8 @@ class _Encoder:
         if kind in _TAGS:
             tag, to_json = _TAGS[kind]
             return [tag, to_json(value)]
-        if kind in self._members:
-            return ["member", kind.__name__, value.name]
+        if built_in := self._built_in(value, depth):
+            return built_in
         array = _array(value)
         if array and array[0] == "scalar":
             return array
@@ -145,6 +150,15 @@ class _Encoder:
         if type(reference) is tuple:
             return ["object", reference[1], self.item(reference[0], depth + 1)]
         return reference
+
+    def _built_in(self, value: Any, depth: int) -> list[Any]:
+        """The view of a dict, the built-in type or the member of an enumeration; [] if ``value`` is something else."""
+        kind = type(value)
+        if kind.__name__ in _VIEWS and kind.__module__ == "builtins":
+            return [kind.__name__, [self.item(part, depth + 1) for part in value]]
+        if kind is type and value in _FACTORIES.values():
+            return ["type", value.__name__]
+        return ["member", kind.__name__, value.name] if kind in self._members else []
 
     def node(self, value: Any) -> list[Any]:
         kind = type(value)
@@ -249,6 +263,10 @@ class _Decoder:
     def _reference(self, data: list[Any], tag: Any, depth: int) -> Any:
         if tag == "object" and len(data) == 3:
             return self._import([tag, data[1], self.item(data[2], depth + 1)])
+        if tag in _VIEWS:
+            return self._look(_VIEWS[tag]([self.item(part, depth + 1) for part in data[1]]))
+        if tag == "type":
+            return _FACTORIES[data[1]]
         if tag == "member":
             return vars(self._records[data[1]])["_member_map_"][data[2]]
         return self._look(_from_array(data)) if tag == "scalar" else self._import(data)
@@ -272,7 +290,7 @@ class _Decoder:
                 self._notice("nan" if bool((value != value).any()) else "inf")
             if value.size == 0:
                 self._notice("empty array")
-            if value.dtype.kind in "iuf" and value.dtype.itemsize <= 2:
+            if value.dtype.kind in "iufc" and (value.dtype.itemsize <= 2 or _is_rounded(value)):
                 self._notice("narrow")
             if self._is_watched:  # what is computed with the value
                 sys.modules["numpy"].seterrcall(lambda *_: self._notice("narrow"))
@@ -286,6 +304,29 @@ class _Decoder:
         elif hasattr(value, "__len__") and not value:
             self._notice("nothing")
         return value
+
+
+def _is_rounded(value: Any) -> bool:
+    """True for numpy's numbers so large that they equal other integers, or that their products overflow unseen, as in arrays."""
+    numpy, is_float, value = sys.modules["numpy"], value.dtype.kind in "fc", abs(value) if value.dtype.kind == "c" else value
+    limit = 2.0 ** (numpy.finfo(value.dtype).nmant + 1) if is_float else 2.0**31
+    return bool((is_float or value.ndim) and (((value >= limit) | (value <= -limit)) & numpy.isfinite(value)).any())
+
+
+def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
+    """Classes defined by the prompt, whose instances may be sent as their attributes (nodes of lists and trees)."""
+    return {
+        name: value
+        for name, value in namespace.items()
+        if isinstance(value, type) and value.__module__ == namespace["__name__"]
+        if _is_record(value, namespace) or issubclass(value, Enum)
+    }
+
+
+def _is_record(kind: type, namespace: Mapping[str, Any]) -> bool:
+    """True if instances have no state except attributes: ``kind`` and its bases are plain classes of the prompt."""
+    bases = kind.__mro__[:-1]
+    return kind.__dictoffset__ != 0 and all(type(base) is type and namespace.get(base.__name__) is base for base in bases)
 
 
 def _name(name: Any, record: type) -> str:
@@ -350,7 +391,8 @@ def _from_array(data: list[Any]) -> Any:
 
 def asks_for_nothing(values: tuple[Any, ...]) -> bool:
     """True for a call with an argument that is 0, or empty, or holds something empty."""
-    arguments = (*values[1], *values[2].values()) if len(values) == 3 and type(values[2]) is dict else ()
+    is_call = len(values) == 3 and type(values[1]) is type(values[2]) is tuple
+    arguments = (*values[1], *(value for _, value in values[2])) if is_call else ()
     return any(_is_empty(value) or (type(value) is int and value == 0) for value in arguments)
 
 
@@ -360,3 +402,25 @@ def _is_empty(value: Any, depth: int = 0) -> bool:
         return bool(value.size == 0)
     parts = value if kind in (list, tuple) and depth < _MAX_DIMENSIONS else ()
     return (kind in _SIZED and not value) or any(_is_empty(part, depth + 1) for part in parts)
+
+
+def dress(plain: Any, handle: Any) -> Any:
+    """``plain`` with the further attributes that the program's subclass has; operators run here, on the plain value. A
+    container that can change comes without."""
+    if not isinstance(plain, int | float | str | bytes | tuple):
+        return plain
+    kind: Any = _dressed(type(plain))  # type: ignore[arg-type]
+    dressed = kind._make(plain) if hasattr(plain, "_fields") else kind(plain)
+    vars(dressed)["_handle"] = handle
+    return dressed
+
+
+@lru_cache(maxsize=256)
+def _dressed(kind: Any) -> Any:
+    return type(kind.__name__, (kind,), {"__getattr__": _attribute})
+
+
+def _attribute(value: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(vars(value)["_handle"], name)

@@ -20,6 +20,10 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("```python\ndef f(x):\n    x.clear()\n    return x\n```", "a = [1]\nassert f(a) == []\nassert not a"),
     ],
     "lists of objects": [
+        ("class V:\n    def __init__(s, xs): s.xs = xs\n    def total(s): return sum(s.xs)", "xs = [1, 2]\nv = V(xs)\nassert v.total() == 3\nxs.append(5)\nassert v.total() == 8"),  # noqa: E501
+        ("class M:\n    def __init__(s): s.r = [[0, 0], [0, 0]]\n    def row(s, i): return s.r[i]\n    def get(s, i, j): return s.r[i][j]", "m = M()\nm.row(0)[1] = 5\nassert m.get(0, 1) == 5"),  # noqa: E501
+        ("class Log:\n    def __init__(s, out): s.out = out\n    def write(s, x): s.out.append(x)", "out = []\nlog = Log(out)\nlog.write(1)\nlog.write(2)\nassert out == [1, 2]"),  # noqa: E501
+        ("class G:\n    def __init__(s): s.e = {}\n    def node(s, k): return s.e.setdefault(k, [])", "g = G()\ng.node('a').append('b')\ng.node('a').append('c')\nassert g.node('a') == ['b', 'c']"),  # noqa: E501
         ("```python\nclass Node:\n    def __init__(s, v):\n        s.v = v\n        s.children = []\ndef total(n): return n.v + sum(total(c) for c in n.children)\n```", "r = Node(1)\nr.children.append(Node(2))\nassert total(r) == 3"),  # noqa: E501
         ("```python\nclass Stack:\n    def __init__(s): s.items = []\n    def pop(s): return s.items.pop()\n```", "s = Stack()\ns.items.append(1)\nassert s.pop() == 1"),  # noqa: E501
         ("```python\nclass Graph:\n    def __init__(s): s.adj = {}\n    def degree(s, v): return len(s.adj[v])\n```", "g = Graph()\ng.adj['a'] = ['b', 'c']\nassert g.degree('a') == 2"),  # noqa: E501
@@ -337,6 +341,16 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(x): return x", [{'input': '"4"\n', 'output': '"4"', 'testtype': 'functional'}], "", "f"),
     ],
     "styles of tests": [
+        ("def f(d): return d.keys()", "assert f({'a': 1, 'b': 2}) == {'a', 'b'}\nassert list(f({'z': 1})) == ['z']"),
+        ("def f(d): return d.items()", "assert list(f({'b': [1], 'a': 2})) == [('b', [1]), ('a', 2)]\nassert len(f({})) == 0"),
+        ("def f(x): return type(x)", "assert f('a') is str\nassert f(1) == int"),
+        ("def f(x): return x * x", "import unittest\nclass Base(unittest.TestCase):\n    def setUp(self): self.x = 2\nclass T(Base):\n    def test_a(self): self.assertEqual(f(self.x), 4)\nunittest.main()"),  # noqa: E501
+        ("def f(x): return x * x", "def main():\n    assert f(2) == 4\nif __name__ == '__main__':\n    main()"),
+        ("def f(x): return x * x", "import sys\nif f(2) != 4:\n    sys.exit(1)\nsys.exit(0)"),
+        ("def f(x): return x * x", "def test(x, want):\n    assert f(x) == want\ntest(2, 4)"),
+        ("def f(n): return f'({n} + 1) * 2'", "assert eval(f(5)) == 12"),
+        ("import random\ndef f(xs): return random.choice(xs)", "import random\nrandom.seed(5)\nassert f([1, 2]) in [1, 2]"),
+        ("def f(xs): return [x for x in xs if x % 2 == 0]", "for x in f([1, 2]):\n    assert x % 2 == 0\nassert f([]) == []\nassert f([1, 3]) == []"),  # noqa: E501
         ("def f(x): return x * x", "import unittest\nclass T(unittest.TestCase):\n    def same(self, x, y): self.assertEqual(f(x), y)\n    def test_a(self):\n        self.same(2, 4)\n        self.same(3, 9)"),  # noqa: E501
         ("def f(x): return x * x\ndef g(x): return -x", "def both(x):\n    yield f(x)\n    yield g(x)\nassert list(both(2)) == [4, -2]"),
         ("def f(x): return x * x", "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = 2\n    def test_a(self):\n        for x in (2, 3):\n            with self.subTest(x=x):\n                self.assertEqual(f(x), x * x)\n        self.assertEqual(f(self.x), 4)"),  # noqa: E501

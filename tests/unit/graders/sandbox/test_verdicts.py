@@ -4,6 +4,7 @@ import pytest
 
 from megatron_rl.rewards.rules.code import CodeOptions, score
 from tests.unit.graders.sandbox.forged_conditions import FORGED_CONDITIONS
+from tests.unit.graders.sandbox.forged_forms import FORGED_FORMS
 from tests.unit.graders.sandbox.forged_values import FORGED_VALUES
 from tests.unit.graders.sandbox.forged_verdicts import FORGED_OUTPUTS, FORGERIES
 from tests.unit.graders.sandbox.honest_tasks import HONEST_TASKS
@@ -25,9 +26,9 @@ def test_no_forgery_scores_one(kind: str) -> None:
     assert [row for row in FORGERIES[kind] if scored(*row) == 1.0] == []
 
 
-@pytest.mark.parametrize("kind", [*FORGED_VALUES, *FORGED_CONDITIONS])
+@pytest.mark.parametrize("kind", [*FORGED_VALUES, *FORGED_CONDITIONS, *FORGED_FORMS])
 def test_no_value_name_or_frame_of_a_wrong_program_scores_one(kind: str) -> None:
-    rows = {**FORGED_VALUES, **FORGED_CONDITIONS}[kind]
+    rows = {**FORGED_VALUES, **FORGED_CONDITIONS, **FORGED_FORMS}[kind]
     assert [row for row in rows if _value(f"```python\n{row[0]}\n```", *row[1:]) == 1.0] == []
 
 
@@ -66,6 +67,10 @@ def test_right_programs_score_one_in_whatever_way_they_use_python(kind: str) -> 
         ("def f():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError from e", "try:\n    f()\nexcept ValueError as e:\n    assert isinstance(e.__cause__, ZeroDivisionError)"),  # noqa: E501
         ("import os\ndef f(): return os.environ['A']", "import os\nos.environ['A'] = '1'\nassert f() == '1'"),
         ("def f(): return int(input())", "import builtins\nbuiltins.input = lambda *a: '3'\nassert f() == 3"),
+        ("def f(x): return x * x", "import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_a(x):\n    assert f(x) == 4"),
+        ("def f(x): return x * x", "print(f(2))"),
+        ("def f(x): return 'x'", "x = 4\nassert eval(f(2)) == 4"),
+        ("import random\ndef f(): return random.randint(1, 10**9)", "import random\nrandom.seed(3)\nwant = random.randint(1, 10**9)\nrandom.seed(3)\nassert f() == want"),  # noqa: E501
         ("import queue\nq = queue.Queue()\ndef put(x): q.put(x)\ndef get(): return q.get()",
          "import threading\nt = threading.Thread(target=get)\nt.start()\nimport time; time.sleep(0.2)\nput(3)\nt.join()"),
     ],
