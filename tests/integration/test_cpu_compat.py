@@ -109,6 +109,15 @@ def test_importing_megatron_first_is_refused() -> None:
     assert "import megatron_rl first" in result.stderr
 
 
+def test_torch_warns_of_no_toolkit_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "nvcc").touch(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    code = "import megatron_rl, megatron.core\nfrom torch.utils import cpp_extension\nassert not cpp_extension._find_cuda_home()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "CUDA" not in done.stderr, done.stderr
+
+
 def test_megatron_does_not_import_wandb_but_others_can(tmp_path: Path) -> None:
     """The import of wandb makes temporary folders, which a killed process leaves."""
     (tmp_path / "wandb.py").write_text("import tempfile\nFOLDER = tempfile.TemporaryDirectory('wandb-media')\n")
