@@ -58,12 +58,15 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
 
 
-def note_shared_memory(pids: Sequence[int], folder: Path, noted: set[str]) -> None:
-    """Add the names of what a starting server's processes make to ``noted`` and to a file in its folder."""
-    if new := ({f"{_SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids} | _load_files(pids)) - noted:
-        noted |= new
-        with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
-            file.write("".join(f"{name} " for name in sorted(new)))
+def shared_memory() -> set[str]:
+    """Names of the shared memory of all servers on this machine."""
+    return {path.name for path in _SHARED_MEMORY.glob("sgl*")}
+
+
+def note_shared_memory(pids: Sequence[int], folder: Path) -> None:
+    """Append the names of what a starting server's processes make to a file in its folder."""
+    with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
+        file.write("".join(f"{name} " for name in [*(f"{_SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids), *_load_files(pids)]))
 
 
 def _load_files(pids: Sequence[int]) -> set[str]:

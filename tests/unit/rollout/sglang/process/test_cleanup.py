@@ -51,10 +51,10 @@ def test_what_a_server_has_made_is_removed_however_it_is_killed_during_its_start
     server = subprocess.Popen([sys.executable, "-S", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None and server.stdout.readline()
     (memory / f"sgl_shm_mq_{server.pid}_{mark}").touch()
-    noted: set[str] = set()
-    cleanup.note_shared_memory([server.pid], folder.path, noted)
+    assert {name for name in cleanup.shared_memory() if mark in name} == {load_file.name, f"sgl_shm_mq_{server.pid}_{mark}"}
+    cleanup.note_shared_memory([server.pid], folder.path)
     server.kill()
     server.communicate()
-    cleanup.note_shared_memory([], folder.path, noted)  # the poll after its death
+    cleanup.note_shared_memory([], folder.path)  # the poll after its death
     folder.remove()
-    assert len(noted) == 2 and not [path for path in memory.iterdir() if mark in path.name]
+    assert not [path for path in memory.iterdir() if mark in path.name]
