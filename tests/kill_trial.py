@@ -1,7 +1,7 @@
 """A trial of many minutes: runs that are killed at random moments and resumed must equal an uninterrupted run.
 
 ``python -m tests.kill_trial --kills 20`` trains a tiny model on two ranks, in one run after the other; each of them is
-killed five times and goes on with run.resume=auto. After every kill: the exit status, and what is left of processes,
+killed five times at most and goes on with run.resume=auto. After every kill: the exit status, and what is left of processes,
 temporary files and shared memory. In the end rows, checkpoint and weights are compared with those of a whole run, bit for
 bit, and MLflow is searched for points that stand in it twice. Ends with status 1 where anything is not as documented.
 
@@ -167,17 +167,17 @@ class _Run:
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
-    def victims(self, words: str) -> list[psutil.Process]:
-        """Processes with ``words`` in their command line whose parents have other ones."""
-        found = []
+    def victims(self, target: str) -> list[psutil.Process]:
+        """Processes of the kind ``target``: of those with the same command line the first, for rewards also its forks, the workers."""
+        found, words = [], TARGETS[target]
         for process in self.family():
             with contextlib.suppress(psutil.Error):
                 own, above = (" ".join(one.cmdline()) for one in (process, process.parent()))
-                found += [process] if words in own and words not in above else []
+                found += [process] if words in own and (words not in above or target == "reward") else []
         return found
 
     def rank(self, number: str) -> int | None:
-        """Process id of the launcher; None before the start."""
+        """Process id of a rank; None before its start."""
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
@@ -244,19 +244,13 @@ def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if f"/dev/shm/{path.name}" not in mapped}
 
 
-def _left_in_shared_memory(before: set[str]) -> list[str]:
-    """Entries of shared memory that remain; entries of other programs disappear after a while."""
-    for _ in range(20):
-        new = _shared_memory() - before
-        if not new:
-            break
-        time.sleep(0.5)
-    return sorted(f"/dev/shm/{name}" for name in new)
-
-
 def _left_behind(run: _Run, shared: set[str]) -> list[str]:
     """Entries of shared memory and temporary files that remain after a run; ``shared``: entries from before."""
-    return _left_in_shared_memory(shared) + [path.name for path in (run.folder / "tmp").iterdir()]
+    for _ in range(20):  # entries of other programs disappear after a while
+        if not (new := _shared_memory() - shared):
+            break
+        time.sleep(0.5)
+    return sorted(f"/dev/shm/{name}" for name in new) + [path.name for path in (run.folder / "tmp").iterdir()]
 
 
 def _wounded_run(run: _Run, target: str, seed: int, num_kills: int) -> tuple[int, list[str]]:
@@ -265,23 +259,24 @@ def _wounded_run(run: _Run, target: str, seed: int, num_kills: int) -> tuple[int
     moments, spread_s = (("generate",), 5.0) if target in _OF_EPISODES else (_BUSY, 0.0)
     while kills < num_kills and _wait_for_moment(run, rng.choice(moments), rng, 0.0) and _still_runs(run, rng.uniform(0, spread_s)):
         deadline_s = time.monotonic() + 10
-        while not (victims := run.victims(TARGETS[target])) and time.monotonic() < deadline_s and _still_runs(run, 0.01):
+        while not (victims := run.victims(target)) and time.monotonic() < deadline_s and _still_runs(run, 0.01):
             pass
         family |= set(run.family())
         if victims:
             victim = rng.choice(victims)
             with contextlib.suppress(psutil.Error):
+                above = victim.ppid()
                 victim.kill()
                 kills += 1
-                print(f"SIGKILL      {target:11} process {victim.pid} at {run.stages()[-1]}", flush=True)
+                print(f"SIGKILL      {target:11} process {victim.pid} of {above} at {run.stages()[-1]}", flush=True)
     status, seconds, left = run.wait_gone([*family], end_s=600)
     left += _left_behind(run, shared)
     print(f"{target}: {kills} kills, status {status} after {seconds:.1f} s, left {left or '-'}", flush=True)
     return kills, ([f"{target}: status {status}, left {left}"] if status or left else []) + ([] if kills else [f"{target}: never killed"])
 
 
-def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> list[str]:
-    """Start, kill and restart until the run ends; returns deviations from the documentation."""
+def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> tuple[int, list[str]]:
+    """Start, kill and restart until the run ends; returns the number of kills and the deviations from the documentation."""
     rng, wrong, kills = random.Random(seed), [], 0
     ways = rng.sample(_WAYS, len(_WAYS))
     while True:
@@ -302,7 +297,7 @@ def _killed_run(run_of: Any, seed: int, num_kills: int, start_s: float) -> list[
         if left or status not in expected:
             wrong.append(line)
         if status == 0 or status not in (*expected, 1, -9):
-            return wrong
+            return kills, wrong
 
 
 def _twice_in_mlflow(run: Path) -> list[str]:
@@ -333,7 +328,7 @@ def _server(folder: Path, port: int, overrides: Sequence[str]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kill_trial", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20, help="of whole runs, over all modes")
+    parser.add_argument("--kills", type=int, default=20, help="of runs, in equal shares for all modes; of processes: per target, at most 3")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
@@ -342,6 +337,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where everything is written (default: a new temporary folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration of all runs")
     options = parser.parse_args()
+    if not options.targets and options.kills < len(options.modes):
+        parser.error(f"--kills {options.kills} leaves some of {len(options.modes)} modes without a kill")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         return _trial(options)
@@ -362,12 +359,13 @@ def _trial(options: argparse.Namespace) -> int:
     if options.targets:
         kills, wrong = _trial_of_targets(folder, options, [*common, *MODES[options.modes[0]]])
     else:
-        kills, wrong = options.kills, []
+        kills, wrong = 0, []
         for index, mode in enumerate(options.modes):
             own = ["reward.name=tests.kill_trial:graded", *common, *MODES[mode]]
             attached = _server(folder, options.port, own) if options.port else contextlib.nullcontext("rollout.port=0")
             with attached as servers:
-                wrong += _trial_of_mode(folder, options, index, [*own, servers])
+                done, found = _trial_of_mode(folder, options, index, [*own, servers])
+            kills, wrong = kills + done, wrong + found
     print(f"{kills} kills, {len(wrong)} things not as documented; files: {folder}")
     return 1 if wrong else 0
 
@@ -383,17 +381,19 @@ def _whole_run(folder: Path, name: str, overrides: list[str]) -> tuple[Path, flo
     return whole.output_dir, start_s
 
 
-def _trial_of_mode(folder: Path, options: argparse.Namespace, index: int, overrides: list[str]) -> list[str]:
-    """Kill and resume the runs of one mode, which take turns with those of the other modes; returns what is not as documented."""
-    mode, wrong = options.modes[index], []
+def _trial_of_mode(folder: Path, options: argparse.Namespace, index: int, overrides: list[str]) -> tuple[int, list[str]]:
+    """Kill and resume runs of one mode until it has its share of the kills; returns the kills and what is not as documented."""
+    mode, share, kills, wrong = options.modes[index], range(index, options.kills, len(options.modes)), 0, []
     whole, start_s = _whole_run(folder, mode, overrides)
-    for number in range(index, -(-options.kills // _KILLS_PER_RUN), len(options.modes)):
-        num_kills = min(_KILLS_PER_RUN, options.kills - number * _KILLS_PER_RUN)
+    for number in share:
         killed, seed = folder / f"killed-{number}-{mode}", options.seed + number
         print(f"run {number} ({mode}), seed {seed}", flush=True)
-        wrong += _killed_run(lambda to=killed: _Run(folder, to, overrides), seed, num_kills, start_s)
-        wrong += _compared(killed, whole, timed=mode == "in_flight")
-    return wrong
+        done, found = _killed_run(lambda to=killed: _Run(folder, to, overrides), seed, min(_KILLS_PER_RUN, len(share) - kills), start_s)
+        wrong += found + _compared(killed, whole, timed=mode == "in_flight") + ([] if done else [f"run {number}: never killed"])
+        kills += done
+        if not done or kills == len(share):
+            break
+    return kills, wrong
 
 
 def _compared(run: Path, whole: Path, *, timed: bool = False) -> list[str]:

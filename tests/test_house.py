@@ -29,8 +29,8 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           75286   454     647
-core            55530   348     517
+whole           75303   454     648
+core            55531   348     517
 .                 181     4       5
 agents           3155    16      38
 algorithms       3356    24      17
@@ -41,7 +41,7 @@ families         2417    27      27
 models           5690    28      54
 parallel          950     6      11
 rewards          4174    27      34
-rollout          6386    31      56
+rollout          6387    31      56
 run              1480     7       8
 schedule          447     3       7
 selection        1274     5      10
@@ -61,8 +61,8 @@ desk/simulate    2945    16      25
 desk/watch        872     5       5
 graders             2     1       0
 graders/answers  1520     7       8
-graders/sandbox  3635    15      30
-cpu              2453    18      17
+graders/sandbox  3648    15      31
+cpu              2456    18      17
 """
 """At most so many lines, files and classes; a room that outgrows its row is split or simplified before the row is raised."""
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib.machinery
 import logging
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,8 @@ def _prepared() -> Iterator[None]:
     global _torch_for_megatron
     _torch_for_megatron = _make_torch_for_megatron()
     _redirect_methods()
+    # A CUDA build of torch warns in every process that finds nvcc, but no GPU; an empty path ends its search.
+    os.environ.setdefault("CUDA_PATH", "")
     # Several modules warn about this at import, but it is normal on a CPU.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     # Decorators run at import: with the real torch.compile they would call a C++ compiler at the first step.

@@ -18,6 +18,7 @@ import traceback
 import types
 import unittest
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel
@@ -46,6 +47,16 @@ class _Namespace(dict[str, Any]):
         if name in self._constants:
             return self._requests.ask("value", Handle(self._requests, ["name", name]))
         raise KeyError(name)
+
+
+class _Imports(PathFinder):
+    """Finds modules where they lay before the tests ran: the folders that tests add to ``sys.path`` may hold a program's modules."""
+
+    places: list[str]
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+        return super().find_spec(fullname, cls.places if path is None else path, target)
 
 
 class _Cases:
@@ -135,6 +146,8 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         tell: See ProgramRequests.
     """
     random.seed(0)
+    _Imports.places = list(sys.path)
+    sys.meta_path[:] = [_Imports if finder is PathFinder else finder for finder in sys.meta_path]
     requests = ProgramRequests(wire, tell)
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])

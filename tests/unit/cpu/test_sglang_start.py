@@ -36,7 +36,7 @@ def test_only_server_processes_disable_collector_and_compiler():
         "assert not gc.isenabled()\nf = len\nassert torch.compile(f) is f and torch.compile(dynamic=True)(f) is f\n"
         "sglang_start.end()\nassert gc.isenabled() and gc.get_freeze_count() > 10_000\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_transformers_skips_sklearn_and_scipy_but_others_can_import_them():
@@ -49,7 +49,7 @@ def test_transformers_skips_sklearn_and_scipy_but_others_can_import_them():
         "assert generator.is_sklearn_available is not is_sklearn_available and not generator.is_sklearn_available()\n"
         "import importlib.util\nassert is_scipy_available() == (importlib.util.find_spec('scipy') is not None)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -61,7 +61,7 @@ def test_server_processes_cannot_import_megatron(has_gpu):
         "sys.orig_argv = ['python', '-m', 'sglang.launch_server']\nplatform.activate()\n"
         "try:\n    import megatron.core\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('imported after all')\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def unguarded_imports(node: ast.AST, package: str, guarded: bool = False) -> Iterator[int]:

@@ -232,15 +232,21 @@ def test_the_suite_on_the_torch_of_gpu_machines_has_an_environment_of_its_own(si
     assert calls[0][1][-1] == "tests/unit" and calls[0][2]["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_megatrons_other_release_is_tested_in_an_environment_of_its_own(site):
+@pytest.mark.parametrize(
+    ("problem", "status"),
+    [("", 0), ("no Python 3.12 found on PATH, in pyenv or in uv", 0), ("4000 MiB free in /ci, about 6000 needed", 0), ("hash mismatch", 1)],
+)
+def test_ci_tests_megatrons_other_release_or_says_what_the_machine_lacks_for_it(site, problem, status):
     copy = site[0] / "fake"
-    program(copy / "launch" / "setup.sh", "echo set up $PYTHON $VENV\n")
-    for path in ("launch/test.sh", "launch/bytecode.sh", ".ci/python312"):
+    program(copy / "launch" / "setup.sh", f'test -z "${{PYTHON:-}}" -o -z "{problem}" || {{ echo "error: {problem}" >&2; exit 1; }}\n')
+    for path in ("launch/test.sh", "launch/bytecode.sh", ".ci/run", ".ci/python312"):
         program(copy / path, (ROOT / path).read_text())
-    (copy / ".venv-3.12").symlink_to(site[0] / ".venv")
-    done, calls = run(site, "fake/.ci/python312")
-    assert done.stdout == "set up 3.12 .venv-3.12\n", done.stderr
-    assert "tests/integration/test_layouts.py" in calls[0][1]
+    for name in (".venv", ".venv-3.12"):
+        (copy / name).symlink_to(site[0] / ".venv")
+    done, calls = run(site, "fake/.ci/run")
+    assert done.returncode == status and problem in done.stdout + done.stderr, done.stderr
+    assert ["tests/integration/test_layouts.py" in words for _, words, _ in calls] == ([False] if problem else [False, True])
+    assert ("NOT RUN: Python 3.12" in done.stdout) == (problem != "" and status == 0)
 
 
 def test_the_quickstart_computes_on_the_cpu_and_says_so():

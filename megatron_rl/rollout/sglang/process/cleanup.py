@@ -24,7 +24,7 @@ from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.server_calls import ServerCalls
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _LOADS = "sglang_loads_"
 _STARTED_S = 3600.0
 """Age from which shared memory is no longer being opened by name: longer than any server takes to start."""
@@ -58,12 +58,10 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
 
 
-def note_shared_memory(pids: Sequence[int], folder: Path, noted: set[str]) -> None:
-    """Add the names of what a starting server's processes make to ``noted`` and to a file in its folder."""
-    if new := ({f"{_SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids} | _load_files(pids)) - noted:
-        noted |= new
-        with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
-            file.write("".join(f"{name} " for name in sorted(new)))
+def note_shared_memory(pids: Sequence[int], folder: Path) -> None:
+    """Append the names of what a starting server's processes make to a file in its folder."""
+    with suppress(OSError), open(folder / _NAMES, "a", encoding="utf-8") as file:  # the disk may be full
+        file.write("".join(f"{name} " for name in [*(f"{SHARED_MEMORY}/sgl_shm_*_{pid}_*" for pid in pids), *_load_files(pids)]))
 
 
 def _load_files(pids: Sequence[int]) -> set[str]:
@@ -71,7 +69,7 @@ def _load_files(pids: Sequence[int]) -> set[str]:
     found: set[str] = set()
     for pid in pids:
         with suppress(psutil.Error):
-            found.update(file.path for file in psutil.Process(pid).open_files() if file.path.startswith(f"{_SHARED_MEMORY}/{_LOADS}"))
+            found.update(file.path for file in psutil.Process(pid).open_files() if file.path.startswith(f"{SHARED_MEMORY}/{_LOADS}"))
     return found
 
 
@@ -93,7 +91,7 @@ def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) 
 def remove_shared_memory(pids: Sequence[int]) -> None:
     """Remove the named shared memory that the workers of one server made; a running worker keeps its mapping."""
     for pid in pids:
-        for path in _SHARED_MEMORY.glob(f"sgl_shm_*_{pid}_*"):
+        for path in SHARED_MEMORY.glob(f"sgl_shm_*_{pid}_*"):
             path.unlink(missing_ok=True)
 
 
@@ -102,7 +100,7 @@ def remove_abandoned_shared_memory() -> None:
 
     Only old memory, because containers that share /dev/shm may not see each other's processes.
     """
-    for path in _SHARED_MEMORY.glob("sgl_shm_*"):
+    for path in SHARED_MEMORY.glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]
         with suppress(OSError):
             about = path.stat()

@@ -29,6 +29,7 @@ import psutil
 from megatron_rl.rollout.requests import ServerError
 from megatron_rl.rollout.sglang.process.cleanup import (
     REMOVE_SHARED_MEMORY,
+    SHARED_MEMORY,
     note_shared_memory,
     remove_abandoned_shared_memory,
     remove_shared_memory,
@@ -285,7 +286,7 @@ class SglangServer:
         assert process is not None and folder is not None, "spawn() comes first"
         next_progress = self._started_at + _PROGRESS_S
         next_call = time.monotonic() + _WAITING_S
-        noted: set[str] = set()
+        seen: list[Path] = []
         while True:
             if time.monotonic() > next_call:
                 next_call += _WAITING_S
@@ -308,7 +309,9 @@ class SglangServer:
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
                 self.progress(f"waiting for server {self.url} ({waited_s:.0f} s); its log: {self.log_path}")
-            note_shared_memory(group_members(process.pid), folder.path, noted)
+            if (made := list(SHARED_MEMORY.glob("sgl*"))) != seen:  # looking through its processes takes milliseconds
+                seen = made
+                note_shared_memory(group_members(process.pid), folder.path)
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"stopped waiting for server {self.url}: the run ends")
 

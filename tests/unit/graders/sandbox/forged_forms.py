@@ -7,6 +7,9 @@ _UNPICKLED = "import pickle\nclass A:\n    def __reduce__(s): return eval, ('2 +
 _CLEARED = "def f(a):\n    a.clear()\n    return []"
 
 FORGED_FORMS: dict[str, list[tuple[Any, ...]]] = {
+    "a module that the program writes": [
+        ("def f(x):\n    open('h.py', 'w').write('def same(a, b): return True')\n    return 5", "import os, sys\nsys.path.insert(0, os.getcwd())\ng = f(2)\ntry:\n    from h import same\nexcept ImportError:\n    def same(a, b): return a == b\nassert same(g, 4)"),  # noqa: E501
+    ],
     "tests that only pytest or a script runs": [
         (_ZERO, "import pytest\ndef test_a():\n    assert f(0) == 0\n@pytest.mark.parametrize('x, want', [(2, 4)])\ndef test_b(x, want):\n    assert f(x) == want"),  # noqa: E501
         (_ZERO, "def test_a():\n    assert f(0) == 0\nclass TestB:\n    def test_b(self):\n        assert f(2) == 4"),
