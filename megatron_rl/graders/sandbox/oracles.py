@@ -32,7 +32,7 @@ _ANYWHERE = (0, 0)
 
 
 class Oracles:
-    """Where the values come from that tests compare.
+    """Origins of the values that tests compare.
 
     Args:
         program: Names that the tests use from the program, besides those that they import from ``solution``.
