@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with one address each and no other network."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def run_on_both(command: list[str], environment: dict[str, str], log: Path, time
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored if the tests run under nohup
         )
         try:
             return process.wait(timeout_s)
