@@ -19,7 +19,7 @@ _Edge = tuple[str, Any, ast.AST]
 """(name, place of an assignment, expression): a value of the expression may reach the name."""
 _Gift = tuple[ast.Call, set[str]]
 _BUILTINS = frozenset(dir(builtins))
-_ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
+ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
 """Beginnings of the names of functions that are called to fail."""
 _CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods that put their arguments into their object."""
@@ -371,7 +371,7 @@ def _is_assertion(node: ast.expr, own: set[str]) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return name not in own and name.lstrip("_").lower().startswith(_ASSERTIONS)
+    return name not in own and name.lstrip("_").lower().startswith(ASSERTIONS)
 
 
 def _groups(node: ast.expr, flow: _Flow) -> Iterator[set[_Names]]:

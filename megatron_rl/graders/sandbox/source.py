@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import CodeType
 
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import Oracles
+from megatron_rl.graders.sandbox.oracles import ASSERTIONS, Oracles
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -26,7 +26,7 @@ _ONE_INTERPRETER = {
 """Names in tests that need the interpreter of the tested code."""
 _RUNS_TEXT = {"exec", "pickle", "marshal", "dill", "cloudpickle", "runpy", "sympify", "parse_expr", "__import__"}
 _PYTEST = {"autouse", "parametrize", "setup_function", "setup_module", "skip", "skipif", "usefixtures", "xfail"}
-_CAN_FAIL = re.compile(r"_*(?:assert|check|compare|ensure|expect|require|validate|verify|raises|fail|exit|quit)", re.IGNORECASE)
+_CAN_FAIL = re.compile(rf"_*(?:{'|'.join(ASSERTIONS)}|raises|fail|exit|quit)", re.IGNORECASE)
 
 
 class InvalidTests(ValueError):
@@ -362,9 +362,9 @@ def _as_script(node: ast.stmt) -> list[ast.stmt]:
 
 def _is_runner(node: ast.stmt, text: str) -> bool:
     """True for ``unittest.main()``, ``pytest.main()`` and ``sys.exit(0)``: the tests run anyway."""
-    imported = r"|^main\(" if re.search(r"from unittest import .*\bmain\b", text) else ""
-    runners = r"\b(?:unittest|pytest)\.main\(|^(?:sys\.)?(?:exit|quit)\(0?\)$" + imported
-    return isinstance(node, ast.Expr) and bool(re.search(runners, ast.unparse(node)))
+    called = ast.unparse(node) if isinstance(node, ast.Expr) else ""
+    is_main = called.startswith("main(") and re.search(r"from unittest import .*\bmain\b", text)
+    return bool(is_main or re.search(r"\b(?:unittest|pytest)\.main\(|^(?:sys\.)?(?:exit|quit)\(0?\)$", called))
 
 
 def _tests_in(tree: ast.Module, loaded: Collection[str]) -> Iterator[str]:
