@@ -129,6 +129,7 @@ def run_ours(asked: dict[str, Any]) -> list[dict[str, float]]:
         "batch.max_tokens_per_microbatch": 8192,
         "data.train_files": f"[{start / 'task' / 'train.jsonl'}]",
         "reward.name": "bench_trl:score",
+        "rollout.server_args": "{disable-radix-cache: true}",
         "eval.every_steps": 0,
         "tracking.mlflow": "false",
         "tracking.report_every_steps": 0,

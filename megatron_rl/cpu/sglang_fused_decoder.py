@@ -15,6 +15,11 @@ from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
 
 _MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _MAX_SCRATCH_FLOATS = 1 << 27
+_WEIGHTS = (
+    "input_layernorm.weight self_attn.qkv_proj.weight self_attn.qkv_proj.bias self_attn.q_norm.weight self_attn.k_norm.weight "
+    "self_attn.o_proj.weight self_attn.o_proj.bias post_attention_layernorm.weight mlp.gate_up_proj.weight mlp.down_proj.weight"
+).split()
+"""The first columns of ``layer_loop.TABLE``, by their names in a layer."""
 
 
 def fuse(model: Any) -> None:
@@ -64,6 +69,8 @@ class _FusedLayers:
             -1,
         )
         self._scratch = torch.zeros(0)
+        self._layer_ids = [layer.self_attn.attn.layer_id for layer in model.layers]
+        self._weights = [_holders(layer) for layer in model.layers]
 
     def _sizes(self) -> layer_loop.DecoderSizes:
         model, first = self._model, self._model.layers[0]
@@ -79,30 +86,11 @@ class _FusedLayers:
         )
 
     def _table(self, pool: Any) -> Tensor:
-        """Addresses [layers, columns], read at each step, because a weight update may move the weights."""
-
-        def address(tensor: Tensor | None) -> int:
-            return tensor.data_ptr() if tensor is not None else 0
-
-        return torch.tensor(
-            [
-                [
-                    address(layer.input_layernorm.weight),
-                    address(layer.self_attn.qkv_proj.weight),
-                    address(layer.self_attn.qkv_proj.bias),
-                    layer.self_attn.q_norm.weight.data_ptr() if hasattr(layer.self_attn, "q_norm") else 0,
-                    layer.self_attn.k_norm.weight.data_ptr() if hasattr(layer.self_attn, "k_norm") else 0,
-                    address(layer.self_attn.o_proj.weight),
-                    address(layer.self_attn.o_proj.bias),
-                    address(layer.post_attention_layernorm.weight),
-                    address(layer.mlp.gate_up_proj.weight),
-                    address(layer.mlp.down_proj.weight),
-                    pool.get_key_buffer(layer.self_attn.attn.layer_id).data_ptr(),
-                    pool.get_value_buffer(layer.self_attn.attn.layer_id).data_ptr(),
-                ]
-                for layer in self._model.layers
-            ]
-        )
+        """Addresses [layers, columns of TABLE], read at each step, because a weight update may move the weights."""
+        rows = [[w.data_ptr() if (w := held.get(name)) is not None else 0 for held, name in layer] for layer in self._weights]
+        for row, index in zip(rows, self._layer_ids, strict=True):
+            row += pool.get_key_buffer(index).data_ptr(), pool.get_value_buffer(index).data_ptr()
+        return torch.tensor(rows)
 
     def __call__(
         self,
@@ -136,3 +124,10 @@ class _FusedLayers:
             sizes, heads, pages, rows, tokens, table.data_ptr(), hidden.data_ptr(), self._scratch.data_ptr()
         )
         return model.norm(hidden[:num])
+
+
+def _holders(layer: Any) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where each of ``_WEIGHTS`` is looked up, without the search of ``Module.__getattr__``; nowhere if the layer has no such module."""
+    modules = dict(layer.named_modules())
+    paths = [path.rpartition(".") for path in _WEIGHTS]
+    return [(modules[module]._parameters if module in modules else {}, name) for module, _, name in paths]
