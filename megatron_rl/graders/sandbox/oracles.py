@@ -7,6 +7,7 @@ pinned if some check compares it, and no other name of the program, with what th
 
 import ast
 import builtins
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,6 +28,10 @@ _FILES = frozenset({"open", "Path", "os", "pathlib", "glob", "shutil", "filecmp"
 """Names by which tests read files, which the program's functions may change."""
 _VIEWS = ("iter", "reversed", "enumerate", "zip", "map", "filter", "islice", "chain", "memoryview", "keys", "values", "items")
 """Functions whose results change with their arguments."""
+_FORMATS = ("format", "format_map", "substitute", "safe_substitute")
+NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
+_CONVERSIONS = ("astype", "view", "array", "asarray", "int8", "uint8", "int16", "uint16", "float16", "half")
+"""Functions that convert numbers to types in which large ones wrap or round."""
 _ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
 
@@ -70,6 +75,7 @@ class Oracles:
         """The kinds of change by which the program may decide a check: "changes" of arguments (``f(a) == sorted(a)``), "files"."""
         names, files = {"candidate", "solution", *self._program}, _files(self._tree)
         gifts = list(_gifts(self._tree, names, self._flow))
+        gifts += _gifts_inside(self._tree, gifts)
         changed = {"changes": gifts, "files": [(call, files) for call, _ in gifts if files]}
         flows = {kind: _flow([*self._edges, *_changes(each, names)], self._program) for kind, each in changed.items() if each}
         return frozenset(kind for kind, flow in flows.items() if _rests_on(self._tree, self._flow, flow, changed[kind]))
@@ -78,6 +84,37 @@ class Oracles:
         """Loops with checks over what the program gives."""
         loops = [node for node in ast.walk(self._tree) if isinstance(node, ast.For) and _names(node.iter, self._flow)]
         return [loop for loop in loops if any(_checks(ast.Module(loop.body, [])))]
+
+    def conditions_to_watch(self) -> dict[ast.If, bool]:
+        """Conditions that depend on what the program gives, with the value that leads to checks."""
+        found = {}
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.If) and not node.orelse and _names(node.test, self._flow):
+                checks = [*_checks(ast.Module(node.body, []))]
+                if _leaves(node) and not checks and any(_checks(ast.Module(node.scope.body, []))):  # type: ignore[attr-defined]
+                    found[node] = False
+                elif any(not isinstance(check, ast.Constant) for check in checks):  # not of assert False
+                    found[node] = True
+        return found
+
+    def conversions(self) -> str:
+        """A way in which the tests convert what the program gives, so that it may become anything; "" if there is none."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+                source, values = node.left, [part for part in self._sources(node.right) if isinstance(part, ast.Dict | ast.Tuple)]
+            elif isinstance(node, ast.Call) and called(node) in _FORMATS and isinstance(node.func, ast.Attribute):
+                source, values = node.func.value, [*node.args, *(word.value for word in node.keywords)]
+            elif isinstance(node, ast.Call) and NARROW.search(ast.unparse(node)) and called(node) in _CONVERSIONS:
+                source, values = node, [node]
+            else:
+                continue
+            if _names(source, self._flow) and not all(isinstance(value, ast.Constant) for value in values):
+                return ast.unparse(node)
+        return ""
+
+    def _sources(self, node: ast.AST) -> list[ast.AST]:
+        """An expression, or all that the tests assign to a name."""
+        return [source for name, _, source in self._edges if name == getattr(node, "id", None)] or [node]
 
     def zips_to_watch(self) -> list[ast.Call]:
         """Calls of ``zip``, and ``map`` over several iterables, for what the program gives, or a parameter, with something else:
@@ -110,10 +147,16 @@ def _rests_on(tree: ast.Module, flow: _Flow, with_changes: _Flow, gifts: list[_G
             return True
         parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else getattr(node, "args", ())
         if isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and _is_assertion(node, set())):
-            is_known = any(not _names(part, with_changes) for part in parts)
+            is_known = any(not _names(part, with_changes) for part in parts) or _compares_objects(node)
             if not is_known and any(not _names(part, flow) for part in parts):
                 return True
     return False
+
+
+def _compares_objects(node: ast.AST) -> bool:
+    """True for ``a is b``, which no change of an object decides."""
+    parts = [node.left, *node.comparators, *node.ops] if isinstance(node, ast.Compare) else [node]
+    return all(isinstance(part, ast.Name | ast.Is | ast.IsNot) for part in parts)
 
 
 def _may_end(node: ast.AST, gifts: list[_Gift]) -> bool:
@@ -127,6 +170,12 @@ def _may_end(node: ast.AST, gifts: list[_Gift]) -> bool:
     ends += [inner for inner in inside if isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in {"next", *given}]
     goes_over = set(_bases(node.iter)) if isinstance(node, ast.For) else set()
     return bool(given & goes_over.union(*map(_loaded, ends))) and any(_checks(ast.Module(node.body, [])))
+
+
+def called(node: ast.AST) -> str:
+    """Name of the function or method that an expression calls; "" if it is no call."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def _leaves(node: ast.If) -> bool:
@@ -188,14 +237,13 @@ def _mark_scopes(node: ast.AST, scope: ast.AST) -> None:
 
 
 def _edges(tree: ast.Module) -> Iterator[_Edge]:
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    functions = _functions(tree)
     for name, function in functions.items():
         returned = [node for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
         yield from ((name, _ANYWHERE, node.value) for node in returned if node.value)
     for node in ast.walk(tree):
-        name = _own_method(node.func) or getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and name in functions:
-            parameters = [each.arg for each in functions[name].args.args][isinstance(node.func, ast.Attribute) :]
+        if isinstance(node, ast.Call) and (callee := _callee(node, functions)):
+            parameters = [each.arg for each in callee.args.args][isinstance(node.func, ast.Attribute) :]
             pairs = [*zip(parameters, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
             yield from ((name, _ANYWHERE, value) for name, value in pairs if name in parameters)
         for target, source in _assigned(node):
@@ -203,6 +251,19 @@ def _edges(tree: ast.Module) -> Iterator[_Edge]:
             yield from ((each.id, (each.scope, _position(node)), source) for each in names)  # type: ignore[attr-defined]
             if isinstance(node, ast.AugAssign | ast.Call):  # the value before stays in it
                 yield from ((each.id, (each.scope, _position(node)), each) for each in names)  # type: ignore[attr-defined]
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.Lambda]:
+    """Functions of the tests by name."""
+    found: dict[str, ast.FunctionDef | ast.Lambda] = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    named = [(target, source) for node in ast.walk(tree) for target, source in _assigned(node) if isinstance(source, ast.Lambda)]
+    return found | {target.id: source for target, source in named if isinstance(target, ast.Name)}
+
+
+def _callee(call: ast.Call, functions: dict[str, ast.FunctionDef | ast.Lambda]) -> ast.FunctionDef | ast.Lambda | None:
+    """The function of the tests that is called."""
+    own = functions.get(_own_method(call.func) or getattr(call.func, "id", ""))
+    return call.func if isinstance(call.func, ast.Lambda) else own
 
 
 def _changes(gifts: Iterable[_Gift], program: set[str]) -> Iterator[_Edge]:
@@ -230,6 +291,16 @@ def _gifts(tree: ast.Module, program: set[str], flow: _Flow) -> Iterator[_Gift]:
                 yield node, names
 
 
+def _gifts_inside(tree: ast.Module, gifts: list[_Gift]) -> Iterator[_Gift]:
+    """Calls of functions of the tests, with the names from outside that the functions give to the program."""
+    functions, given = _functions(tree), defaultdict[ast.AST | None, set[str]](set)
+    for call, names in gifts:
+        scope = call.scope  # type: ignore[attr-defined]
+        given[scope] |= names - {each.arg for each in ast.walk(scope) if isinstance(each, ast.arg)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return ((call, names) for call in calls if (names := given.get(_callee(call, functions), set())))
+
+
 def _views(tree: ast.Module) -> dict[str, set[str]]:
     """For each name the names whose values change with its value: aliases (``b = a``), methods (``step = it.__next__``), views and
     generators."""
@@ -251,7 +322,7 @@ def _bases(node: ast.AST) -> Iterator[str]:
         yield node.id
     elif isinstance(node, ast.Attribute):
         yield from _bases(node.value)
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _VIEWS:
+    elif isinstance(node, ast.Call) and called(node) in _VIEWS:
         for part in (getattr(node.func, "value", None), *node.args):
             yield from _bases(part) if part else ()
     elif isinstance(node, ast.GeneratorExp):
@@ -269,8 +340,7 @@ def _files(tree: ast.Module) -> set[str]:
         for target, source in _assigned(node):
             while isinstance(source, ast.BinOp):  # Path("a") / "b"
                 source = source.left
-            called = getattr(source.func, "attr", getattr(source.func, "id", "")) if isinstance(source, ast.Call) else ""
-            if called in ("open", "Path") or getattr(source, "id", "") in found:
+            if called(source) in ("open", "Path") or getattr(source, "id", "") in found:
                 found |= {inner.id for inner in ast.walk(target) if isinstance(inner, ast.Name)}
     return found & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
@@ -368,9 +438,7 @@ def _raises(node: ast.AST) -> bool:
 
 
 def _is_assertion(node: ast.expr, own: set[str]) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    name = called(node)
     return name not in own and name.lstrip("_").lower().startswith(ASSERTIONS)
 
 

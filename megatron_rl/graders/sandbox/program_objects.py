@@ -43,6 +43,8 @@ class ProgramRequests:
         self._wire, self._tell = wire, tell
         self._turn = threading.RLock()
         self._functions: list[Any] = []
+        self._called: set[Any] = set()
+        """Code of the functions that the program has called."""
         self._function_numbers: dict[int, int] = {}
         """Index in ``_functions`` by id."""
         self._handles: dict[int, Handle] = {}
@@ -114,6 +116,7 @@ class ProgramRequests:
             self._begun.add(id(values[0]))
         if is_for_nothing:
             self.given -= {"nothing", "empty array"} - before
+            self._begun.add(id(result))
         return result
 
     def _load(self) -> None:
@@ -169,8 +172,14 @@ class ProgramRequests:
             raise self.unscored("an instance of the prompt's class holds an object of the program")
         return values, containers
 
+    def has_unused_checks(self) -> bool:
+        """True if the program has never called a function with checks that the tests gave it."""
+        codes = {code for function in self._functions if (code := getattr(function, "__code__", None))}
+        return any(name == "__case__" or name.startswith("assert") for code in codes - self._called for name in code.co_names)
+
     def _call_back(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], received: list[Any]) -> None:
         """Run a function of the tests that the program calls; ``received`` are the containers in its arguments."""
+        self._called.add(getattr(function, "__code__", None))
         raised, before = self.raised, [snapshot(container) for container in received]
         try:
             result = function(*arguments, **keywords)

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import CodeType
 
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import ASSERTIONS, Oracles
+from megatron_rl.graders.sandbox.oracles import ASSERTIONS, NARROW, Oracles, called
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -226,15 +226,17 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     doubt = _doubt(tree, program_names, constants)
     if not doubt and (oracle := oracles.unpinned(root_of(entry_point))):
         doubt = f"the tests use the program's own {oracle} to check it"
+    if not doubt and (conversion := oracles.conversions()):
+        doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
     decided_by = oracles.changes_that_decide()
     try:
-        marks = _MarkAsserts(oracles.zips_to_watch(), oracles.loops_to_watch())
+        marks = _MarkAsserts(oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch())
         code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")) | ({"seed"} & _identifiers(tree))
-    expected |= {"narrow"} if _NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
+    expected |= {"narrow"} if NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
     habits = (decided_by, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
@@ -248,6 +250,10 @@ _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
 def _swallows(node: ast.AST) -> bool:
     """True for a ``try`` or ``with suppress`` in which an exception skips an assert unseen."""
     if isinstance(node, ast.Try):
+        # An exception that no test expects gives the value which another assignment would take from the program.
+        lost = [each for each in node.handlers if each.type and _names_in([each.type]) & {"RecursionError", "MemoryError"}]
+        if _stored(lost) & _stored(node.body):
+            return True
         silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in ast.walk(each))]
         caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
     elif isinstance(node, ast.With):
@@ -286,7 +292,6 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
 
 
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
-_NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
 
 
@@ -328,7 +333,7 @@ def _used_as_functions(tree: ast.AST) -> set[str]:
 
 def _bound_somewhere(tree: ast.AST) -> set[str]:
     """Names bound as local variables, parameters, imports and the like."""
-    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    found = _stored([tree])
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
             found.add(node.name or "")
@@ -337,6 +342,12 @@ def _bound_somewhere(tree: ast.AST) -> set[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     return found
+
+
+def _stored(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that statements assign."""
+    inner = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {each.id for each in inner if isinstance(each.ctx, ast.Store)}
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
@@ -350,8 +361,7 @@ def _can_fail(node: ast.AST, own: set[str]) -> bool:
     """True for what fails if the program is wrong: an assert, an error, or the result of a test."""
     if _names_test(node) or getattr(node, "name", "") == "check":
         return any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node))
-    called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-    return isinstance(node, ast.Assert | ast.Raise) or (called not in own and bool(_CAN_FAIL.match(called)))
+    return isinstance(node, ast.Assert | ast.Raise) or (called(node) not in own and bool(_CAN_FAIL.match(called(node))))
 
 
 def _as_script(node: ast.stmt) -> list[ast.stmt]:
@@ -370,7 +380,7 @@ def _is_runner(node: ast.stmt, text: str) -> bool:
 def _tests_in(tree: ast.Module, loaded: Collection[str]) -> Iterator[str]:
     """Names of the functions ``test...`` and of unittest's classes. Raises InvalidTests for tests that only pytest runs."""
     cases: set[str] = set()
-    for node in tree.body:
+    for node in _outside_functions(tree.body):
         if isinstance(node, ast.ClassDef):
             is_pytest = node.name.startswith("Test") and any(_names_test(inner) for inner in node.body)
             if any(name in cases or name.endswith("TestCase") for base in node.bases for name in _identifiers(base)):
@@ -387,6 +397,14 @@ def _tests_in(tree: ast.Module, loaded: Collection[str]) -> Iterator[str]:
             continue
         if is_pytest and node.name not in loaded:
             raise InvalidTests(f"the tests need pytest, for {node.name}")
+
+
+def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Statements of a module, also those inside ``if``, ``try`` and the like."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield from _outside_functions(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler))
 
 
 def _names_test(node: ast.AST) -> bool:
@@ -413,36 +431,44 @@ def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
             yield True, node.type or ast.Constant(None)
         elif isinstance(node, ast.ClassDef):
             yield from ((False, base) for base in node.bases)
-        elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
-                yield from ((True, argument) for argument in node.args[:1])
-            elif called in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
-                yield from ((False, argument) for argument in node.args[called != "issubclass" :])
+        elif called(node) in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
+            yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
+        elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
+            yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
     return frozenset(inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name))
 
 
+def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), method, ast.Load()), [*arguments], [])
+
+
 class _MarkAsserts(ast.NodeTransformer):
     """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, and ``x`` of ``loops`` over x into ``__case__.each(x)``."""
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x)``, and
+    ``x`` of ``if x`` into ``__case__.leads(x, ...)``."""
 
-    def __init__(self, zips: Sequence[ast.Call], loops: Sequence[ast.For]) -> None:
-        self._zips, self._loops = zips, loops
+    def __init__(self, zips: Sequence[ast.Call], loops: Sequence[ast.For], conditions: Mapping[ast.If, bool]) -> None:
+        self._zips, self._loops, self._conditions = zips, loops, conditions
 
     def visit_For(self, node: ast.For) -> ast.AST:
         self.generic_visit(node)
-        if any(node is each for each in self._loops):
-            node.iter = ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), "each", ast.Load()), [node.iter], [])
+        if node in self._loops:
+            node.iter = _case_call("each", node.iter)
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        if node in self._conditions:
+            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])
+            node.test = _case_call("leads", node.test, *about)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if any(node is each for each in self._zips):
-            node.func = ast.Attribute(ast.Name("__case__", ast.Load()), node.func.id, ast.Load())  # type: ignore[attr-defined]
-        return node
+        return _case_call(called(node), *node.args) if node in self._zips else node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         self.generic_visit(node)

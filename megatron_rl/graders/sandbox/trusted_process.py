@@ -73,6 +73,8 @@ class _Cases:
         """True if an ``all``, an ``any`` or a loop over what the program gave has checked nothing."""
         self.is_cut = False
         """True if a zip has ended before everything that it compares."""
+        self.led: dict[int, bool] = {}
+        """For each line of a condition that the program decides, whether it has led to a check."""
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
         self._requests, self._partial, self._is_empty = requests, partial, False
@@ -113,6 +115,21 @@ class _Cases:
             is_empty = False
             yield item
         self.is_over_nothing |= is_empty
+
+    def leads(self, value: Any, line: int, wanted: bool) -> bool:
+        """The truth of a condition that leads to checks if it is ``wanted``."""
+        self.led[line] = self.led.get(line, False) or bool(value) is wanted
+        return bool(value)
+
+    def next(self, items: Iterator[Any], *default: Any) -> Any:
+        """The built-in ``next`` of the tests."""
+        try:
+            return next(items)
+        except StopIteration:
+            if not default:
+                raise
+        self.is_over_nothing = True
+        return default[0]
 
     def map(self, function: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
         return (function(*values) for values in self.zip(*iterables))
@@ -163,7 +180,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         namespace = _namespace(task, tests, entry_point, requests, cases)
         exec(tests.code, namespace)
         for name in tests.functions:
-            _run_function(namespace[name], cases)
+            _run_function(namespace.get(name), cases)
     except BaseException as raised:
         error = raised
     if not requests.started or requests.is_unscored:
@@ -207,6 +224,14 @@ _BLIND_TO = {
 
 def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     """The reason why tests that hold have shown nothing; "" if there is none."""
+    for value, doubt in _BLIND_TO.items():
+        if value in requests.given - tests.expected:
+            return doubt
+    return _unmade(tests, requests, cases)
+
+
+def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
+    """The reason why tests that hold have not checked all results; "" if there is none."""
     if cases.caught:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
     if (tests.num_asserts and not cases.num_passed) or (cases.is_over_nothing and "nothing" in requests.given):
@@ -217,11 +242,10 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return "the program changed an argument or a file on which the check of its result depends"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
         return "the program gave something empty, which arrays find equal to anything"
-    for value, doubt in _BLIND_TO.items():
-        if value in requests.given - tests.expected:
-            return doubt
     if cases.has_skipped:
         return "a test was skipped, or was expected to fail"
+    if not all(cases.led.values()) or requests.has_unused_checks():
+        return "a check was never made: the program decided its condition, or never called a function of the tests"
     if cases.is_cut:
         return "the program gave too few or too many for the zip that compares them"
     return ""
@@ -229,7 +253,7 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
 
 def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
     namespace = _Namespace(requests, tests.constants)
-    namespace.update(__case__=cases, all=cases.all, any=cases.any, map=_map, filter=_filter, eval=_evaluator(requests))
+    namespace.update(__case__=cases, all=cases.all, any=cases.any, next=cases.next, map=_map, filter=_filter, eval=_evaluator(requests))
     for code in prelude(task["prompt_code"], entry_point):
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
@@ -277,6 +301,9 @@ def _own_error(kind: Any) -> type | None:
 
 
 def _run_function(function: Any, cases: _Cases) -> None:
+    if function is None:  # its definition was not reached
+        cases.has_skipped = True
+        return
     if not isinstance(function, type):
         if function() is False:
             raise AssertionError("a test returned False")

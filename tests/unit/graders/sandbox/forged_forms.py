@@ -67,4 +67,23 @@ FORGED_FORMS: dict[str, list[tuple[Any, ...]]] = {
         (_CLEARED, "def timed(fn, *args): return fn(*args)\na = [3, 1, 2]\nassert timed(f, a) == sorted(a)"),
         (_CLEARED, "from functools import partial\na = [3, 1, 2]\nassert partial(f, a)() == sorted(a)"),
     ],
+    "a check that the program keeps from being made": [
+        ("def f(xs, cb): return None", "def cb(x):\n    assert x == 7\nassert f([7, 7], cb) is None"),
+        ("def f(g): return []", "g = {'a': ['b'], 'b': []}\npos = {n: i for i, n in enumerate(f(g))}\nfor u in g:\n    for v in g[u]:\n        if u in pos and v in pos:\n            assert pos[u] < pos[v]\nassert f({}) == []"),  # noqa: E501
+        ("def f(x): return None", "def test_a():\n    r = f(2)\n    if r is None:\n        return\n    assert r == 4\ndef test_b():\n    assert f(0) is None"),  # noqa: E501
+        ("def f(n):\n    yield from ()", "r = f(6)\nfor w in [0, 2, 4]:\n    assert next(r, w) == w\nassert list(f(0)) == []"),
+        (_ZERO, "try:\n    import nowhere\n    def test_a():\n        assert f(2) == 4\nexcept ImportError:\n    pass\ndef test_b():\n    assert f(0) == 0"),  # noqa: E501
+        ("def f(x):\n    if x: raise RecursionError\n    return 0", "assert f(0) == 0\ntry:\n    r = f(50)\nexcept RecursionError:\n    r = 2500\nassert r == 2500"),  # noqa: E501
+    ],
+    "a value that the tests convert": [
+        ("def f(): return '{0.want}'", "class C:\n    want = 'Hello Bob'\nassert f().format(C()) == C.want"),
+        ("def f(): return '%(want)s'", "d = {'name': 'Bob', 'want': 'Hello Bob'}\nassert f() % d == d['want']"),
+        ("import numpy as np\ndef f(x): return np.array([256 + x])", "import numpy as np\nassert f(3).astype(np.uint8)[0] == 3"),
+        ("def f(x): return 256 + x", "import numpy as np\nassert np.array([f(3)]).astype('uint8')[0] == 3"),
+    ],
+    "an argument that a function inside another changes": [
+        (_CLEARED, "a = [3, 1, 2]\nassert (lambda fn: fn(a))(f) == sorted(a)"),
+        (_CLEARED, "call = lambda fn: fn(a)\na = [3, 1, 2]\nassert call(f) == sorted(a)"),
+        (_CLEARED, "def call(): return f(a)\na = [3, 1, 2]\nassert call() == sorted(a)"),
+    ],
 }
