@@ -102,9 +102,9 @@ class Oracles:
         for node in ast.walk(self._tree):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
                 source, values = node.left, [part for part in self._sources(node.right) if isinstance(part, ast.Dict | ast.Tuple)]
-            elif isinstance(node, ast.Call) and called(node) in _FORMATS and isinstance(node.func, ast.Attribute):
+            elif called(node) in _FORMATS and isinstance(node.func, ast.Attribute):
                 source, values = node.func.value, [*node.args, *(word.value for word in node.keywords)]
-            elif isinstance(node, ast.Call) and NARROW.search(ast.unparse(node)) and called(node) in _CONVERSIONS:
+            elif called(node) in _CONVERSIONS and NARROW.search(ast.unparse(node)):
                 source, values = node, [node]
             else:
                 continue
@@ -241,6 +241,8 @@ def _edges(tree: ast.Module) -> Iterator[_Edge]:
     for name, function in functions.items():
         returned = [node for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
         yield from ((name, _ANYWHERE, node.value) for node in returned if node.value)
+        parametrized = [(each.arg, decorator) for decorator in getattr(function, "decorator_list", []) for each in function.args.args]
+        yield from ((name, _ANYWHERE, decorator) for name, decorator in parametrized)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (callee := _callee(node, functions)):
             parameters = [each.arg for each in callee.args.args][isinstance(node.func, ast.Attribute) :]

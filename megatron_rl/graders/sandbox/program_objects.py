@@ -63,7 +63,10 @@ class ProgramRequests:
         self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
-        "method" and "narrow" (``decode``); and "changes" of an argument or of "files"."""
+        "method", "narrow" and "rounded" (``decode``); and "changes" of an argument or of "files"."""
+        self.random_states: Callable[[], Any] = lambda: None
+        """The states of random numbers that the tests seed, and that the program continues from."""
+        self._sent_states: Any = None
         self.watch: AbstractContextManager[None] = nullcontext()  # around each request
 
     def failed(self, text: str) -> ProtocolViolation:
@@ -82,6 +85,9 @@ class ProgramRequests:
             self._turn.acquire()
         try:
             with self.watch:
+                if what != "main" and (states := self.random_states()) != self._sent_states:
+                    self._sent_states = states
+                    self._ask("seed", states)
                 return self._ask(what, values)
         finally:
             self._turn.release()
@@ -89,7 +95,9 @@ class ProgramRequests:
     def _ask(self, what: str, values: tuple[Any, ...]) -> Any:
         if self.fault:
             raise ProtocolViolation(self.fault)
-        lent = [*self._lent]
+        # Nobody can see a change of a container that only this list holds.
+        lent = [each for each in self._lent if sys.getrefcount(each.container) > 2]
+        self._lent = deque(lent, _MAX_LENT)
         known, contents = [each.container for each in lent], [each.content for each in lent]
         try:
             message, containers = encode(values, self._export, self.records, known, contents)

@@ -73,7 +73,7 @@ class ProgramProcess:
         """Held by the thread that calls a function of the tests."""
         self._handlers: dict[str, Callable[..., Any]] = {
             "load": self._load, "main": self._run_script, "call": _call, "make": _call, "operate": _operate,
-            "get": getattr, "set": setattr, "next": next, "value": lambda value: value,
+            "get": getattr, "set": setattr, "next": next, "value": lambda value: value, "seed": _seed,
         }  # fmt: skip
 
     def serve(self) -> None:
@@ -232,6 +232,12 @@ class ProgramProcess:
 
 def _call(function: Any, arguments: Any, keywords: Any) -> Any:
     return function(*arguments, **dict(keywords))
+
+
+def _seed(state: Any, *of_numpy: Any) -> None:
+    random.setstate(state)
+    for each in of_numpy:
+        importlib.import_module("numpy").random.set_state(each)
 
 
 def _operate(name: str, *operands: Any) -> Any:

@@ -25,7 +25,6 @@ _ONE_INTERPRETER = {
 }  # fmt: skip
 """Names in tests that need the interpreter of the tested code."""
 _RUNS_TEXT = {"exec", "pickle", "marshal", "dill", "cloudpickle", "runpy", "sympify", "parse_expr", "__import__"}
-_PYTEST = {"autouse", "parametrize", "setup_function", "setup_module", "skip", "skipif", "usefixtures", "xfail"}
 _CAN_FAIL = re.compile(rf"_*(?:{'|'.join(ASSERTIONS)}|raises|fail|exit|quit)", re.IGNORECASE)
 
 
@@ -49,7 +48,8 @@ class Tests:
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """The words "nan", "inf" and "seed", if the tests mention them; "narrow", if they mention types of numbers."""
+    """The words "nan", "inf" and "seed", if the tests mention them; "narrow", if they mention types of numbers; "rounded", if they
+    make no integer that float64 could not hold."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
@@ -60,7 +60,9 @@ class Tests:
     """Number of asserts in the source; a loop may run one assert several times."""
     lines: tuple[str, ...]
     functions: tuple[str, ...]
-    """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
+    """Functions ``test_...`` and classes of tests, in the order of the source."""
+    loaded: frozenset[str]
+    """Names that the tests use."""
 
     def check(self, defined: Collection[str]) -> None:
         """Raise InvalidTests if the program, which defines the names ``defined``, could judge itself."""
@@ -222,7 +224,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
     num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
-    functions = tuple(_tests_in(tree, loaded))
+    functions = tuple(dict.fromkeys(_tests_in(tree)))
     doubt = _doubt(tree, program_names, constants)
     if not doubt and (oracle := oracles.unpinned(root_of(entry_point))):
         doubt = f"the tests use the program's own {oracle} to check it"
@@ -236,11 +238,12 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         raise InvalidTests(f"the tests do not compile: {error}") from error
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")) | ({"seed"} & _identifiers(tree))
-    expected |= {"narrow"} if NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
+    expected |= {"narrow", "rounded"} if NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
+    expected |= frozenset() if any(map(_may_be_large, ast.walk(ast.Module([*tree.body, *before.body, *shared], [])))) else {"rounded"}
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
     habits = (decided_by, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
-    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions)
+    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, frozenset(loaded))
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
@@ -292,7 +295,19 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
 
 
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
+_INTEGERS = set("eval factorial comb perm prod pow int round ceil floor trunc sum reduce cumsum cumprod loads load open read".split())
+"""Functions that may give large integers."""
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
+
+
+def _may_be_large(node: ast.AST) -> bool:
+    """True for an expression whose value may be an integer above 2**53."""
+    if isinstance(node, ast.BinOp | ast.AugAssign):
+        operands = [getattr(node, "left", None), getattr(node, "right", getattr(node, "value", None))]
+        is_float = any(isinstance(each, ast.Constant) and isinstance(each.value, float) for each in operands)
+        return isinstance(node.op, ast.Add | ast.Mult | ast.Pow | ast.LShift) and not is_float
+    is_integer = isinstance(node, ast.Constant) and isinstance(node.value, int)
+    return (is_integer and abs(node.value) >= 2**53) or called(node) in _INTEGERS  # type: ignore[attr-defined]
 
 
 def _is_false(node: ast.expr) -> bool:
@@ -377,26 +392,17 @@ def _is_runner(node: ast.stmt, text: str) -> bool:
     return bool(is_main or re.search(r"\b(?:unittest|pytest)\.main\(|^(?:sys\.)?(?:exit|quit)\(0?\)$", called))
 
 
-def _tests_in(tree: ast.Module, loaded: Collection[str]) -> Iterator[str]:
-    """Names of the functions ``test...`` and of unittest's classes. Raises InvalidTests for tests that only pytest runs."""
+def _tests_in(tree: ast.Module) -> Iterator[str]:
+    """Names of the functions ``test...`` and of the classes of tests."""
     cases: set[str] = set()
     for node in _outside_functions(tree.body):
         if isinstance(node, ast.ClassDef):
-            is_pytest = node.name.startswith("Test") and any(_names_test(inner) for inner in node.body)
             if any(name in cases or name.endswith("TestCase") for base in node.bases for name in _identifiers(base)):
                 cases.add(node.name)
+            if node.name in cases or (node.name.startswith("Test") and any(map(_names_test, node.body))):
                 yield node.name
-                continue
-        elif isinstance(node, ast.FunctionDef):
-            needs = len(node.args.args) + len(node.args.posonlyargs) > len(node.args.defaults)
-            is_pytest = bool(_PYTEST & set().union({node.name}, *map(_identifiers, node.decorator_list)))
-            is_pytest |= _names_test(node) and (needs or any(isinstance(each, ast.Yield) for each in ast.walk(node)))
-            if _names_test(node) and not needs:
-                yield node.name
-        else:
-            continue
-        if is_pytest and node.name not in loaded:
-            raise InvalidTests(f"the tests need pytest, for {node.name}")
+        elif _names_test(node):
+            yield node.name  # type: ignore[attr-defined]
 
 
 def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -16,7 +16,6 @@ import sys
 import threading
 import traceback
 import types
-import unittest
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any
@@ -33,6 +32,7 @@ from megatron_rl.graders.sandbox.program_objects import (
     is_object,
 )
 from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.sandbox.test_functions import NeedsPytest, TestRun
 from megatron_rl.graders.sandbox.values import record_classes
 
 
@@ -68,7 +68,7 @@ class _Cases:
         self.num_empty = 0
         self.failures: list[str] = []
         self.has_skipped = False
-        """True if a test case was skipped, or had to fail."""
+        """True if a test was not run, or had to fail."""
         self.is_over_nothing = False
         """True if an ``all``, an ``any`` or a loop over what the program gave has checked nothing."""
         self.is_cut = False
@@ -179,8 +179,12 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     try:
         namespace = _namespace(task, tests, entry_point, requests, cases)
         exec(tests.code, namespace)
+        run = TestRun(namespace, tests.loaded)
         for name in tests.functions:
-            _run_function(namespace.get(name), cases)
+            run.run(name)
+        cases.has_skipped = run.has_skipped
+    except NeedsPytest as raised:
+        error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
     if not requests.started or requests.is_unscored:
@@ -217,7 +221,7 @@ _BLIND_TO = {
     "nan": "the program gave nan, which is neither below nor above a limit",
     "inf": "the program gave an infinite number, which a relative limit does not exclude",
     "method": "the program gave a named tuple in which a function hides a method",
-    "narrow": "the program gave numbers of numpy that round or overflow in comparisons",
+    **dict.fromkeys(("narrow", "rounded"), "the program gave numbers of numpy that round or overflow in comparisons"),
 }
 """Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""
 
@@ -258,6 +262,8 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
+    if "seed" in tests.expected and task["draws"]:
+        requests.random_states = _random_states
     if "files" in tests.decided_by:
         requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
@@ -283,6 +289,14 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     return namespace
 
 
+def _random_states() -> tuple[Any, ...]:
+    """State of the random numbers of the standard library, and of numpy if it is loaded."""
+    if "numpy" not in sys.modules:
+        return (random.getstate(),)
+    kind, keys, *rest = sys.modules["numpy"].random.get_state()
+    return random.getstate(), (kind, tuple(keys.tolist()), *rest)
+
+
 def _name_of_program(requests: ProgramRequests, name: str) -> Handle:
     if name.startswith("__"):  # imports of other modules look at all modules
         raise AttributeError(name)
@@ -298,22 +312,6 @@ def _text(requests: ProgramRequests, output: Any) -> str:
 def _own_error(kind: Any) -> type | None:
     is_own = type(kind) is type and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
     return kind if is_own else None
-
-
-def _run_function(function: Any, cases: _Cases) -> None:
-    if function is None:  # its definition was not reached
-        cases.has_skipped = True
-        return
-    if not isinstance(function, type):
-        if function() is False:
-            raise AssertionError("a test returned False")
-        return
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(function).run(result)
-    broken = [*result.failures, *result.errors]
-    cases.has_skipped |= bool(result.skipped or result.expectedFailures)
-    if broken or result.unexpectedSuccesses:
-        raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "a test that should fail succeeded")
 
 
 def _evaluator(requests: ProgramRequests) -> Callable[..., Any]:

@@ -15,12 +15,14 @@ import math
 import operator
 import re
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +32,7 @@ _MAX_JSON_INT = 1 << 63
 _MAX_DIMENSIONS = 64
 """Maximum number of dimensions of an array."""
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
-_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+_DTYPE = re.compile(r"[<>|=](?:[biufc][0-9]{1,2}|[US][1-9][0-9]{0,4})")
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 """Classes that are plain values, and default factories that a defaultdict keeps."""
@@ -54,6 +56,8 @@ _PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] 
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "timedelta": (datetime.timedelta, lambda value: [value.days, value.seconds, value.microseconds],
                   lambda parts: datetime.timedelta(*parts)),
+    "path": (PurePosixPath, str, PurePosixPath),
+    "file": (type(Path()), str, Path),
 }  # fmt: skip
 """Maps tag to (type, to JSON, from JSON)."""
 _TAGS = {kind: (tag, to_json) for tag, (kind, to_json, _) in _PLAIN_ROWS.items()}
@@ -101,10 +105,10 @@ def encode(
 
 def snapshot(container: Any) -> Snapshot:
     """Content of a container: its parts, to be compared by identity, or a tuple of plain values."""
-    if type(container) is bytearray:
+    if type(container) in (bytearray, array):
         return (bytes(container),)
-    if array := _array(container):
-        return tuple(map(str, array))
+    if data := _array(container):
+        return tuple(map(str, data))
     content = container if isinstance(container, list | set | deque | dict) else vars(container)
     return [*content, *content.values()] if isinstance(content, dict) else list(content)
 
@@ -119,7 +123,7 @@ class _Encoder:
         self._export = export
         self._records = {kind for kind in records.values() if not issubclass(kind, Enum)}
         self._members = set(records.values()) - self._records
-        self._containers = {list, set, deque, bytearray, SimpleNamespace, *_MAPPINGS.values(), *self._records}
+        self._containers = {list, set, deque, bytearray, array, SimpleNamespace, *_MAPPINGS.values(), *self._records}
         self.objects = list(known)
         self._numbers = {id(value): number for number, value in enumerate(self.objects)}
 
@@ -138,10 +142,10 @@ class _Encoder:
             return [tag, to_json(value)]
         if built_in := self._built_in(value, depth):
             return built_in
-        array = _array(value)
-        if array and array[0] == "scalar":
-            return array
-        if array or kind in self._containers:
+        data = _array(value)
+        if data and data[0] == "scalar":
+            return data
+        if data or kind in self._containers:
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = len(self.objects)
                 self.objects.append(value)
@@ -171,8 +175,10 @@ class _Encoder:
             return ["deque", [self.item(part) for part in value], value.maxlen]
         if kind is bytearray:
             return ["bytearray", value.hex()]
-        if array := _array(value):
-            return array
+        if kind is array:
+            return ["typed", value.tobytes().hex(), value.typecode]
+        if data := _array(value):
+            return data
         attributes = [[name, self.item(part)] for name, part in vars(value).items()]
         return ["record", kind.__name__, attributes] if kind in self._records else ["namespace", attributes]
 
@@ -192,9 +198,9 @@ def _array(value: Any) -> list[Any] | None:
     numpy = sys.modules.get("numpy")  # if numpy was never imported, the value is not a numpy value
     if numpy is None or (type(value) is not numpy.ndarray and not issubclass(type(value), numpy.generic)):
         return None
-    if not _DTYPE.fullmatch(value.dtype.str):
-        return None
     tag = "array" if type(value) is numpy.ndarray else "scalar"
+    if not _DTYPE.fullmatch(value.dtype.str) or (tag == "scalar" and value.dtype.kind in "US"):
+        return None
     return [tag, value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
 
 
@@ -208,8 +214,9 @@ def decode(
     """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
 
     Args:
-        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, with "narrow" for numpy's numbers of 8 or 16
-            bits, and with "method" for a named tuple's function that hides a method.
+        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, with "rounded" for numpy's float64 that may
+            equal other integers, with "narrow" for its other numbers that may, and with "method" for a named tuple's function that
+            hides a method.
 
     Raises:
         ValueError: the message is not an output of ``encode``.
@@ -238,7 +245,7 @@ def decode(
 class _Decoder:
     def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object] | None) -> None:
         self._objects, self._import, self._records = objects, import_reference, records
-        self._notice, self._is_watched = notice or (lambda _: None), notice is not None
+        self._notice = notice
 
     def item(self, data: Any, depth: int = 0) -> Any:
         if type(data) is dict:
@@ -255,7 +262,7 @@ class _Decoder:
                 raise ValueError("nested too deeply")
             make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
             parts = [self.item(part, depth + 1) for part in data[1]]
-            if tag == "named" and any(hasattr(tuple, name) and callable(part) for name, part in zip(data[3], parts, strict=True)):
+            if tag == "named" and self._notice and any(hasattr(tuple, name) and callable(part) for name, part in zip(data[3], parts)):
                 self._notice("method")
             return self._look(make(parts))
         return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)
@@ -281,20 +288,22 @@ class _Decoder:
             return {_name(name, self._records[content]): self.item(part) for name, part in node[2]}
         if tag == "namespace":
             return {_name(name, SimpleNamespace): self.item(part) for name, part in content}
+        if tag == "typed":
+            return self._look(array(node[2], bytes.fromhex(content)))
         return self._look(bytes.fromhex(content) if tag == "bytearray" else _from_array(node))
 
     def _look(self, value: Any) -> Any:
         """``value``; notices what comparisons may be blind to."""
+        if self._notice is None:
+            return value
         if type(value).__module__ == "numpy":
+            _watch_overflow(self._notice)
             if value.dtype.kind in "fc" and bool((value - value != 0).any()):
                 self._notice("nan" if bool((value != value).any()) else "inf")
             if value.size == 0:
                 self._notice("empty array")
             if value.dtype.kind in "iufc" and (value.dtype.itemsize <= 2 or _is_rounded(value)):
-                self._notice("narrow")
-            if self._is_watched:  # what is computed with the value
-                sys.modules["numpy"].seterrcall(lambda *_: self._notice("narrow"))
-                sys.modules["numpy"].seterr(over="call")
+                self._notice("rounded" if value.dtype.str[1:] == "f8" else "narrow")
         elif isinstance(value, complex):
             self._look(value.real)
             self._look(value.imag)
@@ -304,6 +313,13 @@ class _Decoder:
         elif hasattr(value, "__len__") and not value:
             self._notice("nothing")
         return value
+
+
+@lru_cache(maxsize=1)
+def _watch_overflow(notice: Callable[[str], object]) -> None:
+    """Notice what tests compute with numbers of numpy."""
+    sys.modules["numpy"].seterrcall(lambda *_: notice("narrow"))
+    sys.modules["numpy"].seterr(over="call")
 
 
 def _is_rounded(value: Any) -> bool:
@@ -349,7 +365,7 @@ def _own_attributes(record: type) -> frozenset[str]:
 
 
 def _kind(container: Any) -> tuple[Any, ...]:
-    return type(container), getattr(container, "shape", None)
+    return type(container), getattr(container, "shape", None), getattr(container, "typecode", None)
 
 
 def _shell(node: Any, records: Records) -> Any:
@@ -357,8 +373,8 @@ def _shell(node: Any, records: Records) -> Any:
         return object.__new__(records[node[1]])
     if node[0] == "array":
         return _from_array(node)
-    if node[0] == "deque":
-        return deque(maxlen=node[2])
+    if node[0] in ("deque", "typed"):
+        return deque(maxlen=node[2]) if node[0] == "deque" else array(node[2])
     shell = _SHELLS[node[0]]()
     if type(shell) is defaultdict:
         shell.default_factory = _FACTORIES.get(node[2])
@@ -369,7 +385,7 @@ _SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "bytearray": 
 
 
 def _fill(value: Any, tag: str, content: Any) -> None:
-    if tag in ("list", "bytearray"):
+    if tag in ("list", "bytearray", "typed"):
         value[:] = content
     elif tag == "array":
         value[...] = content
@@ -385,8 +401,8 @@ def _from_array(data: list[Any]) -> Any:
     _, dtype, shape, text = data
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"not a numeric dtype: {dtype!r}")
-    array = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
-    return array[()] if data[0] == "scalar" else array
+    values = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+    return values[()] if data[0] == "scalar" else values
 
 
 def asks_for_nothing(values: tuple[Any, ...]) -> bool:
