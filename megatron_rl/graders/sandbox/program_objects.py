@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
-from megatron_rl.graders.sandbox.values import NotSerializable, asks_for_nothing, decode, dress, encode, snapshot
+from megatron_rl.graders.sandbox.values import NotSerializable, asked_for, decode, dress, encode, snapshot
 
 MAX_DETAIL = 300
 TESTS_MODULE = "tests"
@@ -45,7 +45,7 @@ class ProgramRequests:
         self._functions: list[Any] = []
         self._called: set[Any] = set()
         """Code of the functions that the program has called."""
-        self._function_numbers: dict[int, int] = {}
+        self._function_numbers: dict[tuple[Any, ...], int] = {}
         """Index in ``_functions`` by id."""
         self._handles: dict[int, Handle] = {}
         self._lent: deque[types.SimpleNamespace] = deque(maxlen=_MAX_LENT)
@@ -63,7 +63,7 @@ class ProgramRequests:
         self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
-        "method", "narrow" and "rounded" (``decode``); and "changes" of an argument or of "files"."""
+        "method", "narrow", "rounded" and the like (``decode``); and "changes" of arguments, of their "parts", and of "files"."""
         self.random_states: Callable[[], Any] = lambda: None
         """The states of random numbers that the tests seed, and that the program continues from."""
         self._sent_states: Any = None
@@ -113,9 +113,9 @@ class ProgramRequests:
         except PeerGone as gone:
             raise self.failed(str(gone)) from None
         _renew(lent, message["nodes"])
-        before, is_for_nothing = self.given.copy(), asks_for_nothing(values)
+        before, is_for_nothing = self.given.copy(), asked_for(arguments := _arguments(values), 0)
         try:
-            result = self._reply(what, lent, containers)
+            result = self._reply(what, lent, containers, arguments)
         except StopIteration:
             if id(values[0]) not in self._begun:
                 self.given.add("nothing")
@@ -125,6 +125,8 @@ class ProgramRequests:
         if is_for_nothing:
             self.given -= {"nothing", "empty array"} - before
             self._begun.add(id(result))
+        if "single" in self.given - before and asked_for(arguments, 1):
+            self.given.remove("single")
         return result
 
     def _load(self) -> None:
@@ -133,7 +135,7 @@ class ProgramRequests:
         except BaseException as error:  # a test must not mistake a load error for an expected exception
             raise self.failed(describe_error(error)) from None
 
-    def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any]) -> Any:
+    def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any], arguments: list[Any]) -> Any:
         while True:
             try:
                 reply = self._wire.receive()
@@ -149,21 +151,21 @@ class ProgramRequests:
                 raise StopIteration
             try:
                 if "callback" not in reply:
-                    return self._result(reply, lent, containers)
-                (arguments, keywords), received = self._received(reply, [])
-                if type(reply["callback"]) is not int or type(arguments) is not tuple or type(keywords) is not dict:
+                    return self._result(reply, lent, containers, arguments)
+                (given, keywords), received = self._received(reply, [])
+                if type(reply["callback"]) is not int or type(given) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
                 function = self._functions[reply["callback"]]
             except (ValueError, TypeError, KeyError, IndexError):
                 raise self.failed("the program sent an invalid reply") from None
-            self._call_back(function, arguments, keywords, received)
+            self._call_back(function, given, keywords, received)
 
-    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> Any:
+    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], arguments: list[Any]) -> Any:
         (value,), containers = self._received(reply, known)
         _renew(lent, reply["nodes"])
         is_own = [each.is_own for each in lent] + [True] * (len(known) - len(lent)) + [False] * (len(containers) - len(known))
-        if any(own and node is not None for own, node in zip(is_own, reply["nodes"], strict=True)):
-            self.given.add("changes")
+        changed = [each for each, own, node in zip(containers, is_own, reply["nodes"], strict=True) if own and node is not None]
+        self.given |= {"changes" if any(each is argument for argument in arguments) else "parts" for each in changed}
         self._num_lent += len(containers) - len(lent)
         for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
             container, content = containers[number], snapshot(containers[number])
@@ -176,7 +178,8 @@ class ProgramRequests:
         """(values, containers) of a reply; ``known`` containers are updated in place."""
         self._has_new_object = False
         values, containers = decode(reply, self._import, self.records, known, self.given.add)
-        if self._has_new_object and any(type(each) in self.records.values() for each in containers):
+        fresh = [each for each, node in zip(containers, reply["nodes"], strict=True) if node is not None]
+        if self._has_new_object and any(type(each) in self.records.values() for each in fresh):
             raise self.unscored("an instance of the prompt's class holds an object of the program")
         return values, containers
 
@@ -252,7 +255,9 @@ class ProgramRequests:
             return ["import", f"{module}:{name}"]
         is_stream = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
         if is_stream or (callable(value) and not isinstance(value, type)):
-            number = self._function_numbers.setdefault(id(value), len(self._functions))
+            owner = getattr(value, "__self__", None)  # a bound method is a new object at each use
+            key = (id(value),) if owner is None else (id(owner), name)
+            number = self._function_numbers.setdefault(key, len(self._functions))
             if number == len(self._functions):
                 self._functions.append(_Stream(value, self.given) if is_stream else value)
             return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
@@ -271,6 +276,12 @@ class ProgramRequests:
             self._handles[number] = (Iterator if kind == "iterator" else Handle)(self, ["object", number])
         self._has_new_object |= not plain
         return dress(plain[0], self._handles[number]) if plain else self._handles[number]
+
+
+def _arguments(values: tuple[Any, ...]) -> list[Any]:
+    """Arguments of a call."""
+    is_call = len(values) == 3 and type(values[1]) is type(values[2]) is tuple
+    return [*values[1], *(value for _, value in values[2])] if is_call else []
 
 
 def _renew(lent: list[types.SimpleNamespace], nodes: list[Any]) -> None:

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from types import CodeType
 
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import ASSERTIONS, NARROW, Oracles, called
+from megatron_rl.graders.sandbox.oracles import NARROW, Oracles
+from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, walk
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -49,7 +50,8 @@ class Tests:
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
     """The words "nan", "inf" and "seed", if the tests mention them; "narrow", if they mention types of numbers; "rounded", if they
-    make no integer that float64 could not hold."""
+    make no integer that float64 could not hold; "large", if they compare no sums of what the program gives with what it gives; "single",
+    if they compare no arrays number by number."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
@@ -173,7 +175,7 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
             if node.name == "Solution":  # LeetCode's tests call its methods
                 names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
             continue
-        for inner in ast.walk(node):
+        for inner in walk(node):
             if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                 names.add(inner.id)
             elif isinstance(inner, (ast.Import, ast.ImportFrom)):
@@ -200,13 +202,13 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         raise InvalidTests(f"the tests do not compile: {error}") from error
     tree.body = [_asserted(inner) for node in tree.body for inner in _as_script(node) if not _is_runner(inner, text)]
     own = _defined(tree.body)
-    if not any(_can_fail(node, own) for node in ast.walk(tree)) or any(map(_is_tuple, ast.walk(tree))):
+    if not any(_can_fail(node, own) for node in walk(*tree.body)) or any(map(_is_tuple, walk(*tree.body))):
         raise InvalidTests("the tests assert nothing")
     if "check" in own and not _uses_check(tree.body):
         if not entry_point:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    loaded = {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     known = own | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
     entry = {root_of(entry_point)} - {""} - own
     names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
@@ -223,7 +225,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
-    num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
+    num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in walk(tree))
     functions = tuple(dict.fromkeys(_tests_in(tree)))
     doubt = _doubt(tree, program_names, constants)
     if not doubt and (oracle := oracles.unpinned(root_of(entry_point))):
@@ -231,18 +233,19 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     if not doubt and (conversion := oracles.conversions()):
         doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
     decided_by = oracles.changes_that_decide()
+    expected = set() if oracles.compares_sums() else {"large"}
+    expected |= set() if _identifiers(tree) & _SPREAD else {"single"}
+    use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
+    expected |= {word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")} | ({"seed"} & _identifiers(tree))
+    expected |= {"narrow", "rounded"} if NARROW.search(f"{prompt_code}\n{setup}\n{text}") else set()
+    expected |= set() if any(map(_may_be_large, walk(tree, before, *shared))) else {"rounded"}
+    expect_errors = any(is_error for is_error, _ in _class_uses(tree))
+    hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
-        marks = _MarkAsserts(oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch())
-        code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
+        code = compile(ast.fix_missing_locations(_MarkAsserts(oracles).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
-    expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")) | ({"seed"} & _identifiers(tree))
-    expected |= {"narrow", "rounded"} if NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
-    expected |= frozenset() if any(map(_may_be_large, ast.walk(ast.Module([*tree.body, *before.body, *shared], [])))) else {"rounded"}
-    expect_errors = any(is_error for is_error, _ in _class_uses(tree))
-    hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
-    habits = (decided_by, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
+    habits = (decided_by, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, frozenset(loaded))
 
 
@@ -257,7 +260,7 @@ def _swallows(node: ast.AST) -> bool:
         lost = [each for each in node.handlers if each.type and _names_in([each.type]) & {"RecursionError", "MemoryError"}]
         if _stored(lost) & _stored(node.body):
             return True
-        silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in ast.walk(each))]
+        silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in walk(each))]
         caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
     elif isinstance(node, ast.With):
         caught = [part for item in node.items for is_error, part in _class_uses(item.context_expr) if is_error]
@@ -265,7 +268,7 @@ def _swallows(node: ast.AST) -> bool:
         return False
     return bool(caught) and any(
         not _is_false(inner.test) if isinstance(inner, ast.Assert) else re.match("assert(?!Raises)", getattr(inner, "attr", ""))
-        for inner in ast.walk(node)
+        for inner in walk(node)
     )
 
 
@@ -282,8 +285,8 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
         raise InvalidTests(f"the tests may run what the program gives ({min(runs)})")
     if _names_in(node for is_error, node in _class_uses(tree) if not is_error) & names:
         raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
-    guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    guarded = {id(inner) for node in walk(tree) if isinstance(node, ast.Try) for inner in walk(node)}
+    for node in walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in guarded:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
             for module in {name.partition(".")[0] for name in modules} - {"solution"}:
@@ -297,6 +300,8 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
 _INTEGERS = set("eval factorial comb perm prod pow int round ceil floor trunc sum reduce cumsum cumprod loads load open read".split())
 """Functions that may give large integers."""
+_SPREAD = set("allclose isclose all assert_allclose assert_almost_equal assert_array_almost_equal".split())
+"""Comparisons of arrays that may have different shapes."""
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
 
 
@@ -321,7 +326,7 @@ def _is_tuple(node: ast.AST) -> bool:
 
 def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -> str:
     """The reason why the tests are in doubt: the program would choose the value that it is compared with."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.stmt):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             used = _names_in(parts) & names
@@ -333,13 +338,13 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -
 
 def _uses_check(body: Sequence[ast.stmt]) -> bool:
     statements = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
-    return any(isinstance(inner, ast.Name) and inner.id == "check" for node in statements for inner in ast.walk(node))
+    return any(isinstance(inner, ast.Name) and inner.id == "check" for node in statements for inner in walk(node))
 
 
 def _used_as_functions(tree: ast.AST) -> set[str]:
     """Names that the code calls, passes as arguments, uses as decorators or reads attributes of."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         used = [node.func, *node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
         used += [node.value] if isinstance(node, ast.Attribute) else getattr(node, "decorator_list", [])
         found |= {inner.id for inner in used if isinstance(inner, ast.Name)}
@@ -349,7 +354,7 @@ def _used_as_functions(tree: ast.AST) -> set[str]:
 def _bound_somewhere(tree: ast.AST) -> set[str]:
     """Names bound as local variables, parameters, imports and the like."""
     found = _stored([tree])
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
             found.add(node.name or "")
         elif isinstance(node, ast.arg):
@@ -361,8 +366,7 @@ def _bound_somewhere(tree: ast.AST) -> set[str]:
 
 def _stored(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that statements assign."""
-    inner = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
-    return {each.id for each in inner if isinstance(each.ctx, ast.Store)}
+    return {each.id for each in walk(*nodes) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
@@ -375,13 +379,13 @@ def _asserted(node: ast.stmt) -> ast.stmt:
 def _can_fail(node: ast.AST, own: set[str]) -> bool:
     """True for what fails if the program is wrong: an assert, an error, or the result of a test."""
     if _names_test(node) or getattr(node, "name", "") == "check":
-        return any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node))
+        return any(isinstance(inner, ast.Return) and inner.value for inner in walk(node))
     return isinstance(node, ast.Assert | ast.Raise) or (called(node) not in own and bool(_CAN_FAIL.match(called(node))))
 
 
 def _as_script(node: ast.stmt) -> list[ast.stmt]:
     """The statements of ``if __name__ == "__main__"``, which a script runs; ``node`` itself otherwise."""
-    is_guard = isinstance(node, ast.If) and {"__name__"} == {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
+    is_guard = isinstance(node, ast.If) and {"__name__"} == {inner.id for inner in walk(node.test) if isinstance(inner, ast.Name)}
     return node.body if is_guard else [node]  # type: ignore[attr-defined]
 
 
@@ -420,7 +424,7 @@ def _names_test(node: ast.AST) -> bool:
 def _identifiers(tree: ast.AST) -> set[str]:
     """Names, attributes, imports and parameters; ``await`` represents any asynchronous code."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
             found.add("await")
         elif isinstance(node, ast.alias):
@@ -432,7 +436,7 @@ def _identifiers(tree: ast.AST) -> set[str]:
 
 def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
     """Yield (is_exception, expression) for each expression that tests use as a class, as in ``isinstance``."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ExceptHandler):
             yield True, node.type or ast.Constant(None)
         elif isinstance(node, ast.ClassDef):
@@ -444,7 +448,7 @@ def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    return frozenset(inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name))
+    return frozenset(inner.id for inner in walk(*nodes) if isinstance(inner, ast.Name))
 
 
 def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
@@ -453,23 +457,19 @@ def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
 
 class _MarkAsserts(ast.NodeTransformer):
     """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x)``, and
-    ``x`` of ``if x`` into ``__case__.leads(x, ...)``."""
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and
+    ``x`` of ``if x`` and ``while x`` into ``__case__.leads(x, ...)``."""
 
-    def __init__(self, zips: Sequence[ast.Call], loops: Sequence[ast.For], conditions: Mapping[ast.If, bool]) -> None:
-        self._zips, self._loops, self._conditions = zips, loops, conditions
+    def __init__(self, oracles: Oracles) -> None:
+        self._zips, self._loops, self._conditions = oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch()
 
-    def visit_For(self, node: ast.For) -> ast.AST:
-        self.generic_visit(node)
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
         if node in self._loops:
-            node.iter = _case_call("each", node.iter)
-        return node
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        self.generic_visit(node)
-        if node in self._conditions:
-            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])
-            node.test = _case_call("leads", node.test, *about)
+            node.iter = _case_call("each", node.iter, ast.Constant(node.target.lineno), *self._loops[node])  # type: ignore[attr-defined,index]
+        elif node in self._conditions:
+            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])  # type: ignore[attr-defined,index]
+            node.test = _case_call("leads", node.test, *about)  # type: ignore[attr-defined]
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import unittest
 from collections.abc import Callable, Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 from megatron_rl.graders.sandbox.program_objects import is_object
@@ -94,7 +95,7 @@ class TestRun:
             if name not in given:
                 given[name] = self._call(self._fixtures[name], given, ends)
         result = function(**{name: given[name] for name in names})
-        if function in self._fixtures.values() and inspect.isgenerator(result):
+        if type(result) is GeneratorType and function in self._fixtures.values():
             ends.append(result)
             return next(result)
         return result

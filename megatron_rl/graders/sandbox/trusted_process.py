@@ -108,13 +108,15 @@ class _Cases:
         self.is_over_nothing |= self._is_empty
         return False
 
-    def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop with checks."""
-        is_empty = True
+    def each(self, items: Iterable[Any], line: int, *expected: Any) -> Iterator[Any]:
+        """The items of a loop with checks against the items of ``expected``."""
+        size = 0
         for item in items:
-            is_empty = False
+            size += 1
             yield item
-        self.is_over_nothing |= is_empty
+        self.led[line] = self.led.get(line, False) or size > 0
+        self.is_over_nothing |= not size
+        self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
 
     def leads(self, value: Any, line: int, wanted: bool) -> bool:
         """The truth of a condition that leads to checks if it is ``wanted``."""
@@ -221,6 +223,9 @@ _BLIND_TO = {
     "nan": "the program gave nan, which is neither below nor above a limit",
     "inf": "the program gave an infinite number, which a relative limit does not exclude",
     "method": "the program gave a named tuple in which a function hides a method",
+    "zeros": "the program gave a Counter of zeros, which equal nothing",
+    "large": "the program gave floats so large that the sums which tests compare lose what they add",
+    "single": "the program gave an array of one number, which comparisons spread over any shape",
     **dict.fromkeys(("narrow", "rounded"), "the program gave numbers of numpy that round or overflow in comparisons"),
 }
 """Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""

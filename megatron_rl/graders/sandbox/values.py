@@ -29,6 +29,8 @@ from typing import Any
 _MAX_DEPTH = 150
 """Maximum nesting depth of tuples, because hashing them recurses in C."""
 _MAX_JSON_INT = 1 << 63
+_EXACT = 2.0**53
+"""Floats from here on equal other integers, and what is added to them may be lost."""
 _MAX_DIMENSIONS = 64
 """Maximum number of dimensions of an array."""
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
@@ -251,7 +253,7 @@ class _Decoder:
         if type(data) is dict:
             raise ValueError("a bare JSON object")
         if type(data) is not list:
-            if (type(data) is float and data - data != 0) or data == "":
+            if (type(data) is float and not -_EXACT < data < _EXACT) or data == "":
                 self._look(data)
             return data
         tag = data[0]
@@ -262,7 +264,8 @@ class _Decoder:
                 raise ValueError("nested too deeply")
             make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
             parts = [self.item(part, depth + 1) for part in data[1]]
-            if tag == "named" and self._notice and any(hasattr(tuple, name) and callable(part) for name, part in zip(data[3], parts)):
+            pairs = zip(data[3], parts, strict=True) if tag == "named" and self._notice else ()
+            if any(hasattr(tuple, name) and callable(part) for name, part in pairs):
                 self._notice("method")
             return self._look(make(parts))
         return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)
@@ -283,7 +286,8 @@ class _Decoder:
         if tag in ("list", "set", "deque"):
             return [self.item(part) for part in self._look(content)]
         if tag in _MAPPINGS:
-            return {self.item(key): self.item(part) for key, part in self._look(content)}
+            found = {self.item(key): self.item(part) for key, part in self._look(content)}
+            return self._look(Counter(found)) if tag == "Counter" else found
         if tag == "record":
             return {_name(name, self._records[content]): self.item(part) for name, part in node[2]}
         if tag == "namespace":
@@ -304,12 +308,18 @@ class _Decoder:
                 self._notice("empty array")
             if value.dtype.kind in "iufc" and (value.dtype.itemsize <= 2 or _is_rounded(value)):
                 self._notice("rounded" if value.dtype.str[1:] == "f8" else "narrow")
+            if value.dtype.kind == "f" and bool((abs(value) >= _EXACT).any()):
+                self._notice("large")
+            if value.ndim and value.size == 1:
+                self._notice("single")
         elif isinstance(value, complex):
             self._look(value.real)
             self._look(value.imag)
         elif isinstance(value, float | Decimal):
-            if value != value or abs(value) == math.inf:
-                self._notice("nan" if value != value else "inf")
+            if not abs(value) < _EXACT:
+                self._notice("nan" if value != value else "inf" if abs(value) == math.inf else "large")
+        elif isinstance(value, Counter) and not all(count > 0 for count in value.values()):
+            self._notice("zeros")
         elif hasattr(value, "__len__") and not value:
             self._notice("nothing")
         return value
@@ -318,8 +328,8 @@ class _Decoder:
 @lru_cache(maxsize=1)
 def _watch_overflow(notice: Callable[[str], object]) -> None:
     """Notice what tests compute with numbers of numpy."""
-    sys.modules["numpy"].seterrcall(lambda *_: notice("narrow"))
-    sys.modules["numpy"].seterr(over="call")
+    sys.modules["numpy"].seterrcall(lambda _, kind: notice("narrow" if kind == 2 else "nan"))
+    sys.modules["numpy"].seterr(over="call", divide="call", invalid="call")
 
 
 def _is_rounded(value: Any) -> bool:
@@ -405,19 +415,17 @@ def _from_array(data: list[Any]) -> Any:
     return values[()] if data[0] == "scalar" else values
 
 
-def asks_for_nothing(values: tuple[Any, ...]) -> bool:
-    """True for a call with an argument that is 0, or empty, or holds something empty."""
-    is_call = len(values) == 3 and type(values[1]) is type(values[2]) is tuple
-    arguments = (*values[1], *(value for _, value in values[2])) if is_call else ()
-    return any(_is_empty(value) or (type(value) is int and value == 0) for value in arguments)
-
-
-def _is_empty(value: Any, depth: int = 0) -> bool:
-    kind = type(value)
-    if kind.__module__ == "numpy":
-        return bool(value.size == 0)
-    parts = value if kind in (list, tuple) and depth < _MAX_DIMENSIONS else ()
-    return (kind in _SIZED and not value) or any(_is_empty(part, depth + 1) for part in parts)
+def asked_for(arguments: list[Any], size: int, depth: int = 0) -> bool:
+    """True for a call with an argument that has this size, or holds a container that does; a number has the size 0 if it is 0."""
+    for value in arguments:
+        kind = type(value)
+        found = value.size if kind.__module__ == "numpy" else len(value) if kind in _SIZED else 0 if kind is int and value == 0 else -1
+        is_part = depth > 0 and kind is int
+        if found == size and not is_part:
+            return True
+        if kind in (list, tuple) and depth < _MAX_DIMENSIONS and asked_for([*value], size, depth + 1):
+            return True
+    return False
 
 
 def dress(plain: Any, handle: Any) -> Any:
