@@ -31,8 +31,8 @@ from megatron_rl.graders.sandbox.value_flow import (
 
 _VIEWS = ("iter", "reversed", "enumerate", "zip", "map", "filter", "islice", "chain", "memoryview", "keys", "values", "items")
 """Functions whose results change with their arguments."""
-_FRESH = frozenset("len sum str repr hash id type range int float bool deepcopy dumps".split())
-"""Functions whose results hold no part of their arguments."""
+_SHALLOW = (*_VIEWS, "list", "tuple", "dict", "set", "sorted", "copy", "deque", "OrderedDict", "defaultdict")
+"""Functions whose results hold the parts of their arguments."""
 _WRAPPERS = ("partial", "cmp_to_key", "lru_cache", "cache", "vectorize")
 _Links = dict[str, set[str]]
 
@@ -43,8 +43,10 @@ class _Gift(NamedTuple):
     node: ast.AST
     objects: set[str]
     """Names of objects that the program may change."""
-    holders: set[str]
-    """Names of objects of which it may change parts."""
+    around: set[str]
+    """Names of containers that may hold such objects."""
+    copied: set[str]
+    """Names of objects of which it has the parts."""
 
 
 def decisive_changes(tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> frozenset[str]:
@@ -55,11 +57,12 @@ def decisive_changes(tree: ast.Module, edges: list[Edge], flow: Flow, program: s
     gifts += _gifts_inside(tree, gifts)
     links = _links(tree, names)
     kinds = {
-        "changes": [(gift.node, gift.objects) for gift in gifts],
-        "parts": [(gift.node, _linked(gift.objects | gift.holders, links)) for gift in gifts],
+        "changes": [(gift.node, gift.objects | gift.around) for gift in gifts],
+        "parts": [(gift.node, _linked(gift.objects | gift.around | gift.copied, links)) for gift in gifts],
         "files": [(gift.node, files) for gift in gifts if files],
     }
     flows = {kind: flow_of([*edges, *_changes(each, names)], program) for kind, each in kinds.items() if each}
+    kinds["changes"] = kinds["parts"] = [(gift.node, gift.objects) for gift in gifts]
     return frozenset(kind for kind, changed in flows.items() if _rests_on(tree, flow, changed, kinds[kind]))
 
 
@@ -97,14 +100,10 @@ def _gifts(tree: ast.Module, program: set[str], flow: Flow) -> Iterator[_Gift]:
         else:
             continue
         given = {name.id for part in parts for name in _names_outside_calls(part)}
-        copied = {name for part in parts for each in walk(part) if isinstance(each, ast.Subscript | ast.Call) for name in _loaded_by(each)}
+        copied = set().union(*map(_held, parts))
         objects = _linked(given, views)
         inside = {name for each in objects for name in loops[each]} | (given if handed_on else set())
-        yield _Gift(node, objects | _linked(inside, links), copied)
-
-
-def _loaded_by(node: ast.AST) -> Iterable[str]:
-    return () if called(node) in _FRESH else names_loaded(node)
+        yield _Gift(node, objects, _linked(inside, links), copied)
 
 
 def _is_function(node: ast.AST, program: set[str]) -> bool:
@@ -123,8 +122,7 @@ def _gifts_inside(tree: ast.Module, gifts: list[_Gift]) -> Iterator[_Gift]:
         function = callee(call, functions) if isinstance(call, ast.Call) else None
         if function and function in given:
             own = {each.arg for each in walk(function) if isinstance(each, ast.arg)}
-            inner = given[function]
-            yield _Gift(call, set().union(*(gift.objects for gift in inner)) - own, set().union(*(gift.holders for gift in inner)) - own)
+            yield _Gift(call, *(set().union(*each) - own for each in zip(*(gift[1:] for gift in given[function]), strict=True)))
 
 
 def _names_outside_calls(node: ast.AST) -> Iterator[ast.Name]:
@@ -198,7 +196,7 @@ def _held(node: ast.AST) -> set[str]:
         inner = waiting.pop()
         if isinstance(inner, ast.Name):
             found.add(inner.id)
-        waiting += [] if called(inner) in _FRESH else ast.iter_child_nodes(inner)
+        waiting += [] if isinstance(inner, ast.Call) and called(inner) not in _SHALLOW else ast.iter_child_nodes(inner)
     return found
 
 
@@ -241,13 +239,17 @@ def _rests_on(tree: ast.Module, flow: Flow, changed: Flow, gifts: list[tuple[ast
     def is_changed(node: ast.AST) -> bool:
         return bool(names_in(node, changed)) and not names_in(node, flow)
 
+    given = set().union(*(names for _, names in gifts))  # a container of what was given is as long as before
     for condition, ruled in _conditions(tree):
-        if is_changed(condition) and any(names_in(part, flow) for part in ruled):
+        if is_changed(condition) and names_loaded(condition) & given and any(names_in(part, flow) for part in ruled):
             return True
+    equals = [node for node in walk(tree) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)]
+    compared = [part for node in equals for part in (node.left, *node.comparators)]
+    bound = {part.id for part in compared if isinstance(part, ast.Name)} | _loops(tree).keys()
     for check in checks_in(tree):
         items = [node for node in walk(check) if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice)]
-        chosen = any(is_changed(item.value) and names_in(item.slice, flow) for item in items)  # a[f(a)] == 4
-        if chosen and all(names_in(item.value, changed) for item in items):
+        free = [item for item in items if is_changed(item.value) and names_in(item.slice, flow) and names_loaded(item.slice) - bound]
+        if free and all(names_in(item.value, changed) for item in items):  # a[f(a)] == 4
             return True
     decided = {node for check in checks_in(tree) for node in walk(check)}
     for node in walk(tree):

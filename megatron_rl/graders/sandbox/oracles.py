@@ -6,10 +6,10 @@ pinned if some check compares it, and no other name of the program, with what th
 """
 
 import ast
-import re
 from collections.abc import Iterable, Iterator
 
 from megatron_rl.graders.sandbox.argument_changes import decisive_changes
+from megatron_rl.graders.sandbox.blind_spots import NARROW
 from megatron_rl.graders.sandbox.value_flow import (
     ANYWHERE,
     Flow,
@@ -28,7 +28,6 @@ from megatron_rl.graders.sandbox.value_flow import (
 )
 
 _FORMATS = ("format", "format_map", "substitute", "safe_substitute")
-NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
 _CONVERSIONS = ("astype", "view", "array", "asarray", "int8", "uint8", "int16", "uint16", "float16", "half")
 """Functions that convert numbers to types in which large ones wrap or round."""
 
@@ -64,8 +63,8 @@ class Oracles:
             own = {name for names in _groups(check, self._flow) if len(names) == 1 for each in names for name in each}
             weakly |= own
             pinned |= own if not _is_weak(check) else set()
-        suspects = sorted(name for names in together if len(names) > 1 for name in (names - weakly or (names if not names & pinned else ())))
-        return suspects[0] if suspects else ""
+        suspects = [name for names in together if len(names) > 1 for name in names - weakly or (names if not names & pinned else ())]
+        return min(suspects, default="")
 
     def checked_alone(self) -> tuple[Names, Names]:
         """Names of the program that some check is about, and about no other name of it; and those of them that it mentions."""
@@ -89,9 +88,11 @@ class Oracles:
         for loop, checks in inside.items():
             if checks and names_in(loop.iter, self._flow):
                 bound = {each.id for each in walk(loop.target) if isinstance(each, ast.Name)}
-                items = [each for each in walk(*checks) if isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Name)]
-                chosen = [item.value for item in items if item.slice.id in bound and isinstance(item.value, ast.Name)]  # type: ignore[attr-defined]
-                found[loop] = [each for each in chosen if not names_in(each, self._flow)]
+                found[loop] = []
+                for sides in map(_sides_of, walk(*checks)):
+                    given = [side for side in sides if not isinstance(side, ast.Subscript) and names_in(side, self._flow)]
+                    items = [side.value for side in sides if given and getattr(getattr(side, "slice", None), "id", "") in bound]
+                    found[loop] += [item for item in items if isinstance(item, ast.Name) and not names_in(item, self._flow)]
         return found
 
     def conditions_to_watch(self) -> dict[ast.If | ast.While, bool]:
@@ -110,7 +111,7 @@ class Oracles:
         """True if a check compares a sum or difference of what the program gives with what it gives (``f(a) == before + 1``)."""
         for check in checks_in(self._tree):
             for node in walk(check):
-                parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.args if isinstance(node, ast.Call) else []
+                parts = _sides_of(node)
                 sums = [each for each in walk(*parts) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Add | ast.Sub)]
                 if sums and len(parts) > 1 and all(names_in(part, self._flow) for part in parts):
                     return True
@@ -123,7 +124,7 @@ class Oracles:
                 source, values = node.left, [part for part in self._sources(node.right) if isinstance(part, ast.Dict | ast.Tuple)]
             elif called(node) in _FORMATS and isinstance(node.func, ast.Attribute):
                 source, values = node.func.value, [*node.args, *(word.value for word in node.keywords)]
-            elif called(node) in _CONVERSIONS and NARROW.search(ast.unparse(node)):
+            elif called(node) in _CONVERSIONS and not names_in(node.func, self._flow) and NARROW.search(ast.unparse(node)):
                 source, values = node, [node]
             else:
                 continue
@@ -153,6 +154,13 @@ class Oracles:
         """(names that the check mentions, sets of the program's names on its sides) for each comparison."""
         checks = list(checks_in(self._tree))
         return [(names_loaded(expression), names) for expression in checks for names in _groups(expression, self._flow)]
+
+
+def _sides_of(node: ast.AST) -> list[ast.expr]:
+    """Operands of a comparison, or arguments of a call."""
+    if isinstance(node, ast.Compare):
+        return [node.left, *node.comparators]
+    return node.args if isinstance(node, ast.Call) else []
 
 
 def _is_weak(check: ast.expr) -> bool:

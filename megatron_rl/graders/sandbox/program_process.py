@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import io
 import operator
 import os
 import random
@@ -91,11 +92,20 @@ class ProgramProcess:
 
     def reply(self, request: Any) -> None:
         try:
-            self._wire.send(self._answer(request))
+            if request.get("prints") and type(sys.stdout) is not io.StringIO:
+                sys.stdout = io.StringIO()
+            self._send(self._answer(request))
         except NotSerializable as error:
             self._wire.send({"fault": f"the program gives {error}"})
         except MemoryError:
             self._wire.send({"fault": "memory limit"})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send a message with what the program has printed, if the tests read it."""
+        if type(sys.stdout) is io.StringIO:
+            message["printed"] = sys.stdout.getvalue()
+            sys.stdout = io.StringIO()
+        self._wire.send(message)
 
     def _answer(self, request: Any) -> Any:
         """Handle one request.
@@ -220,7 +230,7 @@ class ProgramProcess:
         """Call a function of the tests and return its result."""
         message, containers = encode([arguments, keywords], self._export, self._records)
         with self._turn:
-            self._wire.send({**message, "callback": number})
+            self._send({**message, "callback": number})
             while "do" in (reply := self._wire.receive()):  # the function may call the program in turn
                 self.reply(reply)
         if "raise" in reply:

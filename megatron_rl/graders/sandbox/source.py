@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import CodeType
 
+from megatron_rl.graders.sandbox.blind_spots import expected_in
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import NARROW, Oracles
+from megatron_rl.graders.sandbox.oracles import Oracles
 from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, walk
 
 _ONE_INTERPRETER = {
-    "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
-    "stdin", "stderr", "argv", "environ", "builtins", "globals", "gc", "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex",
+    "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin",
+    "stderr", "argv", "environ", "builtins", "globals", "gc", "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex",
     "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__", "__context__", "__notes__", "__traceback__",
 }  # fmt: skip
 """Names in tests that need the interpreter of the tested code."""
@@ -49,9 +50,7 @@ class Tests:
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """The words "nan", "inf" and "seed", if the tests mention them; "narrow", if they mention types of numbers; "rounded", if they
-    make no integer that float64 could not hold; "large", if they compare no sums of what the program gives with what it gives; "single",
-    if they compare no arrays number by number."""
+    """What ``blind_spots`` notices and these tests would show."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
@@ -64,7 +63,9 @@ class Tests:
     functions: tuple[str, ...]
     """Functions ``test_...`` and classes of tests, in the order of the source."""
     loaded: frozenset[str]
-    """Names that the tests use."""
+    """Names that the tests read."""
+    words: frozenset[str]
+    """All identifiers of the tests."""
 
     def check(self, defined: Collection[str]) -> None:
         """Raise InvalidTests if the program, which defines the names ``defined``, could judge itself."""
@@ -233,12 +234,8 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     if not doubt and (conversion := oracles.conversions()):
         doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
     decided_by = oracles.changes_that_decide()
-    expected = set() if oracles.compares_sums() else {"large"}
-    expected |= set() if _identifiers(tree) & _SPREAD else {"single"}
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
-    expected |= {word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")} | ({"seed"} & _identifiers(tree))
-    expected |= {"narrow", "rounded"} if NARROW.search(f"{prompt_code}\n{setup}\n{text}") else set()
-    expected |= set() if any(map(_may_be_large, walk(tree, before, *shared))) else {"rounded"}
+    expected = expected_in(f"{setup}\n{text}", prompt_code, walk(tree, before, *shared), oracles.compares_sums())
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
@@ -246,7 +243,8 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
     habits = (decided_by, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
-    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, frozenset(loaded))
+    about = (tuple(text.splitlines()), functions, frozenset(loaded), frozenset(_identifiers(tree)))
+    return Tests(code, names, constants, errors, library, *habits, *about)
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
@@ -298,21 +296,6 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
 
 
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
-_INTEGERS = set("eval factorial comb perm prod pow int round ceil floor trunc sum reduce cumsum cumprod loads load open read".split())
-"""Functions that may give large integers."""
-_SPREAD = set("allclose isclose all assert_allclose assert_almost_equal assert_array_almost_equal".split())
-"""Comparisons of arrays that may have different shapes."""
-_NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
-
-
-def _may_be_large(node: ast.AST) -> bool:
-    """True for an expression whose value may be an integer above 2**53."""
-    if isinstance(node, ast.BinOp | ast.AugAssign):
-        operands = [getattr(node, "left", None), getattr(node, "right", getattr(node, "value", None))]
-        is_float = any(isinstance(each, ast.Constant) and isinstance(each.value, float) for each in operands)
-        return isinstance(node.op, ast.Add | ast.Mult | ast.Pow | ast.LShift) and not is_float
-    is_integer = isinstance(node, ast.Constant) and isinstance(node.value, int)
-    return (is_integer and abs(node.value) >= 2**53) or called(node) in _INTEGERS  # type: ignore[attr-defined]
 
 
 def _is_false(node: ast.expr) -> bool:

@@ -5,16 +5,30 @@ is refused, because a test that nobody runs cannot fail.
 """
 
 import inspect
+import io
 import itertools
+import sys
 import unittest
 from collections.abc import Callable, Iterator, Mapping
-from types import GeneratorType
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 from megatron_rl.graders.sandbox.program_objects import is_object
 
 _MARKS = {"parametrize", "skip", "xfail"}
 _REFUSED = {"setup_function", "setup_class", "setup"}
+
+
+class _Prints:
+    """The fixture ``capsys`` for what is printed to the standard output."""
+
+    def __init__(self) -> None:
+        sys.stdout = self._stream = io.StringIO()
+
+    def readouterr(self) -> SimpleNamespace:
+        text = self._stream.getvalue()
+        self.__init__()  # type: ignore[misc]
+        return SimpleNamespace(out=text, err="")
 
 
 class NeedsPytest(Exception):
@@ -32,7 +46,7 @@ class TestRun:
     def __init__(self, namespace: Mapping[str, Any], called: frozenset[str]) -> None:
         self.has_skipped = False
         self._namespace, self._called = namespace, called
-        self._fixtures: dict[str, Callable[..., Any]] = {}
+        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _Prints}
         self._used_by_all: list[str] = []
         for name, value in ((name, value) for name, value in namespace.items() if not is_object(value)):
             # Attributes of pytest from 8.4 on, and before.

@@ -20,17 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
+from megatron_rl.graders.sandbox.blind_spots import DOUBTS
 from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.library import library_value
-from megatron_rl.graders.sandbox.program_objects import (
-    MAX_DETAIL,
-    TESTS_MODULE,
-    Handle,
-    ProgramRequests,
-    describe_error,
-    is_object,
-)
+from megatron_rl.graders.sandbox.program_objects import Handle, is_object
+from megatron_rl.graders.sandbox.program_requests import MAX_DETAIL, TESTS_MODULE, ProgramRequests, describe_error
 from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
 from megatron_rl.graders.sandbox.test_functions import NeedsPytest, TestRun
 from megatron_rl.graders.sandbox.values import record_classes
@@ -114,7 +109,7 @@ class _Cases:
         for item in items:
             size += 1
             yield item
-        self.led[line] = self.led.get(line, False) or size > 0
+        self.led[line] = self.led.get(line, False) or size > 0 or self._requests.asks_for_nothing
         self.is_over_nothing |= not size
         self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
 
@@ -199,7 +194,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         return {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
     if isinstance(error, AttributeError | TypeError) and tests.library and not requests.fault:
         return {"bad_tests": f"{_located(error, tests)}; the tests use {min(tests.library)} without importing it"}
-    if "seed" in tests.expected and task["draws"] and not requests.fault:
+    if "seed" in tests.words and task["draws"] and not requests.fault:
         return {"bad_tests": f"{failures[0]}; the tests seed random numbers that the program draws in another process"[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
     num_failed = max(len(failures), tests.num_asserts - num_passed)
@@ -219,21 +214,9 @@ def _failures(tests: Tests, requests: ProgramRequests, cases: _Cases, error: Bas
     return []
 
 
-_BLIND_TO = {
-    "nan": "the program gave nan, which is neither below nor above a limit",
-    "inf": "the program gave an infinite number, which a relative limit does not exclude",
-    "method": "the program gave a named tuple in which a function hides a method",
-    "zeros": "the program gave a Counter of zeros, which equal nothing",
-    "large": "the program gave floats so large that the sums which tests compare lose what they add",
-    "single": "the program gave an array of one number, which comparisons spread over any shape",
-    **dict.fromkeys(("narrow", "rounded"), "the program gave numbers of numpy that round or overflow in comparisons"),
-}
-"""Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""
-
-
 def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     """The reason why tests that hold have shown nothing; "" if there is none."""
-    for value, doubt in _BLIND_TO.items():
+    for value, doubt in DOUBTS.items():
         if value in requests.given - tests.expected:
             return doubt
     return _unmade(tests, requests, cases)
@@ -267,7 +250,8 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
-    if "seed" in tests.expected and task["draws"]:
+    requests.reads_prints = bool(tests.words & {"capsys", "redirect_stdout", "stdout"})
+    if "seed" in tests.words and task["draws"]:
         requests.random_states = _random_states
     if "files" in tests.decided_by:
         requests.watch = FileChanges(requests.given)

@@ -11,7 +11,6 @@ import base64
 import datetime
 import dis
 import json
-import math
 import operator
 import re
 import sys
@@ -26,14 +25,11 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_rl.graders.sandbox.blind_spots import EXACT, WORDS, Notice, look
+
 _MAX_DEPTH = 150
 """Maximum nesting depth of tuples, because hashing them recurses in C."""
 _MAX_JSON_INT = 1 << 63
-_EXACT = 2.0**53
-"""Floats from here on equal other integers, and what is added to them may be lost."""
-_MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of an array."""
-_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _DTYPE = re.compile(r"[<>|=](?:[biufc][0-9]{1,2}|[US][1-9][0-9]{0,4})")
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
@@ -211,14 +207,12 @@ def decode(
     import_reference: Import,
     records: Records,
     known: Sequence[Any] = (),
-    notice: Callable[[str], object] | None = None,
+    notice: Notice | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
 
     Args:
-        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, with "rounded" for numpy's float64 that may
-            equal other integers, with "narrow" for its other numbers that may, and with "method" for a named tuple's function that
-            hides a method.
+        notice: Called with what is noticed of the values (``blind_spots.DOUBTS``), and with "nothing" and "empty array".
 
     Raises:
         ValueError: the message is not an output of ``encode``.
@@ -245,7 +239,7 @@ def decode(
 
 
 class _Decoder:
-    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object] | None) -> None:
+    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Notice | None) -> None:
         self._objects, self._import, self._records = objects, import_reference, records
         self._notice = notice
 
@@ -253,7 +247,7 @@ class _Decoder:
         if type(data) is dict:
             raise ValueError("a bare JSON object")
         if type(data) is not list:
-            if (type(data) is float and not -_EXACT < data < _EXACT) or data == "":
+            if (type(data) is float and not -EXACT < data < EXACT) or (type(data) is str and data in WORDS):
                 self._look(data)
             return data
         tag = data[0]
@@ -297,46 +291,10 @@ class _Decoder:
         return self._look(bytes.fromhex(content) if tag == "bytearray" else _from_array(node))
 
     def _look(self, value: Any) -> Any:
-        """``value``; notices what comparisons may be blind to."""
-        if self._notice is None:
-            return value
-        if type(value).__module__ == "numpy":
-            _watch_overflow(self._notice)
-            if value.dtype.kind in "fc" and bool((value - value != 0).any()):
-                self._notice("nan" if bool((value != value).any()) else "inf")
-            if value.size == 0:
-                self._notice("empty array")
-            if value.dtype.kind in "iufc" and (value.dtype.itemsize <= 2 or _is_rounded(value)):
-                self._notice("rounded" if value.dtype.str[1:] == "f8" else "narrow")
-            if value.dtype.kind == "f" and bool((abs(value) >= _EXACT).any()):
-                self._notice("large")
-            if value.ndim and value.size == 1:
-                self._notice("single")
-        elif isinstance(value, complex):
-            self._look(value.real)
-            self._look(value.imag)
-        elif isinstance(value, float | Decimal):
-            if not abs(value) < _EXACT:
-                self._notice("nan" if value != value else "inf" if abs(value) == math.inf else "large")
-        elif isinstance(value, Counter) and not all(count > 0 for count in value.values()):
-            self._notice("zeros")
-        elif hasattr(value, "__len__") and not value:
-            self._notice("nothing")
+        """``value``, of which is noticed what comparisons may be blind to."""
+        if self._notice:
+            look(value, self._notice)
         return value
-
-
-@lru_cache(maxsize=1)
-def _watch_overflow(notice: Callable[[str], object]) -> None:
-    """Notice what tests compute with numbers of numpy."""
-    sys.modules["numpy"].seterrcall(lambda _, kind: notice("narrow" if kind == 2 else "nan"))
-    sys.modules["numpy"].seterr(over="call", divide="call", invalid="call")
-
-
-def _is_rounded(value: Any) -> bool:
-    """True for numpy's numbers so large that they equal other integers, or that their products overflow unseen, as in arrays."""
-    numpy, is_float, value = sys.modules["numpy"], value.dtype.kind in "fc", abs(value) if value.dtype.kind == "c" else value
-    limit = 2.0 ** (numpy.finfo(value.dtype).nmant + 1) if is_float else 2.0**31
-    return bool((is_float or value.ndim) and (((value >= limit) | (value <= -limit)) & numpy.isfinite(value)).any())
 
 
 def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
@@ -413,19 +371,6 @@ def _from_array(data: list[Any]) -> Any:
         raise ValueError(f"not a numeric dtype: {dtype!r}")
     values = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
     return values[()] if data[0] == "scalar" else values
-
-
-def asked_for(arguments: list[Any], size: int, depth: int = 0) -> bool:
-    """True for a call with an argument that has this size, or holds a container that does; a number has the size 0 if it is 0."""
-    for value in arguments:
-        kind = type(value)
-        found = value.size if kind.__module__ == "numpy" else len(value) if kind in _SIZED else 0 if kind is int and value == 0 else -1
-        is_part = depth > 0 and kind is int
-        if found == size and not is_part:
-            return True
-        if kind in (list, tuple) and depth < _MAX_DIMENSIONS and asked_for([*value], size, depth + 1):
-            return True
-    return False
 
 
 def dress(plain: Any, handle: Any) -> Any:
