@@ -69,8 +69,10 @@ def look(value: Any, notice: Notice) -> None:
         look(value.real, notice)
         look(value.imag, notice)
     elif isinstance(value, float | Decimal):
-        if value != value or abs(value) >= EXACT:
-            notice("nan" if value != value else "inf" if abs(value) == math.inf else "large")
+        if not math.isfinite(value):
+            notice("nan" if math.isnan(value) else "inf")
+        elif abs(float(value)) >= EXACT:
+            notice("large")
     elif isinstance(value, str):
         notice(WORDS[value])
     elif isinstance(value, Counter) and not all(count > 0 for count in value.values()):

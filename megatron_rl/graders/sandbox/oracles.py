@@ -7,6 +7,7 @@ pinned if some check compares it, and no other name of the program, with what th
 
 import ast
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megatron_rl.graders.sandbox.argument_changes import decisive_changes
 from megatron_rl.graders.sandbox.blind_spots import NARROW
@@ -59,7 +60,8 @@ class Oracles:
         """
         together = [frozenset().union(*names) for _, names in self._all_groups() if len(names) > 1]
         weakly, pinned = {entry_point, "candidate"}, {entry_point, "candidate"}
-        for check in checks_in(self._tree):
+        checks = [part for check in checks_in(self._tree) for part in (check.values if isinstance(check, ast.BoolOp) else [check])]
+        for check in checks:
             own = {name for names in _groups(check, self._flow) if len(names) == 1 for each in names for name in each}
             weakly |= own
             pinned |= own if not _is_weak(check) else set()
@@ -84,15 +86,16 @@ class Oracles:
             elif called(node) in ("all", "any"):
                 loops = [part for part in node.args if isinstance(part, ast.GeneratorExp | ast.ListComp)]  # type: ignore[attr-defined]
                 inside |= {part.generators[0]: [part.elt] for part in loops}
-        found = {}
+        found: dict[ast.For | ast.comprehension, list[ast.expr]] = {}
         for loop, checks in inside.items():
             if checks and names_in(loop.iter, self._flow):
                 bound = {each.id for each in walk(loop.target) if isinstance(each, ast.Name)}
                 found[loop] = []
                 for sides in map(_sides_of, walk(*checks)):
-                    given = [side for side in sides if not isinstance(side, ast.Subscript) and names_in(side, self._flow)]
-                    items = [side.value for side in sides if given and getattr(getattr(side, "slice", None), "id", "") in bound]
-                    found[loop] += [item for item in items if isinstance(item, ast.Name) and not names_in(item, self._flow)]
+                    given = [side for side in sides if names_in(side.value if isinstance(side, ast.Subscript) else side, self._flow)]
+                    items = [side for side in sides if given and isinstance(side, ast.Subscript) and isinstance(side.value, ast.Name)]
+                    chosen = [item.value for item in items if getattr(item.slice, "id", "") in bound]
+                    found[loop] += [each for each in chosen if not names_in(each, self._flow)]
         return found
 
     def conditions_to_watch(self) -> dict[ast.If | ast.While, bool]:
@@ -120,15 +123,15 @@ class Oracles:
     def conversions(self) -> str:
         """A way in which the tests convert what the program gives, so that it may become anything; "" if there is none."""
         for node in walk(self._tree):
+            source: ast.AST | None = None
+            values: list[Any] = [node]
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
                 source, values = node.left, [part for part in self._sources(node.right) if isinstance(part, ast.Dict | ast.Tuple)]
-            elif called(node) in _FORMATS and isinstance(node.func, ast.Attribute):
+            elif isinstance(node, ast.Call) and called(node) in _FORMATS and isinstance(node.func, ast.Attribute):
                 source, values = node.func.value, [*node.args, *(word.value for word in node.keywords)]
-            elif called(node) in _CONVERSIONS and not names_in(node.func, self._flow) and NARROW.search(ast.unparse(node)):
-                source, values = node, [node]
-            else:
-                continue
-            if names_in(source, self._flow) and not all(isinstance(value, ast.Constant) for value in values):
+            elif isinstance(node, ast.Call) and called(node) in _CONVERSIONS and NARROW.search(ast.unparse(node)):
+                source = None if names_in(node.func, self._flow) and not isinstance(node.func, ast.Attribute) else node
+            if source and names_in(source, self._flow) and not all(isinstance(value, ast.Constant) for value in values):
                 return ast.unparse(node)
         return ""
 

@@ -97,7 +97,9 @@ class ProgramRequests:
             raise ProtocolViolation(self.fault)
         lent, containers = self._send(what, values)
         before, arguments = self.given.copy(), _arguments(values)
-        self.asks_for_nothing = asked_for(arguments, 0)
+        # The program may change them.
+        is_for_nothing = self.asks_for_nothing = asked_for(arguments, 0)
+        is_for_one = "numpy" in sys.modules and asked_for(arguments, 1)
         try:
             result = self._reply(what, lent, containers, arguments)
         except StopIteration:
@@ -106,11 +108,11 @@ class ProgramRequests:
             raise
         if what == "next":
             self._begun.add(id(values[0]))
-        if asked_for(arguments, 0):
+        if is_for_nothing:
             self.given -= {"nothing", "empty array"} - before
             self._begun.add(id(result))
-        if "single" in self.given - before and asked_for(arguments, 1):
-            self.given.remove("single")
+        if is_for_one:
+            self.given -= {"single"} - before
         return result
 
     def _send(self, what: str, values: tuple[Any, ...]) -> tuple[list[types.SimpleNamespace], list[Any]]:

@@ -449,10 +449,10 @@ class _MarkAsserts(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         if node in self._loops:
-            node.iter = _case_call("each", node.iter, ast.Constant(node.target.lineno), *self._loops[node])  # type: ignore[attr-defined,index]
+            node.iter = _case_call("each", node.iter, ast.Constant(node.target.lineno), *self._loops[node])
         elif node in self._conditions:
-            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])  # type: ignore[attr-defined,index]
-            node.test = _case_call("leads", node.test, *about)  # type: ignore[attr-defined]
+            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])
+            node.test = _case_call("leads", node.test, *about)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

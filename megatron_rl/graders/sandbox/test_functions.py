@@ -75,7 +75,7 @@ class TestRun:
             if broken or result.unexpectedSuccesses:
                 raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "a test that should fail succeeded")
         else:
-            if tested.__init__ is not object.__init__ or _REFUSED & {*dir(tested)} or hasattr(tested, "pytestmark"):  # type: ignore[misc]
+            if tested.__init__ is not object.__init__ or _REFUSED & {*dir(tested)} or hasattr(tested, "pytestmark"):
                 raise NeedsPytest(name)
             for each in dir(tested):
                 if each.startswith("test"):

@@ -28,12 +28,11 @@ ANYWHERE = (0, 0)
 
 def walk(*trees: ast.AST) -> list[ast.AST]:
     """All nodes of trees; each tree keeps its list, because it is walked many times before anything changes it."""
-    found = []
+    found: list[ast.AST] = []
     for tree in trees:
-        inner = vars(tree).get("nodes")
-        if inner is None:
-            inner = tree.nodes = [*ast.walk(tree)]  # type: ignore[attr-defined]
-        found += inner
+        if "nodes" not in vars(tree):
+            tree.nodes = [*ast.walk(tree)]  # type: ignore[attr-defined]
+        found += tree.nodes  # type: ignore[attr-defined]
     return found
 
 
