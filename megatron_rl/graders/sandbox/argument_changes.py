@@ -24,6 +24,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     may_leave,
     names_in,
     names_loaded,
+    names_of,
     raises,
     scope_of,
     walk,
@@ -169,7 +170,7 @@ def _links(tree: ast.Module, program: set[str]) -> _Links:
     for node in walk(tree):
         for target, source in assigned(node) if not isinstance(node, ast.For | ast.comprehension) else ():
             for base in _held(source) - apart:
-                for name in names_loaded_or_bound(target) - apart:
+                for name in names_of(target) - apart:
                     links[base].add(name)
                     links[name].add(base)
     return links
@@ -180,13 +181,9 @@ def _loops(tree: ast.Module) -> _Links:
     loops: _Links = defaultdict(set)
     for node in walk(tree):
         for target, source in assigned(node) if isinstance(node, ast.For | ast.comprehension) else ():
-            for name in names_loaded_or_bound(target):
+            for name in names_of(target):
                 loops[name] |= _held(source)
     return loops
-
-
-def names_loaded_or_bound(node: ast.AST) -> set[str]:
-    return {inner.id for inner in walk(node) if isinstance(inner, ast.Name)}
 
 
 def _held(node: ast.AST) -> set[str]:
@@ -225,8 +222,8 @@ def _files(tree: ast.Module) -> set[str]:
             while isinstance(source, ast.BinOp):  # Path("a") / "b"
                 source = source.left
             if called(source) in ("open", "Path") or getattr(source, "id", "") in found:
-                found |= names_loaded_or_bound(target)
-    return found & names_loaded_or_bound(tree)
+                found |= names_of(target)
+    return found & names_of(tree)
 
 
 # ------------------------------------------------------------------------------------------------------------- what is decided

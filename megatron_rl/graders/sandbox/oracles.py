@@ -25,6 +25,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     may_leave,
     names_in,
     names_loaded,
+    names_of,
     walk,
 )
 
@@ -49,7 +50,8 @@ class Oracles:
     def forget(self, names: Iterable[str]) -> None:
         """``names`` are not the program's after all."""
         self._program -= {*names}
-        self._flow = {name: {place: own & self._program for place, own in sites.items()} for name, sites in self._flow.items()}
+        kept = {name: {place: own & self._program for place, own in sites.items()} for name, sites in self._flow.items()}
+        self._flow = Flow(kept)
 
     def unpinned(self, entry_point: str) -> str:
         """A name of the program that decides a check of another name, and that no check pins; or if only weak checks pin both. "" if
@@ -89,7 +91,7 @@ class Oracles:
         found: dict[ast.For | ast.comprehension, list[ast.expr]] = {}
         for loop, checks in inside.items():
             if checks and names_in(loop.iter, self._flow):
-                bound = {each.id for each in walk(loop.target) if isinstance(each, ast.Name)}
+                bound = names_of(loop.target)
                 found[loop] = []
                 for sides in map(_sides_of, walk(*checks)):
                     given = [side for side in sides if names_in(side.value if isinstance(side, ast.Subscript) else side, self._flow)]
@@ -244,3 +246,34 @@ def _own_value(node: ast.AST, names: Names) -> str:
     """The attribute of a function of the program that an expression reads (``f.want``), which the program chose; or ""."""
     base = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
     return f"{base}.{node.attr}" if base in names and not is_class(base) else ""  # type: ignore[attr-defined]
+
+
+def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), method, ast.Load()), [*arguments], [])
+
+
+class MarkChecks(ast.NodeTransformer):
+    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and
+    ``x`` of ``if x`` and ``while x`` into ``__case__.leads(x, ...)``."""
+
+    def __init__(self, oracles: Oracles) -> None:
+        self._zips, self._loops, self._conditions = oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch()
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if node in self._loops:
+            node.iter = _case_call("each", node.iter, ast.Constant(node.target.lineno), *self._loops[node])
+        elif node in self._conditions:
+            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])
+            node.test = _case_call("leads", node.test, *about)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return _case_call(called(node), *node.args) if node in self._zips else node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        item = ast.withitem(ast.Name("__case__", ast.Load()), None)
+        return ast.copy_location(ast.With([item], [node]), node)

@@ -17,8 +17,8 @@ from types import CodeType
 
 from megatron_rl.graders.sandbox.blind_spots import expected_in
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import Oracles
-from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, walk
+from megatron_rl.graders.sandbox.oracles import MarkChecks, Oracles
+from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, walk
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin",
@@ -125,7 +125,7 @@ def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
         is_helper = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
         if root in _defined([node]):
             is_after = True
-        elif not isinstance(node, ast.Expr) and (not is_after or (is_helper and root not in _names_in([node]))):
+        elif not isinstance(node, ast.Expr) and (not is_after or (is_helper and root not in names_of(node))):
             kept.append(node)
     return kept
 
@@ -222,7 +222,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     library = {name: is_module for name, is_module in library.items() if name not in tested}
     names, program_names = names - library.keys(), program_names - library.keys()
     oracles.forget(library)
-    errors = _names_in(node for is_error, node in _class_uses(tree) if is_error) & program_names
+    errors = names_of(*(node for is_error, node in _class_uses(tree) if is_error)) & program_names
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
@@ -239,7 +239,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
-        code = compile(ast.fix_missing_locations(_MarkAsserts(oracles).visit(tree)), "<tests>", "exec")
+        code = compile(ast.fix_missing_locations(MarkChecks(oracles).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
     habits = (decided_by, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
@@ -255,7 +255,7 @@ def _swallows(node: ast.AST) -> bool:
     """True for a ``try`` or ``with suppress`` in which an exception skips an assert unseen."""
     if isinstance(node, ast.Try):
         # An exception that no test expects gives the value which another assignment would take from the program.
-        lost = [each for each in node.handlers if each.type and _names_in([each.type]) & {"RecursionError", "MemoryError"}]
+        lost = [each for each in node.handlers if each.type and names_of(each.type) & {"RecursionError", "MemoryError"}]
         if _stored(lost) & _stored(node.body):
             return True
         silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in walk(each))]
@@ -281,7 +281,7 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
     if runs := used & _RUNS_TEXT:
         raise InvalidTests(f"the tests may run what the program gives ({min(runs)})")
-    if _names_in(node for is_error, node in _class_uses(tree) if not is_error) & names:
+    if names_of(*(node for is_error, node in _class_uses(tree) if not is_error)) & names:
         raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
     guarded = {id(inner) for node in walk(tree) if isinstance(node, ast.Try) for inner in walk(node)}
     for node in walk(tree):
@@ -312,7 +312,7 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -
     for node in walk(tree):
         if isinstance(node, ast.stmt):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-            used = _names_in(parts) & names
+            used = names_of(*parts) & names
             read = sorted(used & constants)
             if read and (not isinstance(node, ast.Assert) or used - constants):
                 return f"the tests use the program's own {read[0]} to check it"
@@ -321,7 +321,7 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -
 
 def _uses_check(body: Sequence[ast.stmt]) -> bool:
     statements = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
-    return any(isinstance(inner, ast.Name) and inner.id == "check" for node in statements for inner in walk(node))
+    return "check" in names_of(*statements)
 
 
 def _used_as_functions(tree: ast.AST) -> set[str]:
@@ -368,7 +368,7 @@ def _can_fail(node: ast.AST, own: set[str]) -> bool:
 
 def _as_script(node: ast.stmt) -> list[ast.stmt]:
     """The statements of ``if __name__ == "__main__"``, which a script runs; ``node`` itself otherwise."""
-    is_guard = isinstance(node, ast.If) and {"__name__"} == {inner.id for inner in walk(node.test) if isinstance(inner, ast.Name)}
+    is_guard = isinstance(node, ast.If) and names_of(node.test) == {"__name__"}
     return node.body if is_guard else [node]  # type: ignore[attr-defined]
 
 
@@ -428,38 +428,3 @@ def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
             yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
         elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
             yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]
-
-
-def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    return frozenset(inner.id for inner in walk(*nodes) if isinstance(inner, ast.Name))
-
-
-def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), method, ast.Load()), [*arguments], [])
-
-
-class _MarkAsserts(ast.NodeTransformer):
-    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and
-    ``x`` of ``if x`` and ``while x`` into ``__case__.leads(x, ...)``."""
-
-    def __init__(self, oracles: Oracles) -> None:
-        self._zips, self._loops, self._conditions = oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch()
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if node in self._loops:
-            node.iter = _case_call("each", node.iter, ast.Constant(node.target.lineno), *self._loops[node])
-        elif node in self._conditions:
-            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])
-            node.test = _case_call("leads", node.test, *about)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        return _case_call(called(node), *node.args) if node in self._zips else node
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        self.generic_visit(node)
-        item = ast.withitem(ast.Name("__case__", ast.Load()), None)
-        return ast.copy_location(ast.With([item], [node]), node)

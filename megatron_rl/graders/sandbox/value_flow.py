@@ -11,10 +11,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 Names = frozenset[str]
-Flow = dict[str, dict[Any, set[str]]]
-"""For each name of the tests and place of an assignment, the names of the program that the value depends on."""
 Edge = tuple[str, Any, ast.AST]
 """(name, place of an assignment, expression): a value of the expression may reach the name."""
+
+
+class Flow(defaultdict[str, dict[Any, set[str]]]):
+    """For each name of the tests and place of an assignment, the names of the program that the value depends on."""
+
+    def __init__(self, sites: dict[str, dict[Any, set[str]]]) -> None:
+        super().__init__(dict, sites)
+        self.names: dict[ast.AST, Names] = {}
+        """Results of ``names_in``."""
+
+
 _BUILTINS = frozenset(dir(builtins))
 ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
 """Beginnings of the names of functions that are called to fail."""
@@ -37,7 +46,7 @@ def walk(*trees: ast.AST) -> list[ast.AST]:
 
 
 def flow_of(edges: list[Edge], program: set[str]) -> Flow:
-    flow: Flow = defaultdict(dict, {name: {ANYWHERE: {name}} for name in program})
+    flow = Flow({name: {ANYWHERE: {name}} for name in program})
     for name, place, _ in edges:
         flow[name].setdefault(place, set())
     size = -1
@@ -154,18 +163,23 @@ def _own_method(node: ast.AST) -> str:
 
 def names_in(node: ast.AST, flow: Flow) -> Names:
     """``all_names`` without classes, if there are other names."""
-    found = all_names(node, flow)
-    return frozenset(name for name in found if not is_class(name)) or found
+    if node not in flow.names:
+        found = all_names(node, flow)
+        flow.names[node] = frozenset(name for name in found if not is_class(name)) or found
+    return flow.names[node]
 
 
 def is_class(name: str) -> bool:
     return name.lstrip("_")[:1].isupper()
 
 
+def names_of(*nodes: ast.AST) -> Names:
+    return frozenset(inner.id for inner in walk(*nodes) if isinstance(inner, ast.Name))
+
+
 def names_loaded(node: ast.AST) -> Names:
     """Names that an expression reads and does not bind itself."""
-    names = [inner for inner in walk(node) if isinstance(inner, ast.Name)]
-    return frozenset(each.id for each in names) - {each.id for each in names if isinstance(each.ctx, ast.Store)} - _BUILTINS
+    return names_of(node) - {each.id for each in walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)} - _BUILTINS
 
 
 def called(node: ast.AST) -> str:
