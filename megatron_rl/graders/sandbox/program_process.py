@@ -70,6 +70,8 @@ class ProgramProcess:
         self._makes = False
         self._depth = sys.getrecursionlimit()
         """Depth of calls that the tests allow."""
+        self._streams: tuple[io.StringIO, ...] = ()
+        """Standard output and standard error, if the tests read them."""
         self._turn = threading.RLock()
         """Held by the thread that calls a function of the tests."""
         self._handlers: dict[str, Callable[..., Any]] = {
@@ -91,9 +93,9 @@ class ProgramProcess:
             self.reply(self._wire.receive())
 
     def reply(self, request: Any) -> None:
+        if request["reads_prints"] and not self._streams:
+            self._streams = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
         try:
-            if request.get("prints") and type(sys.stdout) is not io.StringIO:
-                sys.stdout = io.StringIO()
             self._send(self._answer(request))
         except NotSerializable as error:
             self._wire.send({"fault": f"the program gives {error}"})
@@ -101,11 +103,12 @@ class ProgramProcess:
             self._wire.send({"fault": "memory limit"})
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a message with what the program has printed, if the tests read it."""
-        if type(sys.stdout) is io.StringIO:
-            message["printed"] = sys.stdout.getvalue()
-            sys.stdout = io.StringIO()
-        self._wire.send(message)
+        """Send a message with what was printed since the last one, if the tests read it."""
+        texts = [stream.getvalue() for stream in self._streams]
+        for stream in self._streams:
+            stream.seek(0)
+            stream.truncate()
+        self._wire.send(message | ({"printed": texts} if any(texts) else {}))
 
     def _answer(self, request: Any) -> Any:
         """Handle one request.

@@ -67,6 +67,8 @@ class ProgramRequests:
         self.asks_for_nothing = False
         """True if the last call had an argument that is 0 or empty."""
         self.reads_prints = False
+        """True if the tests read what the program prints: it is printed here, where they may have redirected it."""
+        self.has_printed = False
         self.watch: AbstractContextManager[None] = nullcontext()  # around each request
 
     def failed(self, text: str) -> ProtocolViolation:
@@ -129,8 +131,8 @@ class ProgramRequests:
                 self._tell(b"s")
             if first and what != "main":
                 self._load()
-            about = {"do": what, "lent": [each.number for each in lent], "depth": sys.getrecursionlimit()}
-            self._wire.send({**message, **about, "prints": self.reads_prints and what != "load"})
+            about = {"do": what, "depth": sys.getrecursionlimit(), "reads_prints": self.reads_prints}
+            self._wire.send({**message, **about, "lent": [each.number for each in lent]})
         except NotSerializable as error:
             raise self.unscored(f"the tests give the program {error}") from None
         except PeerGone as gone:
@@ -150,8 +152,8 @@ class ProgramRequests:
                 reply = self._wire.receive()
             except PeerGone as gone:
                 raise self.failed(str(gone)) from None
-            if self.reads_prints and (printed := reply.get("printed")):
-                sys.stdout.write(str(printed))
+            if self.reads_prints and what != "load":
+                self._print(reply.get("printed", ["", ""]))
             if "fault" in reply:
                 raise self.failed(str(reply["fault"])[:MAX_DETAIL])
             if "raise" in reply:
@@ -170,6 +172,13 @@ class ProgramRequests:
             except (ValueError, TypeError, KeyError, IndexError):
                 raise self.failed("the program sent an invalid reply") from None
             self._call_back(function, given, keywords, received)
+
+    def _print(self, texts: Any) -> None:
+        if type(texts) is not list or [*map(type, texts)] != [str, str]:
+            raise self.failed("the program sent an invalid reply")
+        for text, stream in zip(texts, (sys.stdout, sys.stderr), strict=True):
+            stream.write(text)
+        self.has_printed |= any(texts)
 
     def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], arguments: list[Any]) -> Any:
         (value,), containers = self._received(reply, known)

@@ -21,9 +21,9 @@ from megatron_rl.graders.sandbox.oracles import MarkChecks, Oracles
 from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, walk
 
 _ONE_INTERPRETER = {
-    "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin",
-    "stderr", "argv", "environ", "builtins", "globals", "gc", "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex",
-    "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__", "__context__", "__notes__", "__traceback__",
+    "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin", "argv", "environ", "builtins", "globals", "gc",
+    "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex", "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__",
+    "__context__", "__notes__", "__traceback__",
 }  # fmt: skip
 """Names in tests that need the interpreter of the tested code."""
 _RUNS_TEXT = {"exec", "pickle", "marshal", "dill", "cloudpickle", "runpy", "sympify", "parse_expr", "__import__"}
@@ -277,6 +277,9 @@ _RUN_PROGRAM = {"run_program"}
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
     """Reject tests that cannot run with any program. Raises InvalidTests."""
     used = _identifiers(tree)
+    patched = [node.args[0] for node in walk(tree) if called(node) == "patch" and node.args]  # type: ignore[attr-defined]
+    if patched and all(getattr(each, "value", None) in ("sys.stdout", "sys.stderr") for each in patched):
+        used = used - {"mock", "patch"}
     if shared := used & _ONE_INTERPRETER or ({"catch_warnings"} if used >= {"catch_warnings", "record"} else set()):
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
     if runs := used & _RUNS_TEXT:

@@ -1,15 +1,16 @@
 """Runs the functions and classes of the tests as unittest and pytest do.
 
-Of pytest: marks ``parametrize``, ``skip`` and ``xfail``, fixtures of one test, ``setup_module`` and ``setup_method``. Anything else of it
-is refused, because a test that nobody runs cannot fail.
+Of pytest: marks ``parametrize``, ``skip`` and ``xfail``, fixtures of one test, ``capsys``, ``setup_module`` and ``setup_method``. Anything
+else of it is refused, because a test that nobody runs cannot fail.
 """
 
 import inspect
 import io
 import itertools
-import sys
 import unittest
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
@@ -17,18 +18,6 @@ from megatron_rl.graders.sandbox.program_objects import is_object
 
 _MARKS = {"parametrize", "skip", "xfail"}
 _REFUSED = {"setup_function", "setup_class", "setup"}
-
-
-class _Prints:
-    """The fixture ``capsys`` for what is printed to the standard output."""
-
-    def __init__(self) -> None:
-        sys.stdout = self._stream = io.StringIO()
-
-    def readouterr(self) -> SimpleNamespace:
-        text = self._stream.getvalue()
-        self.__init__()  # type: ignore[misc]
-        return SimpleNamespace(out=text, err="")
 
 
 class NeedsPytest(Exception):
@@ -46,7 +35,7 @@ class TestRun:
     def __init__(self, namespace: Mapping[str, Any], called: frozenset[str]) -> None:
         self.has_skipped = False
         self._namespace, self._called = namespace, called
-        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _Prints}
+        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _capsys}
         self._used_by_all: list[str] = []
         for name, value in ((name, value) for name, value in namespace.items() if not is_object(value)):
             # Attributes of pytest from 8.4 on, and before.
@@ -129,3 +118,21 @@ def _parameters(marks: list[Any]) -> Iterator[dict[str, Any]]:
             parts = row.values if hasattr(row, "marks") else row if len(words) > 1 else [row]  # pytest.param(...)
             values |= dict(zip(words, parts, strict=True))
         yield values
+
+
+_Captured = namedtuple("_Captured", "out err")
+
+
+def _capsys() -> Iterator[SimpleNamespace]:
+    """Fixture of pytest with what is printed."""
+    streams = io.StringIO(), io.StringIO()
+
+    def read() -> _Captured:
+        texts = [stream.getvalue() for stream in streams]
+        for stream in streams:
+            stream.seek(0)
+            stream.truncate()
+        return _Captured(*texts)
+
+    with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        yield SimpleNamespace(readouterr=read)

@@ -12,6 +12,7 @@ Invariants:
 
 import ast
 import random
+import re
 import sys
 import threading
 import traceback
@@ -238,9 +239,15 @@ def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return "a test was skipped, or was expected to fail"
     if not all(cases.led.values()) or requests.has_unused_checks():
         return "a check was never made: the program decided its condition, or never called a function of the tests"
+    if requests.reads_prints and not requests.has_printed and re.search("readouterr|getvalue", "\n".join(tests.lines)):
+        return "the tests read what the program prints, and it prints nothing"
     if cases.is_cut:
         return "the program gave too few or too many for the zip that compares them"
     return ""
+
+
+_READS_PRINTS = re.compile(r"\b(?:capsys|redirect_std(?:out|err)|std(?:out|err))\b")
+"""Words of tests that read what the program prints."""
 
 
 def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
@@ -250,7 +257,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
-    requests.reads_prints = bool(tests.words & {"capsys", "redirect_stdout", "stdout"})
+    requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
     if "seed" in tests.words and task["draws"]:
         requests.random_states = _random_states
     if "files" in tests.decided_by:

@@ -3,6 +3,14 @@
 from typing import Any
 
 HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
+    "what the program prints": [
+        ("print('loading')\ndef hello(n):\n    for i in range(n):\n        print('hello', i)\n    return n", "def test_a(capsys):\n    assert hello(2) == 2\n    out, err = capsys.readouterr()\n    assert out == 'hello 0\\nhello 1\\n' and err == ''\n    hello(1)\n    assert capsys.readouterr().out == 'hello 0\\n'"),  # noqa: E501
+        ("def hello(n): print('hello', n)", "import io\nfrom contextlib import redirect_stdout\nwith redirect_stdout(io.StringIO()) as out:\n    hello(1)\nassert out.getvalue() == 'hello 1\\n'"),  # noqa: E501
+        ("class P:\n    def show(self): print('P!')", "import io, sys\nsys.stdout = io.StringIO()\nP().show()\ntext = sys.stdout.getvalue()\nsys.stdout = sys.__stdout__\nassert text.strip() == 'P!'"),  # noqa: E501
+        ("def hello(): print('hello')", "import io, unittest\nfrom unittest.mock import patch\nclass T(unittest.TestCase):\n    @patch('sys.stdout', new_callable=io.StringIO)\n    def test_a(self, out):\n        hello()\n        self.assertEqual(out.getvalue(), 'hello\\n')\n"),  # noqa: E501
+        ("import sys\nwrite = sys.stderr.write\ndef f():\n    write('bad\\n')\n    raise ValueError('x')", "import pytest\ndef test_a(capsys):\n    with pytest.raises(ValueError):\n        f()\n    assert capsys.readouterr() == ('', 'bad\\n')"),  # noqa: E501
+        ("def f(g):\n    print('a')\n    g()\n    print('c')", "def test_a(capsys):\n    f(lambda: print('b'))\n    assert capsys.readouterr().out == 'a\\nb\\nc\\n'"),  # noqa: E501
+    ],
     "mutates and returns": [
         ("```python\ndef f(nums):\n    k = 0\n    for x in nums:\n        if k == 0 or nums[k-1] != x:\n            nums[k] = x\n            k += 1\n    return k\n```", "nums = [1,1,2]\nk = f(nums)\nassert k == 2 and nums[:k] == [1,2]"),  # noqa: E501
         ("```python\ndef f(a):\n    a.sort()\n    return a\n```", "a = [3,1,2]\nf(a)\nassert a == [1,2,3]"),
