@@ -50,7 +50,7 @@ class Tests:
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """What ``blind_spots`` notices and these tests would show."""
+    """Values that ``blind_spots`` notices and these tests would show."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool

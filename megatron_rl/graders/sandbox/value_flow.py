@@ -1,4 +1,4 @@
-"""Where the values of tests come from, and which expressions decide. Pure, on source trees.
+"""Origins of the values of tests, and the expressions that decide. Pure, on source trees.
 
 A flow is an over-approximation: a name depends on all names of the program from which a value may reach it, by the last assignment before
 the use in its scope, or else by any.
