@@ -5,8 +5,9 @@ them would decide a check. An object is changed under all its names, and a part 
 """
 
 import ast
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_rl.graders.sandbox.value_flow import (
@@ -36,6 +37,7 @@ _SHALLOW = (*_VIEWS, "list", "tuple", "dict", "set", "sorted", "copy", "deque", 
 """Functions whose results hold the parts of their arguments."""
 _WRAPPERS = ("partial", "cmp_to_key", "lru_cache", "cache", "vectorize")
 _Links = dict[str, set[str]]
+_Pair = tuple[Collection[str], Collection[str]]
 
 
 class _Gift(NamedTuple):
@@ -150,29 +152,30 @@ def _linked(names: Iterable[str], links: _Links) -> set[str]:
 def _views(tree: ast.Module) -> _Links:
     """For each name the names whose values change with its value: aliases (``b = a``), methods (``step = it.__next__``), views,
     generators, and objects of the tests' classes that hold it."""
-    views: _Links = defaultdict(set)
+    pairs: list[_Pair] = []
     calls = {getattr(node.func, "id", "") for node in walk(tree) if isinstance(node, ast.Call)}
     holders = {node.name for node in walk(tree) if isinstance(node, ast.ClassDef)}
     for node in walk(tree):
         for target, source in assigned(node) if isinstance(node, ast.Assign) else ():
             is_method = isinstance(source, ast.Attribute) and (source.attr.startswith("__") or getattr(target, "id", "") in calls)
             if isinstance(target, ast.Name) and (is_method or isinstance(source, ast.Name | ast.Call | ast.GeneratorExp)):
-                for base in _bases(source, holders):
-                    views[base].add(target.id)
-                    views[target.id].add(base)
-    return views
+                pairs.append(({target.id}, {*_bases(source, holders)}))
+    return _undirected(pairs)
 
 
 def _links(tree: ast.Module, program: set[str]) -> _Links:
     """For each name the names of containers that may hold the same parts."""
-    links: _Links = defaultdict(set)
     apart = program | functions_of(tree).keys()
-    for node in walk(tree):
-        for target, source in assigned(node) if not isinstance(node, ast.For | ast.comprehension) else ():
-            for base in _held(source) - apart:
-                for name in names_of(target) - apart:
-                    links[base].add(name)
-                    links[name].add(base)
+    statements = [node for node in walk(tree) if not isinstance(node, ast.For | ast.comprehension)]
+    return _undirected((names_of(target) - apart, _held(source) - apart) for node in statements for target, source in assigned(node))
+
+
+def _undirected(pairs: Iterable[_Pair]) -> _Links:
+    links: _Links = defaultdict(set)
+    for names, others in pairs:
+        for one, other in itertools.product(names, others):
+            links[one].add(other)
+            links[other].add(one)
     return links
 
 

@@ -50,7 +50,7 @@ class Tests:
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """What ``blind_spots`` notices and these tests would show."""
+    """Values that ``blind_spots`` notices and these tests would show."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
@@ -62,10 +62,8 @@ class Tests:
     lines: tuple[str, ...]
     functions: tuple[str, ...]
     """Functions ``test_...`` and classes of tests, in the order of the source."""
-    loaded: frozenset[str]
-    """Names that the tests read."""
     words: frozenset[str]
-    """All identifiers of the tests."""
+    """Identifiers that the tests read."""
 
     def check(self, defined: Collection[str]) -> None:
         """Raise InvalidTests if the program, which defines the names ``defined``, could judge itself."""
@@ -235,6 +233,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
     decided_by = oracles.changes_that_decide()
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
+    words = frozenset(_identifiers(tree))
     expected = expected_in(f"{setup}\n{text}", prompt_code, walk(tree, before, *shared), oracles.compares_sums())
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
@@ -243,8 +242,7 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
     habits = (decided_by, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
-    about = (tuple(text.splitlines()), functions, frozenset(loaded), frozenset(_identifiers(tree)))
-    return Tests(code, names, constants, errors, library, *habits, *about)
+    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")

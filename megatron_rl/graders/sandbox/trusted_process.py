@@ -177,7 +177,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     try:
         namespace = _namespace(task, tests, entry_point, requests, cases)
         exec(tests.code, namespace)
-        run = TestRun(namespace, tests.loaded)
+        run = TestRun(namespace, tests.words)
         for name in tests.functions:
             run.run(name)
         cases.has_skipped = run.has_skipped

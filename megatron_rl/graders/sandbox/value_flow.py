@@ -1,4 +1,4 @@
-"""Where the values of tests come from, and which expressions decide. Pure, on source trees.
+"""Origins of the values of tests, and the expressions that decide. Pure, on source trees.
 
 A flow is an over-approximation: a name depends on all names of the program from which a value may reach it, by the last assignment before
 the use in its scope, or else by any.
@@ -6,6 +6,7 @@ the use in its scope, or else by any.
 
 import ast
 import builtins
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,13 +16,46 @@ Edge = tuple[str, Any, ast.AST]
 """(name, place of an assignment, expression): a value of the expression may reach the name."""
 
 
-class Flow(defaultdict[str, dict[Any, set[str]]]):
+class Flow(dict[str, dict[Any, set[str]]]):
     """For each name of the tests and place of an assignment, the names of the program that the value depends on."""
 
     def __init__(self, sites: dict[str, dict[Any, set[str]]]) -> None:
-        super().__init__(dict, sites)
+        super().__init__(sites)
         self.names: dict[ast.AST, Names] = {}
         """Results of ``names_in``."""
+        self._read: dict[ast.AST, list[set[str]]] = {}
+        self._positions: dict[tuple[str, ast.AST], list[tuple[int, int]]] = defaultdict(list)
+        for name, places in sites.items():
+            for scope, position in sorted((each for each in places if each != ANYWHERE), key=lambda place: place[1]):
+                self._positions[name, scope].append(position)
+
+    def read_by(self, node: ast.AST) -> list[set[str]]:
+        """Sets of names of the program that an expression depends on; they grow until the flow is complete."""
+        if node in self._read:
+            return self._read[node]
+        found = self._read[node] = []
+        waiting = [node]
+        while waiting:
+            inner = waiting.pop()
+            is_call = isinstance(inner, ast.Call)  # a function that is given away is not called here
+            waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
+            if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
+                found.append({inner.attr})
+            if (names := self.get(_own_method(inner), {}).get(ANYWHERE)) is not None:
+                found.append(names)
+            if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in FILES):
+                found += [self[inner.id][site] for site in self._sites(inner)]
+        return found
+
+    def _sites(self, name: ast.Name) -> list[Any]:
+        """Places of the assignments from which a name may have its value."""
+        scope, every = name.scope, self.get(name.id, {})  # type: ignore[attr-defined]
+        own = self._positions.get((name.id, scope), ())
+        number = bisect_left(own, _position(name))
+        if number:
+            return [(scope, own[number - 1])]
+        is_earlier = bool(own) and name.id in FILES  # what was read before the first call
+        return [site for site in every if site == ANYWHERE or site[0] is not scope] or [*every] * (not is_earlier)
 
 
 _BUILTINS = frozenset(dir(builtins))
@@ -46,13 +80,14 @@ def walk(*trees: ast.AST) -> list[ast.AST]:
 
 
 def flow_of(edges: list[Edge], program: set[str]) -> Flow:
-    flow = Flow({name: {ANYWHERE: {name}} for name in program})
+    sites: dict[str, dict[Any, set[str]]] = {name: {ANYWHERE: {name}} for name in program}
     for name, place, _ in edges:
-        flow[name].setdefault(place, set())
+        sites.setdefault(name, {}).setdefault(place, set())
+    flow = Flow(sites)
     size = -1
-    while size != (size := sum(len(names) for sites in flow.values() for names in sites.values())):
+    while size != (size := sum(len(names) for places in sites.values() for names in places.values())):
         for name, place, source in edges:
-            flow[name][place] |= all_names(source, flow)
+            flow[name][place].update(*flow.read_by(source))
     return flow
 
 
@@ -132,28 +167,7 @@ def _position(node: Any) -> tuple[int, int]:
 
 def all_names(node: ast.AST, flow: Flow) -> Names:
     """Names of the program that an expression depends on: by the last assignment before it in its scope, or else by all."""
-    found: set[str] = set()
-    waiting = [node]
-    while waiting:
-        inner = waiting.pop()
-        is_call = isinstance(inner, ast.Call)  # a function that is given away is not called here
-        waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
-        if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
-            found.add(inner.attr)
-        if method := _own_method(inner):
-            found |= flow.get(method, {}).get(ANYWHERE, set())
-        if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in FILES):
-            scope = inner.scope  # type: ignore[attr-defined]
-            sites = flow.get(inner.id, {})
-            own = [site for site in sites if site != ANYWHERE and site[0] is scope]
-            before = [site for site in own if site[1] < _position(inner)]
-            is_earlier = bool(own) and inner.id in FILES  # what was read before the first call
-            if before:
-                chosen = [max(before, key=lambda site: site[1])]
-            else:
-                chosen = [site for site in sites if site == ANYWHERE or site[0] is not scope] or [*sites] * (not is_earlier)
-            found = found.union(*(sites[site] for site in chosen))
-    return frozenset(found)
+    return frozenset().union(*flow.read_by(node))
 
 
 def _own_method(node: ast.AST) -> str:
