@@ -22,6 +22,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     flow_of,
     functions_of,
     is_assertion,
+    is_class,
     may_leave,
     names_in,
     names_loaded,
@@ -36,6 +37,9 @@ _VIEWS = ("iter", "reversed", "enumerate", "zip", "map", "filter", "islice", "ch
 _SHALLOW = (*_VIEWS, "list", "tuple", "dict", "set", "sorted", "copy", "deque", "OrderedDict", "defaultdict")
 """Functions whose results hold the parts of their arguments."""
 _WRAPPERS = ("partial", "cmp_to_key", "lru_cache", "cache", "vectorize")
+_MAX_HELPERS = 2
+"""Functions of the tests between a check and the program."""
+_PLACES = ast.Attribute | ast.Subscript
 _Links = dict[str, set[str]]
 _Pair = tuple[Collection[str], Collection[str]]
 
@@ -57,7 +61,8 @@ def decisive_changes(tree: ast.Module, edges: list[Edge], flow: Flow, program: s
     "parts", and of "files"."""
     names, files = {"candidate", "solution", *program}, _files(tree)
     gifts = [*_gifts(tree, names, flow)]
-    gifts += _gifts_inside(tree, gifts)
+    for _ in range(_MAX_HELPERS):
+        gifts += _gifts_inside(tree, gifts)
     links = _links(tree, names)
     kinds = {
         "changes": [(gift.node, gift.objects | gift.around) for gift in gifts],
@@ -86,13 +91,15 @@ def _end(node: ast.AST) -> tuple[int, int]:
 
 
 def _gifts(tree: ast.Module, program: set[str], flow: Flow) -> Iterator[_Gift]:
-    """Calls of the program's functions and methods, and assignments to its attributes. Not given are the arguments of a call that makes
-    an argument (``f(build(a))``)."""
+    """Calls of the program's functions and methods, operators of its objects, and assignments to their attributes and items. Not given
+    are the arguments of a call that makes an argument (``f(build(a))``)."""
     views, own = _views(tree), {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}
     links, loops = _links(tree, program), _loops(tree)
     for node in walk(tree):
-        if isinstance(node, ast.Assign) and any(isinstance(each, ast.Attribute) and names_in(each.value, flow) for each in node.targets):
+        if isinstance(node, ast.Assign) and any(isinstance(each, _PLACES) and names_in(each.value, flow) for each in node.targets):
             parts, handed_on = [node.value], False
+        elif isinstance(node, ast.BinOp) and any(is_class(name) for part in (node.left, node.right) for name in all_names(part, flow)):
+            parts, handed_on = [node.left, node.right], False
         elif isinstance(node, ast.Call):
             parts = [*node.args, *(word.value for word in node.keywords)]
             keys = [word.value for word in node.keywords if word.arg == "key" and names_in(word.value, flow)]
@@ -117,15 +124,20 @@ def _is_function(node: ast.AST, program: set[str]) -> bool:
 
 
 def _gifts_inside(tree: ast.Module, gifts: list[_Gift]) -> Iterator[_Gift]:
-    """Calls of functions of the tests, with the names from outside that the functions give to the program."""
-    functions, given = functions_of(tree), defaultdict[ast.AST | None, list[_Gift]](list)
+    """Calls of functions of the tests, with the names from outside that the functions give to the program, and the arguments."""
+    functions, views, given = functions_of(tree), _views(tree), defaultdict[ast.AST | None, list[_Gift]](list)
     for gift in gifts:
         given[gift.node.scope].append(gift)  # type: ignore[attr-defined]
     for call in walk(tree):
         function = callee(call, functions) if isinstance(call, ast.Call) else None
         if function and function in given:
             own = {each.arg for each in walk(function) if isinstance(each, ast.arg)}
-            yield _Gift(call, *(set().union(*each) - own for each in zip(*(gift[1:] for gift in given[function]), strict=True)))
+            parameters = [each.arg for each in function.args.args][isinstance(call.func, ast.Attribute) :]
+            arguments = dict(zip(parameters, call.args)) | {word.arg: word.value for word in call.keywords}  # noqa: B905 (*arguments)
+            objects, around, copied = (set().union(*each) for each in zip(*(gift[1:] for gift in given[function]), strict=True))
+            passed = [value for name, value in arguments.items() if name in objects | around | copied]
+            given_on = _linked((name.id for value in passed for name in _names_outside_calls(value)), views)
+            yield _Gift(call, objects - own | given_on, around - own, (copied - own).union(*map(_held, passed)))
 
 
 def _names_outside_calls(node: ast.AST) -> Iterator[ast.Name]:

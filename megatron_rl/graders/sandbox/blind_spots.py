@@ -21,7 +21,7 @@ EXACT = 2.0**53
 DOUBTS = {
     "nan": "the program gave nan, which is neither below nor above a limit",
     "inf": "the program gave an infinite number, which a relative limit does not exclude",
-    "method": "the program gave a named tuple in which a function hides a method",
+    "method": "the program gave a named tuple in which a type stands for a method",
     "zeros": "the program gave a Counter of zeros, which equal nothing",
     "large": "the program gave floats so large that the sums which tests compare lose what they add",
     "single": "the program gave an array of one number, which comparisons spread over any shape",

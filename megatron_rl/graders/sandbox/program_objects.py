@@ -98,7 +98,7 @@ def _undecided(handle: Handle, name: str, *others: object) -> BaseException:
 
 def _operate(handle: Handle, name: str, result: type, *operands: Any) -> Any:
     """The result of an operator, of the exact type ``result``; a Handle may be an Iterator, object is any type."""
-    if not _is_made(handle):
+    if not _is_made(handle) and name not in ("enter", "exit"):  # of a function with @contextmanager
         raise _undecided(handle, name)
     value = _requests(handle).ask("operate", name, *operands)
     if type(value) is not result and not (result in (object, Handle) and issubclass(type(value), result)):

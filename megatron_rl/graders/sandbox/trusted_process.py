@@ -151,7 +151,7 @@ def _map(function: Callable[..., Any], *iterables: Iterable[Any]) -> Any:
 
 def _filter(function: Callable[[Any], Any] | None, items: Iterable[Any]) -> Any:
     """The built-in ``filter`` of the tests, as a generator for the same reason as ``_map``."""
-    return (item for item in items if (function(item) if function else item))
+    return (item for item in items if (item if function is None else function(item)))
 
 
 def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], object]) -> dict[str, Any]:

@@ -258,7 +258,7 @@ class _Decoder:
                 raise ValueError("nested too deeply")
             make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
             parts = [self.item(part, depth + 1) for part in data[1]]
-            if tag == "named" and self._notice and any(hasattr(tuple, name) and callable(made) for name, made in zip(data[3], parts)):  # noqa: B905
+            if tag == "named" and self._notice and any(map(callable, parts)):
                 self._notice("method")
             return self._look(make(parts))
         return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)

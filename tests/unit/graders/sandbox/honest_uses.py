@@ -27,6 +27,11 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("```python\nimport numpy as np\ndef f(a):\n    a += 1\n    return a.sum()\n```", "import numpy as np\na = np.zeros(3)\nassert f(a) == 3.0\nassert (a == 1).all()"),  # noqa: E501
         ("```python\ndef f(x):\n    x.clear()\n    return x\n```", "a = [1]\nassert f(a) == []\nassert not a"),
     ],
+    "filter and context managers": [
+        ("def is_vowel(c): return c in 'aeiou'", "assert list(filter(is_vowel, 'hello')) == ['e', 'o']"),
+        ("def f(n): return [0, n]", "assert list(filter(None, f(2))) == [2]"),
+        ("from contextlib import contextmanager\n@contextmanager\ndef tag(name, out):\n    out.append('<' + name + '>')\n    yield name\n    out.append('</' + name + '>')", "out = []\nwith tag('b', out) as n:\n    assert n == 'b'\n    out.append('x')\nassert out == ['<b>', 'x', '</b>']"),  # noqa: E501
+    ],
     "lists of objects": [
         ("class V:\n    def __init__(s, xs): s.xs = xs\n    def total(s): return sum(s.xs)", "xs = [1, 2]\nv = V(xs)\nassert v.total() == 3\nxs.append(5)\nassert v.total() == 8"),  # noqa: E501
         ("class M:\n    def __init__(s): s.r = [[0, 0], [0, 0]]\n    def row(s, i): return s.r[i]\n    def get(s, i, j): return s.r[i][j]", "m = M()\nm.row(0)[1] = 5\nassert m.get(0, 1) == 5"),  # noqa: E501
