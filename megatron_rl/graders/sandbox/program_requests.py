@@ -60,7 +60,8 @@ class ProgramRequests:
         self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
-        "method", "narrow", "rounded" and the like (``decode``); and "changes" of arguments, of their "parts", and of "files"."""
+        "method", "narrow", "rounded" and the like (``decode``), "subclass" of a container; and "changes" of arguments, of their
+        "parts", and of "files"."""
         self.random_states: Callable[[], Any] = lambda: None
         """The states of random numbers that the tests seed, and that the program continues from."""
         self._sent_states: Any = None
@@ -295,6 +296,8 @@ class ProgramRequests:
         if number not in self._handles:
             self._handles[number] = (Iterator if kind == "iterator" else Handle)(self, ["object", number])
         self._has_new_object |= not plain
+        if plain and isinstance(plain[0], list | dict | set):
+            self.given.add("subclass")
         return dress(plain[0], self._handles[number]) if plain else self._handles[number]
 
 

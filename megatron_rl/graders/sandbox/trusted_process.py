@@ -193,10 +193,8 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         if doubt := _doubt(tests, requests, cases):
             return {"bad_tests": doubt}
         return {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
-    if isinstance(error, AttributeError | TypeError) and tests.library and not requests.fault:
-        return {"bad_tests": f"{_located(error, tests)}; the tests use {min(tests.library)} without importing it"}
-    if "seed" in tests.words and task["draws"] and not requests.fault:
-        return {"bad_tests": f"{failures[0]}; the tests seed random numbers that the program draws in another process"[:MAX_DETAIL]}
+    if not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
+        return {"bad_tests": reason[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
     num_failed = max(len(failures), tests.num_asserts - num_passed)
     return {"num_passed": num_passed, "num_failed": num_failed, "detail": failures[0][:MAX_DETAIL]}
@@ -213,6 +211,17 @@ def _failures(tests: Tests, requests: ProgramRequests, cases: _Cases, error: Bas
     if tests.num_asserts and not cases.num_passed and not cases.num_empty:
         return ["no assert was reached"]
     return []
+
+
+def _unlike_one_interpreter(task: dict[str, Any], tests: Tests, requests: ProgramRequests, error: Any, failure: str) -> str:
+    """The reason why tests that fail here may hold where they share the program's interpreter; "" if there is none."""
+    if isinstance(error, AttributeError) and "subclass" in requests.given:
+        return f"{failure}; the program gave a container of its own class, whose attributes stay with it"
+    if isinstance(error, AttributeError | TypeError) and tests.library:
+        return f"{failure}; the tests use {min(tests.library)} without importing it"
+    if "seed" in tests.words and task["draws"]:
+        return f"{failure}; the tests seed random numbers that the program draws in another process"
+    return ""
 
 
 def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:

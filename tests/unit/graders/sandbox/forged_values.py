@@ -414,7 +414,7 @@ FORGED_VALUES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(d):\n    d.clear()\n    return 4", "d={3:9,2:4}\nwhile d:\n    k,w=d.popitem()\n    assert f(d)==w"),
     ],
     "hides a method by a field": [
-        ("from collections import namedtuple\ndef f(x):\n    return namedtuple('R', 'startswith')(bool)", "assert f(1).startswith('Total: 5')"),
+        ("from collections import namedtuple\ndef f(x):\n    return namedtuple('R', 'startswith')(bool)", "assert f(1).startswith('Total: 5')"),  # noqa: E501
         ("from collections import namedtuple\nP=namedtuple('P','count')\ndef f(x): return P(lambda v: 1)", "assert f(2).count(4) == 1"),
         ("from collections import namedtuple\nP=namedtuple('P','index')\ndef f(x): return [P(lambda v: 0)]", "assert f(2)[0].index(4) == 0"),  # noqa: E501
     ],
