@@ -128,8 +128,8 @@ def _gifts_inside(tree: ast.Module, gifts: list[_Gift]) -> Iterator[_Gift]:
     functions, views, given = functions_of(tree), _views(tree), defaultdict[ast.AST | None, list[_Gift]](list)
     for gift in gifts:
         given[gift.node.scope].append(gift)  # type: ignore[attr-defined]
-    for call in walk(tree):
-        function = callee(call, functions) if isinstance(call, ast.Call) else None
+    for call in [node for node in walk(tree) if isinstance(node, ast.Call)]:
+        function = callee(call, functions)
         if function and function in given:
             own = {each.arg for each in walk(function) if isinstance(each, ast.arg)}
             parameters = [each.arg for each in function.args.args][isinstance(call.func, ast.Attribute) :]
