@@ -29,13 +29,13 @@ WITHOUT_SUBJECT = re.compile(
 NOT_OUR_WORDS = ("heed", "whoever", "somebody", "anew", "give way", "otherwise than", "in the place of", "put together", "likeliest")
 BUDGETS = """
 room            lines files classes
-whole           75303   454     648
-core            55531   348     517
+whole           76018   459     652
+core            55544   348     517
 .                 181     4       5
 agents           3155    16      38
 algorithms       3356    24      17
 config           4186    19      76
-data             3857    15      27
+data             3870    15      27
 environments      553     4      10
 families         2417    27      27
 models           5690    28      54
@@ -61,7 +61,7 @@ desk/simulate    2945    16      25
 desk/watch        872     5       5
 graders             2     1       0
 graders/answers  1520     7       8
-graders/sandbox  3648    15      31
+graders/sandbox  4350    20      35
 cpu              2456    18      17
 """
 """At most so many lines, files and classes; a room that outgrows its row is split or simplified before the row is raised."""

@@ -28,7 +28,14 @@ _MAX_PARTIAL_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 """Character that decoders emit for bytes that do not (yet) form a character."""
 
-_FENCE = re.compile(r"(?P<marks>`{3,}|~{3,})[ \t]*\{?[ \t]*\.?(?P<tag>[^\s`{},:]*)[^`]*")
+_MARGIN = " \t>\u200b"
+"""Characters before a fence that is indented, or in a quote."""
+_FENCE = re.compile(
+    rf"(?P<margin>[\s{_MARGIN}]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?)(?P<marks>`{{3,}}|~{{3,}})[ \t]*\{{?[ \t]*\.?(?P<tag>[^\s`{{}},:]*)[^`]*"
+)
+_FENCE_AFTER_PROSE = re.compile(rf"(?P<margin>[{_MARGIN}]*)[^`]+(?P<marks>`{{3,}})(?P<tag>(?:i?py(?:thon)?[0-9.]*)?)", re.IGNORECASE)
+_WRAPPERS = ("markdown", "md")
+"""Tags of blocks that hold further fences."""
 _PYTHON_TAG = re.compile(r"i?py(?:thon)?[0-9.]*", re.IGNORECASE)
 _QUOTES = re.compile(r'"{3}|\'{3}')
 _MAX_FENCE_INDENT = 3
@@ -57,7 +64,8 @@ def code_region(text: str, entry_point: str = "") -> Region | None:
 
 
 def extract_code(text: str, entry_point: str = "") -> str:
-    """Text of the program that ``code_region`` finds, dedented by the indentation of the block's fence; blank if there is no program."""
+    """Text of the program that ``code_region`` finds, without the indentation and quote marks of the block's fence; blank if there is
+    no program."""
     return _dedented(text, *_program(text, entry_point))
 
 
@@ -66,10 +74,9 @@ def fenced_blocks(text: str) -> list[str]:
     return [_dedented(text, *block) for block in _marked(text)]
 
 
-def _dedented(text: str, region: Region, indent: int) -> str:
-    lines = text[slice(*region)].splitlines(keepends=True)
-    # Blanks alone are indentation: a line shorter than it keeps its line end.
-    return "".join(line if line[:indent].strip(" \t") else line[indent:] for line in lines)
+def _dedented(text: str, region: Region, margin: int) -> str:
+    # A line with less margin keeps its line end and its code.
+    return re.sub(rf"^[{_MARGIN}]{{0,{margin}}}", "", text[slice(*region)], flags=re.MULTILINE)
 
 
 def _after_thought(text: str) -> int:
@@ -77,14 +84,14 @@ def _after_thought(text: str) -> int:
 
 
 def _marked(text: str) -> list[tuple[Region, int]]:
-    """(region, indentation of the opening fence) of each block marked as Python, or of all blocks if none is marked."""
+    """(region, margin before the opening fence) of each block marked as Python, or of all blocks if none is marked."""
     blocks = list(_blocks(text, _after_thought(text)))
     chosen = [block for block in blocks if _PYTHON_TAG.fullmatch(block[0])] or blocks
-    return [(region, indent) for _, region, indent in chosen]
+    return [(region, margin) for _, region, margin in chosen]
 
 
 def _program(text: str, entry_point: str) -> tuple[Region, int]:
-    """(region, indentation) of the program."""
+    """(region, margin) of the program."""
     marked = _marked(text)
     if entry_point:
         heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
@@ -93,34 +100,40 @@ def _program(text: str, entry_point: str) -> tuple[Region, int]:
 
 
 def _blocks(text: str, position: int) -> Iterator[tuple[str, Region, int]]:
-    """(language tag, region, indentation of the opening fence) of each fenced block from ``position`` on."""
+    """(language tag, region, margin before the opening fence) of each fenced block from ``position`` on."""
     lines = text[position:].splitlines(keepends=True)
     ends = [position + total for total in accumulate(map(len, lines))]
     number = 0
     while number < len(lines):
-        fence = _FENCE.fullmatch(lines[number].strip())
+        fence = _FENCE.fullmatch(lines[number].rstrip()) or _FENCE_AFTER_PROSE.fullmatch(lines[number].rstrip())
         number += 1
-        if fence is None:
+        if fence is None or fence["tag"].lower() in _WRAPPERS:
             continue
-        indent = len(lines[number - 1]) - len(lines[number - 1].lstrip())
-        closing = _closing(lines, number, fence["marks"], indent)
-        start, end = ends[number - 1], ends[closing - 1]
+        margin, start = fence.end("margin"), ends[number - 1]
+        closing = _closing(lines, number, fence["marks"], margin)
+        end = ends[closing - 1]
+        if closing < len(lines):  # code may precede the marks
+            code = lines[closing].partition(fence["marks"])[0]
+            end += len(code) if code.strip(_MARGIN) else 0
         if closing < len(lines) or start < end:
-            yield fence["tag"], (start, end), indent
+            yield fence["tag"], (start, end), margin
         number = closing + 1
 
 
-def _closing(lines: Sequence[str], start: int, marks: str, indent: int) -> int:
+def _closing(lines: Sequence[str], start: int, marks: str, margin: int) -> int:
     """Index of the line that closes a block: not inside a docstring, if there is a choice; the end if none does."""
-    num_quotes, first = 0, len(lines)
+    num_quotes, first, mixed = 0, len(lines), len(lines)
     for number in range(start, len(lines)):
-        stripped = lines[number].strip()
+        code = lines[number].lstrip(_MARGIN)
+        stripped = code.rstrip()
         if stripped.startswith(marks) and not stripped.strip(marks[0]):
-            if num_quotes % 2 == 0 and len(lines[number]) - len(lines[number].lstrip()) <= indent + _MAX_FENCE_INDENT:
+            if num_quotes % 2 == 0 and len(lines[number]) - len(code) <= margin + _MAX_FENCE_INDENT:
                 return number
             first = min(first, number)
+        elif num_quotes % 2 == 0 and (stripped.startswith(marks) or stripped.endswith(marks)):  # next to other text
+            mixed = min(mixed, number)
         num_quotes += len(_QUOTES.findall(stripped))
-    return first
+    return first if first < len(lines) else mixed
 
 
 def code_lines(text: str, *, entry_point: str = "") -> list[CodeLine]:
@@ -141,7 +154,7 @@ def lines_between(text: str, region: Region) -> list[CodeLine]:
 
 
 def is_neutral(line: str) -> bool:
-    stripped = line.strip()
+    stripped = line.lstrip(_MARGIN).rstrip()
     return not stripped or stripped.startswith(COMMENT_PREFIX)
 
 

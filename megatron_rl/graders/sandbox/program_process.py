@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import io
 import operator
 import os
 import random
@@ -69,11 +70,13 @@ class ProgramProcess:
         self._makes = False
         self._depth = sys.getrecursionlimit()
         """Depth of calls that the tests allow."""
+        self._streams: tuple[io.StringIO, ...] = ()
+        """Standard output and standard error, if the tests read them."""
         self._turn = threading.RLock()
         """Held by the thread that calls a function of the tests."""
         self._handlers: dict[str, Callable[..., Any]] = {
             "load": self._load, "main": self._run_script, "call": _call, "make": _call, "operate": _operate,
-            "get": getattr, "set": setattr, "next": next, "value": lambda value: value,
+            "get": getattr, "set": setattr, "next": next, "value": lambda value: value, "seed": _seed,
         }  # fmt: skip
 
     def serve(self) -> None:
@@ -90,12 +93,22 @@ class ProgramProcess:
             self.reply(self._wire.receive())
 
     def reply(self, request: Any) -> None:
+        if request["reads_prints"] and not self._streams:
+            self._streams = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
         try:
-            self._wire.send(self._answer(request))
+            self._send(self._answer(request))
         except NotSerializable as error:
             self._wire.send({"fault": f"the program gives {error}"})
         except MemoryError:
             self._wire.send({"fault": "memory limit"})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send a message with what was printed since the last one, if the tests read it."""
+        texts = [stream.getvalue() for stream in self._streams]
+        for stream in self._streams:
+            stream.seek(0)
+            stream.truncate()
+        self._wire.send(message | ({"printed": texts} if any(texts) else {}))
 
     def _answer(self, request: Any) -> Any:
         """Handle one request.
@@ -220,7 +233,7 @@ class ProgramProcess:
         """Call a function of the tests and return its result."""
         message, containers = encode([arguments, keywords], self._export, self._records)
         with self._turn:
-            self._wire.send({**message, "callback": number})
+            self._send({**message, "callback": number})
             while "do" in (reply := self._wire.receive()):  # the function may call the program in turn
                 self.reply(reply)
         if "raise" in reply:
@@ -232,6 +245,12 @@ class ProgramProcess:
 
 def _call(function: Any, arguments: Any, keywords: Any) -> Any:
     return function(*arguments, **dict(keywords))
+
+
+def _seed(state: Any, *of_numpy: Any) -> None:
+    random.setstate(state)
+    for each in of_numpy:
+        importlib.import_module("numpy").random.set_state(each)
 
 
 def _operate(name: str, *operands: Any) -> Any:

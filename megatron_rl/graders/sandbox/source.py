@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import CodeType
 
+from megatron_rl.graders.sandbox.blind_spots import expected_in
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import ASSERTIONS, Oracles
+from megatron_rl.graders.sandbox.oracles import MarkChecks, Oracles
+from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, walk
 
 _ONE_INTERPRETER = {
-    "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
-    "stdin", "stderr", "argv", "environ", "builtins", "globals", "gc", "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex",
-    "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__", "__context__", "__notes__", "__traceback__",
+    "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin", "argv", "environ", "builtins", "globals", "gc",
+    "importlib", "warns", "recwarn", "assertWarns", "assertWarnsRegex", "assertLogs", "assertNoLogs", "caplog", "capfd", "__cause__",
+    "__context__", "__notes__", "__traceback__",
 }  # fmt: skip
 """Names in tests that need the interpreter of the tested code."""
 _RUNS_TEXT = {"exec", "pickle", "marshal", "dill", "cloudpickle", "runpy", "sympify", "parse_expr", "__import__"}
-_PYTEST = {"autouse", "parametrize", "setup_function", "setup_module", "skip", "skipif", "usefixtures", "xfail"}
 _CAN_FAIL = re.compile(rf"_*(?:{'|'.join(ASSERTIONS)}|raises|fail|exit|quit)", re.IGNORECASE)
 
 
@@ -49,7 +50,7 @@ class Tests:
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
-    """The words "nan", "inf" and "seed", if the tests mention them; "narrow", if they mention types of numbers."""
+    """Values that ``blind_spots`` notices and these tests would show."""
     expect_errors: bool
     """True if the tests handle exceptions."""
     hide_errors: bool
@@ -60,7 +61,9 @@ class Tests:
     """Number of asserts in the source; a loop may run one assert several times."""
     lines: tuple[str, ...]
     functions: tuple[str, ...]
-    """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
+    """Functions ``test_...`` and classes of tests, in the order of the source."""
+    words: frozenset[str]
+    """Identifiers that the tests read."""
 
     def check(self, defined: Collection[str]) -> None:
         """Raise InvalidTests if the program, which defines the names ``defined``, could judge itself."""
@@ -120,7 +123,7 @@ def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
         is_helper = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
         if root in _defined([node]):
             is_after = True
-        elif not isinstance(node, ast.Expr) and (not is_after or (is_helper and root not in _names_in([node]))):
+        elif not isinstance(node, ast.Expr) and (not is_after or (is_helper and root not in names_of(node))):
             kept.append(node)
     return kept
 
@@ -171,7 +174,7 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
             if node.name == "Solution":  # LeetCode's tests call its methods
                 names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
             continue
-        for inner in ast.walk(node):
+        for inner in walk(node):
             if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                 names.add(inner.id)
             elif isinstance(inner, (ast.Import, ast.ImportFrom)):
@@ -198,13 +201,13 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         raise InvalidTests(f"the tests do not compile: {error}") from error
     tree.body = [_asserted(inner) for node in tree.body for inner in _as_script(node) if not _is_runner(inner, text)]
     own = _defined(tree.body)
-    if not any(_can_fail(node, own) for node in ast.walk(tree)) or any(map(_is_tuple, ast.walk(tree))):
+    if not any(_can_fail(node, own) for node in walk(*tree.body)) or any(map(_is_tuple, walk(*tree.body))):
         raise InvalidTests("the tests assert nothing")
     if "check" in own and not _uses_check(tree.body):
         if not entry_point:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    loaded = {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     known = own | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
     entry = {root_of(entry_point)} - {""} - own
     names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
@@ -217,28 +220,29 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
     library = {name: is_module for name, is_module in library.items() if name not in tested}
     names, program_names = names - library.keys(), program_names - library.keys()
     oracles.forget(library)
-    errors = _names_in(node for is_error, node in _class_uses(tree) if is_error) & program_names
+    errors = names_of(*(node for is_error, node in _class_uses(tree) if is_error)) & program_names
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
-    num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in ast.walk(tree))
-    functions = tuple(_tests_in(tree, loaded))
+    num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in walk(tree))
+    functions = tuple(dict.fromkeys(_tests_in(tree)))
     doubt = _doubt(tree, program_names, constants)
     if not doubt and (oracle := oracles.unpinned(root_of(entry_point))):
         doubt = f"the tests use the program's own {oracle} to check it"
+    if not doubt and (conversion := oracles.conversions()):
+        doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
     decided_by = oracles.changes_that_decide()
+    use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
+    words = frozenset(_identifiers(tree))
+    expected = expected_in(f"{setup}\n{text}", prompt_code, walk(tree, before, *shared), oracles.compares_sums())
+    expect_errors = any(is_error for is_error, _ in _class_uses(tree))
+    hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
-        marks = _MarkAsserts(oracles.zips_to_watch(), oracles.loops_to_watch())
-        code = compile(ast.fix_missing_locations(marks.visit(tree)), "<tests>", "exec")
+        code = compile(ast.fix_missing_locations(MarkChecks(oracles).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
-    expected = frozenset(word.lower() for word in _NOT_FINITE.findall(f"{setup}\n{text}")) | ({"seed"} & _identifiers(tree))
-    expected |= {"narrow"} if _NARROW.search(f"{prompt_code}\n{setup}\n{text}") else frozenset()
-    expect_errors = any(is_error for is_error, _ in _class_uses(tree))
-    hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in ast.walk(tree))
-    habits = (decided_by, use_arrays, expected, expect_errors, hide_errors, doubt, num_asserts)
-    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions)
+    habits = (decided_by, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
+    return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
@@ -248,7 +252,11 @@ _HIDING = ("__getattr__", "__getattribute__", "__getitem__")
 def _swallows(node: ast.AST) -> bool:
     """True for a ``try`` or ``with suppress`` in which an exception skips an assert unseen."""
     if isinstance(node, ast.Try):
-        silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in ast.walk(each))]
+        # An exception that no test expects gives the value which another assignment would take from the program.
+        lost = [each for each in node.handlers if each.type and names_of(each.type) & {"RecursionError", "MemoryError"}]
+        if _stored(lost) & _stored(node.body):
+            return True
+        silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in walk(each))]
         caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
     elif isinstance(node, ast.With):
         caught = [part for item in node.items for is_error, part in _class_uses(item.context_expr) if is_error]
@@ -256,7 +264,7 @@ def _swallows(node: ast.AST) -> bool:
         return False
     return bool(caught) and any(
         not _is_false(inner.test) if isinstance(inner, ast.Assert) else re.match("assert(?!Raises)", getattr(inner, "attr", ""))
-        for inner in ast.walk(node)
+        for inner in walk(node)
     )
 
 
@@ -267,14 +275,17 @@ _RUN_PROGRAM = {"run_program"}
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
     """Reject tests that cannot run with any program. Raises InvalidTests."""
     used = _identifiers(tree)
+    patched = [node.args[0] for node in walk(tree) if called(node) == "patch" and node.args]  # type: ignore[attr-defined]
+    if patched and all(getattr(each, "value", None) in ("sys.stdout", "sys.stderr") for each in patched):
+        used = used - {"mock", "patch"}
     if shared := used & _ONE_INTERPRETER or ({"catch_warnings"} if used >= {"catch_warnings", "record"} else set()):
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
     if runs := used & _RUNS_TEXT:
         raise InvalidTests(f"the tests may run what the program gives ({min(runs)})")
-    if _names_in(node for is_error, node in _class_uses(tree) if not is_error) & names:
+    if names_of(*(node for is_error, node in _class_uses(tree) if not is_error)) & names:
         raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
-    guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    guarded = {id(inner) for node in walk(tree) if isinstance(node, ast.Try) for inner in walk(node)}
+    for node in walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in guarded:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
             for module in {name.partition(".")[0] for name in modules} - {"solution"}:
@@ -286,8 +297,6 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
 
 
 _ARRAYS = re.compile(r"\b(?:numpy|np|pandas|pd|torch|scipy|jax|tensorflow)\b")
-_NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
-_NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
 
 
 def _is_false(node: ast.expr) -> bool:
@@ -301,10 +310,10 @@ def _is_tuple(node: ast.AST) -> bool:
 
 def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -> str:
     """The reason why the tests are in doubt: the program would choose the value that it is compared with."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.stmt):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-            used = _names_in(parts) & names
+            used = names_of(*parts) & names
             read = sorted(used & constants)
             if read and (not isinstance(node, ast.Assert) or used - constants):
                 return f"the tests use the program's own {read[0]} to check it"
@@ -313,13 +322,13 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -
 
 def _uses_check(body: Sequence[ast.stmt]) -> bool:
     statements = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
-    return any(isinstance(inner, ast.Name) and inner.id == "check" for node in statements for inner in ast.walk(node))
+    return "check" in names_of(*statements)
 
 
 def _used_as_functions(tree: ast.AST) -> set[str]:
     """Names that the code calls, passes as arguments, uses as decorators or reads attributes of."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         used = [node.func, *node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
         used += [node.value] if isinstance(node, ast.Attribute) else getattr(node, "decorator_list", [])
         found |= {inner.id for inner in used if isinstance(inner, ast.Name)}
@@ -328,8 +337,8 @@ def _used_as_functions(tree: ast.AST) -> set[str]:
 
 def _bound_somewhere(tree: ast.AST) -> set[str]:
     """Names bound as local variables, parameters, imports and the like."""
-    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    for node in ast.walk(tree):
+    found = _stored([tree])
+    for node in walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
             found.add(node.name or "")
         elif isinstance(node, ast.arg):
@@ -337,6 +346,11 @@ def _bound_somewhere(tree: ast.AST) -> set[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     return found
+
+
+def _stored(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that statements assign."""
+    return {each.id for each in walk(*nodes) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
@@ -349,14 +363,13 @@ def _asserted(node: ast.stmt) -> ast.stmt:
 def _can_fail(node: ast.AST, own: set[str]) -> bool:
     """True for what fails if the program is wrong: an assert, an error, or the result of a test."""
     if _names_test(node) or getattr(node, "name", "") == "check":
-        return any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node))
-    called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-    return isinstance(node, ast.Assert | ast.Raise) or (called not in own and bool(_CAN_FAIL.match(called)))
+        return any(isinstance(inner, ast.Return) and inner.value for inner in walk(node))
+    return isinstance(node, ast.Assert | ast.Raise) or (called(node) not in own and bool(_CAN_FAIL.match(called(node))))
 
 
 def _as_script(node: ast.stmt) -> list[ast.stmt]:
     """The statements of ``if __name__ == "__main__"``, which a script runs; ``node`` itself otherwise."""
-    is_guard = isinstance(node, ast.If) and {"__name__"} == {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
+    is_guard = isinstance(node, ast.If) and names_of(node.test) == {"__name__"}
     return node.body if is_guard else [node]  # type: ignore[attr-defined]
 
 
@@ -367,26 +380,25 @@ def _is_runner(node: ast.stmt, text: str) -> bool:
     return bool(is_main or re.search(r"\b(?:unittest|pytest)\.main\(|^(?:sys\.)?(?:exit|quit)\(0?\)$", called))
 
 
-def _tests_in(tree: ast.Module, loaded: Collection[str]) -> Iterator[str]:
-    """Names of the functions ``test...`` and of unittest's classes. Raises InvalidTests for tests that only pytest runs."""
+def _tests_in(tree: ast.Module) -> Iterator[str]:
+    """Names of the functions ``test...`` and of the classes of tests."""
     cases: set[str] = set()
-    for node in tree.body:
+    for node in _outside_functions(tree.body):
         if isinstance(node, ast.ClassDef):
-            is_pytest = node.name.startswith("Test") and any(_names_test(inner) for inner in node.body)
             if any(name in cases or name.endswith("TestCase") for base in node.bases for name in _identifiers(base)):
                 cases.add(node.name)
+            if node.name in cases or (node.name.startswith("Test") and any(map(_names_test, node.body))):
                 yield node.name
-                continue
-        elif isinstance(node, ast.FunctionDef):
-            needs = len(node.args.args) + len(node.args.posonlyargs) > len(node.args.defaults)
-            is_pytest = bool(_PYTEST & set().union({node.name}, *map(_identifiers, node.decorator_list)))
-            is_pytest |= _names_test(node) and (needs or any(isinstance(each, ast.Yield) for each in ast.walk(node)))
-            if _names_test(node) and not needs:
-                yield node.name
-        else:
-            continue
-        if is_pytest and node.name not in loaded:
-            raise InvalidTests(f"the tests need pytest, for {node.name}")
+        elif _names_test(node):
+            yield node.name  # type: ignore[attr-defined]
+
+
+def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Statements of a module, also those inside ``if``, ``try`` and the like."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield from _outside_functions(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler))
 
 
 def _names_test(node: ast.AST) -> bool:
@@ -396,7 +408,7 @@ def _names_test(node: ast.AST) -> bool:
 def _identifiers(tree: ast.AST) -> set[str]:
     """Names, attributes, imports and parameters; ``await`` represents any asynchronous code."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
             found.add("await")
         elif isinstance(node, ast.alias):
@@ -408,43 +420,12 @@ def _identifiers(tree: ast.AST) -> set[str]:
 
 def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
     """Yield (is_exception, expression) for each expression that tests use as a class, as in ``isinstance``."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ExceptHandler):
             yield True, node.type or ast.Constant(None)
         elif isinstance(node, ast.ClassDef):
             yield from ((False, base) for base in node.bases)
-        elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
-                yield from ((True, argument) for argument in node.args[:1])
-            elif called in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
-                yield from ((False, argument) for argument in node.args[called != "issubclass" :])
-
-
-def _names_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    return frozenset(inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name))
-
-
-class _MarkAsserts(ast.NodeTransformer):
-    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, and ``x`` of ``loops`` over x into ``__case__.each(x)``."""
-
-    def __init__(self, zips: Sequence[ast.Call], loops: Sequence[ast.For]) -> None:
-        self._zips, self._loops = zips, loops
-
-    def visit_For(self, node: ast.For) -> ast.AST:
-        self.generic_visit(node)
-        if any(node is each for each in self._loops):
-            node.iter = ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), "each", ast.Load()), [node.iter], [])
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if any(node is each for each in self._zips):
-            node.func = ast.Attribute(ast.Name("__case__", ast.Load()), node.func.id, ast.Load())  # type: ignore[attr-defined]
-        return node
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        self.generic_visit(node)
-        item = ast.withitem(ast.Name("__case__", ast.Load()), None)
-        return ast.copy_location(ast.With([item], [node]), node)
+        elif called(node) in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
+            yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
+        elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
+            yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]

@@ -12,27 +12,23 @@ Invariants:
 
 import ast
 import random
+import re
 import sys
 import threading
 import traceback
 import types
-import unittest
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
+from megatron_rl.graders.sandbox.blind_spots import DOUBTS
 from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.library import library_value
-from megatron_rl.graders.sandbox.program_objects import (
-    MAX_DETAIL,
-    TESTS_MODULE,
-    Handle,
-    ProgramRequests,
-    describe_error,
-    is_object,
-)
+from megatron_rl.graders.sandbox.program_objects import Handle, is_object
+from megatron_rl.graders.sandbox.program_requests import MAX_DETAIL, TESTS_MODULE, ProgramRequests, describe_error
 from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.sandbox.test_functions import NeedsPytest, TestRun
 from megatron_rl.graders.sandbox.values import record_classes
 
 
@@ -68,11 +64,13 @@ class _Cases:
         self.num_empty = 0
         self.failures: list[str] = []
         self.has_skipped = False
-        """True if a test case was skipped, or had to fail."""
+        """True if a test was not run, or had to fail."""
         self.is_over_nothing = False
         """True if an ``all``, an ``any`` or a loop over what the program gave has checked nothing."""
         self.is_cut = False
         """True if a zip has ended before everything that it compares."""
+        self.led: dict[int, bool] = {}
+        """For each line of a condition that the program decides, whether it has led to a check."""
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
         self._requests, self._partial, self._is_empty = requests, partial, False
@@ -106,13 +104,30 @@ class _Cases:
         self.is_over_nothing |= self._is_empty
         return False
 
-    def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop with checks."""
-        is_empty = True
+    def each(self, items: Iterable[Any], line: int, *expected: Any) -> Iterator[Any]:
+        """The items of a loop with checks against the items of ``expected``."""
+        size = 0
         for item in items:
-            is_empty = False
+            size += 1
             yield item
-        self.is_over_nothing |= is_empty
+        self.led[line] = self.led.get(line, False) or size > 0 or self._requests.asks_for_nothing
+        self.is_over_nothing |= not size
+        self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
+
+    def leads(self, value: Any, line: int, wanted: bool) -> bool:
+        """The truth of a condition that leads to checks if it is ``wanted``."""
+        self.led[line] = self.led.get(line, False) or bool(value) is wanted
+        return bool(value)
+
+    def next(self, items: Iterator[Any], *default: Any) -> Any:
+        """The built-in ``next`` of the tests."""
+        try:
+            return next(items)
+        except StopIteration:
+            if not default:
+                raise
+        self.is_over_nothing = True
+        return default[0]
 
     def map(self, function: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
         return (function(*values) for values in self.zip(*iterables))
@@ -136,7 +151,7 @@ def _map(function: Callable[..., Any], *iterables: Iterable[Any]) -> Any:
 
 def _filter(function: Callable[[Any], Any] | None, items: Iterable[Any]) -> Any:
     """The built-in ``filter`` of the tests, as a generator for the same reason as ``_map``."""
-    return (item for item in items if (function(item) if function else item))
+    return (item for item in items if (item if function is None else function(item)))
 
 
 def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], object]) -> dict[str, Any]:
@@ -162,8 +177,12 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     try:
         namespace = _namespace(task, tests, entry_point, requests, cases)
         exec(tests.code, namespace)
+        run = TestRun(namespace, tests.words)
         for name in tests.functions:
-            _run_function(namespace[name], cases)
+            run.run(name)
+        cases.has_skipped = run.has_skipped
+    except NeedsPytest as raised:
+        error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
     if not requests.started or requests.is_unscored:
@@ -174,10 +193,8 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         if doubt := _doubt(tests, requests, cases):
             return {"bad_tests": doubt}
         return {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
-    if isinstance(error, AttributeError | TypeError) and tests.library and not requests.fault:
-        return {"bad_tests": f"{_located(error, tests)}; the tests use {min(tests.library)} without importing it"}
-    if "seed" in tests.expected and task["draws"] and not requests.fault:
-        return {"bad_tests": f"{failures[0]}; the tests seed random numbers that the program draws in another process"[:MAX_DETAIL]}
+    if not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
+        return {"bad_tests": reason[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
     num_failed = max(len(failures), tests.num_asserts - num_passed)
     return {"num_passed": num_passed, "num_failed": num_failed, "detail": failures[0][:MAX_DETAIL]}
@@ -196,17 +213,27 @@ def _failures(tests: Tests, requests: ProgramRequests, cases: _Cases, error: Bas
     return []
 
 
-_BLIND_TO = {
-    "nan": "the program gave nan, which is neither below nor above a limit",
-    "inf": "the program gave an infinite number, which a relative limit does not exclude",
-    "method": "the program gave a named tuple in which a function hides a method",
-    "narrow": "the program gave numbers of numpy that round or overflow in comparisons",
-}
-"""Maps values of the program, unless the tests expect them, to why the tests cannot judge them."""
+def _unlike_one_interpreter(task: dict[str, Any], tests: Tests, requests: ProgramRequests, error: Any, failure: str) -> str:
+    """The reason why tests that fail here may hold where they share the program's interpreter; "" if there is none."""
+    if isinstance(error, AttributeError) and "subclass" in requests.given:
+        return f"{failure}; the program gave a container of its own class, whose attributes stay with it"
+    if isinstance(error, AttributeError | TypeError) and tests.library:
+        return f"{failure}; the tests use {min(tests.library)} without importing it"
+    if "seed" in tests.words and task["draws"]:
+        return f"{failure}; the tests seed random numbers that the program draws in another process"
+    return ""
 
 
 def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     """The reason why tests that hold have shown nothing; "" if there is none."""
+    for value, doubt in DOUBTS.items():
+        if value in requests.given - tests.expected:
+            return doubt
+    return _unmade(tests, requests, cases)
+
+
+def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
+    """The reason why tests that hold have not checked all results; "" if there is none."""
     if cases.caught:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
     if (tests.num_asserts and not cases.num_passed) or (cases.is_over_nothing and "nothing" in requests.given):
@@ -217,23 +244,31 @@ def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return "the program changed an argument or a file on which the check of its result depends"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
         return "the program gave something empty, which arrays find equal to anything"
-    for value, doubt in _BLIND_TO.items():
-        if value in requests.given - tests.expected:
-            return doubt
     if cases.has_skipped:
         return "a test was skipped, or was expected to fail"
+    if not all(cases.led.values()) or requests.has_unused_checks():
+        return "a check was never made: the program decided its condition, or never called a function of the tests"
+    if requests.reads_prints and not requests.has_printed and re.search("readouterr|getvalue", "\n".join(tests.lines)):
+        return "the tests read what the program prints, and it prints nothing"
     if cases.is_cut:
         return "the program gave too few or too many for the zip that compares them"
     return ""
 
 
+_READS_PRINTS = re.compile(r"\b(?:capsys|redirect_std(?:out|err)|std(?:out|err))\b")
+"""Words of tests that read what the program prints."""
+
+
 def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
     namespace = _Namespace(requests, tests.constants)
-    namespace.update(__case__=cases, all=cases.all, any=cases.any, map=_map, filter=_filter, eval=_evaluator(requests))
+    namespace.update(__case__=cases, all=cases.all, any=cases.any, next=cases.next, map=_map, filter=_filter, eval=_evaluator(requests))
     for code in prelude(task["prompt_code"], entry_point):
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records = record_classes(namespace)
+    requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
+    if "seed" in tests.words and task["draws"]:
+        requests.random_states = _random_states
     if "files" in tests.decided_by:
         requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
@@ -259,6 +294,14 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     return namespace
 
 
+def _random_states() -> tuple[Any, ...]:
+    """State of the random numbers of the standard library, and of numpy if it is loaded."""
+    if "numpy" not in sys.modules:
+        return (random.getstate(),)
+    kind, keys, *rest = sys.modules["numpy"].random.get_state()
+    return random.getstate(), (kind, tuple(keys.tolist()), *rest)
+
+
 def _name_of_program(requests: ProgramRequests, name: str) -> Handle:
     if name.startswith("__"):  # imports of other modules look at all modules
         raise AttributeError(name)
@@ -274,19 +317,6 @@ def _text(requests: ProgramRequests, output: Any) -> str:
 def _own_error(kind: Any) -> type | None:
     is_own = type(kind) is type and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
     return kind if is_own else None
-
-
-def _run_function(function: Any, cases: _Cases) -> None:
-    if not isinstance(function, type):
-        if function() is False:
-            raise AssertionError("a test returned False")
-        return
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(function).run(result)
-    broken = [*result.failures, *result.errors]
-    cases.has_skipped |= bool(result.skipped or result.expectedFailures)
-    if broken or result.unexpectedSuccesses:
-        raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "a test that should fail succeeded")
 
 
 def _evaluator(requests: ProgramRequests) -> Callable[..., Any]:

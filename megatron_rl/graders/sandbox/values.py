@@ -11,26 +11,26 @@ import base64
 import datetime
 import dis
 import json
-import math
 import operator
 import re
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
+
+from megatron_rl.graders.sandbox.blind_spots import EXACT, WORDS, Notice, look
 
 _MAX_DEPTH = 150
 """Maximum nesting depth of tuples, because hashing them recurses in C."""
 _MAX_JSON_INT = 1 << 63
-_MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of an array."""
-_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
-_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+_DTYPE = re.compile(r"[<>|=](?:[biufc][0-9]{1,2}|[US][1-9][0-9]{0,4})")
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 """Classes that are plain values, and default factories that a defaultdict keeps."""
@@ -54,6 +54,8 @@ _PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] 
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "timedelta": (datetime.timedelta, lambda value: [value.days, value.seconds, value.microseconds],
                   lambda parts: datetime.timedelta(*parts)),
+    "path": (PurePosixPath, str, PurePosixPath),
+    "file": (type(Path()), str, Path),
 }  # fmt: skip
 """Maps tag to (type, to JSON, from JSON)."""
 _TAGS = {kind: (tag, to_json) for tag, (kind, to_json, _) in _PLAIN_ROWS.items()}
@@ -101,10 +103,10 @@ def encode(
 
 def snapshot(container: Any) -> Snapshot:
     """Content of a container: its parts, to be compared by identity, or a tuple of plain values."""
-    if type(container) is bytearray:
+    if type(container) in (bytearray, array):
         return (bytes(container),)
-    if array := _array(container):
-        return tuple(map(str, array))
+    if data := _array(container):
+        return tuple(map(str, data))
     content = container if isinstance(container, list | set | deque | dict) else vars(container)
     return [*content, *content.values()] if isinstance(content, dict) else list(content)
 
@@ -119,7 +121,7 @@ class _Encoder:
         self._export = export
         self._records = {kind for kind in records.values() if not issubclass(kind, Enum)}
         self._members = set(records.values()) - self._records
-        self._containers = {list, set, deque, bytearray, SimpleNamespace, *_MAPPINGS.values(), *self._records}
+        self._containers = {list, set, deque, bytearray, array, SimpleNamespace, *_MAPPINGS.values(), *self._records}
         self.objects = list(known)
         self._numbers = {id(value): number for number, value in enumerate(self.objects)}
 
@@ -138,10 +140,10 @@ class _Encoder:
             return [tag, to_json(value)]
         if built_in := self._built_in(value, depth):
             return built_in
-        array = _array(value)
-        if array and array[0] == "scalar":
-            return array
-        if array or kind in self._containers:
+        data = _array(value)
+        if data and data[0] == "scalar":
+            return data
+        if data or kind in self._containers:
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = len(self.objects)
                 self.objects.append(value)
@@ -171,8 +173,10 @@ class _Encoder:
             return ["deque", [self.item(part) for part in value], value.maxlen]
         if kind is bytearray:
             return ["bytearray", value.hex()]
-        if array := _array(value):
-            return array
+        if kind is array:
+            return ["typed", value.tobytes().hex(), value.typecode]
+        if data := _array(value):
+            return data
         attributes = [[name, self.item(part)] for name, part in vars(value).items()]
         return ["record", kind.__name__, attributes] if kind in self._records else ["namespace", attributes]
 
@@ -192,9 +196,9 @@ def _array(value: Any) -> list[Any] | None:
     numpy = sys.modules.get("numpy")  # if numpy was never imported, the value is not a numpy value
     if numpy is None or (type(value) is not numpy.ndarray and not issubclass(type(value), numpy.generic)):
         return None
-    if not _DTYPE.fullmatch(value.dtype.str):
-        return None
     tag = "array" if type(value) is numpy.ndarray else "scalar"
+    if not _DTYPE.fullmatch(value.dtype.str) or (tag == "scalar" and value.dtype.kind in "US"):
+        return None
     return [tag, value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
 
 
@@ -203,13 +207,12 @@ def decode(
     import_reference: Import,
     records: Records,
     known: Sequence[Any] = (),
-    notice: Callable[[str], object] | None = None,
+    notice: Notice | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """(values, containers) of a message. The ``known`` containers, which are the message's first, are updated in place.
 
     Args:
-        notice: Called with "nan", "inf", "nothing" or "empty array" for each such value, with "narrow" for numpy's numbers of 8 or 16
-            bits, and with "method" for a named tuple's function that hides a method.
+        notice: Called with what is noticed of the values (``blind_spots.DOUBTS``), and with "nothing" and "empty array".
 
     Raises:
         ValueError: the message is not an output of ``encode``.
@@ -236,15 +239,15 @@ def decode(
 
 
 class _Decoder:
-    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Callable[[str], object] | None) -> None:
+    def __init__(self, objects: list[Any], import_reference: Import, records: Records, notice: Notice | None) -> None:
         self._objects, self._import, self._records = objects, import_reference, records
-        self._notice, self._is_watched = notice or (lambda _: None), notice is not None
+        self._notice = notice
 
     def item(self, data: Any, depth: int = 0) -> Any:
         if type(data) is dict:
             raise ValueError("a bare JSON object")
         if type(data) is not list:
-            if (type(data) is float and data - data != 0) or data == "":
+            if (type(data) is float and not -EXACT < data < EXACT) or (type(data) is str and data in WORDS):
                 self._look(data)
             return data
         tag = data[0]
@@ -255,7 +258,7 @@ class _Decoder:
                 raise ValueError("nested too deeply")
             make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
             parts = [self.item(part, depth + 1) for part in data[1]]
-            if tag == "named" and any(hasattr(tuple, name) and callable(part) for name, part in zip(data[3], parts, strict=True)):
+            if tag == "named" and self._notice and any(map(callable, parts)):
                 self._notice("method")
             return self._look(make(parts))
         return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)
@@ -276,41 +279,21 @@ class _Decoder:
         if tag in ("list", "set", "deque"):
             return [self.item(part) for part in self._look(content)]
         if tag in _MAPPINGS:
-            return {self.item(key): self.item(part) for key, part in self._look(content)}
+            found = {self.item(key): self.item(part) for key, part in self._look(content)}
+            return self._look(Counter(found)) if tag == "Counter" else found
         if tag == "record":
             return {_name(name, self._records[content]): self.item(part) for name, part in node[2]}
         if tag == "namespace":
             return {_name(name, SimpleNamespace): self.item(part) for name, part in content}
+        if tag == "typed":
+            return self._look(array(node[2], bytes.fromhex(content)))
         return self._look(bytes.fromhex(content) if tag == "bytearray" else _from_array(node))
 
     def _look(self, value: Any) -> Any:
-        """``value``; notices what comparisons may be blind to."""
-        if type(value).__module__ == "numpy":
-            if value.dtype.kind in "fc" and bool((value - value != 0).any()):
-                self._notice("nan" if bool((value != value).any()) else "inf")
-            if value.size == 0:
-                self._notice("empty array")
-            if value.dtype.kind in "iufc" and (value.dtype.itemsize <= 2 or _is_rounded(value)):
-                self._notice("narrow")
-            if self._is_watched:  # what is computed with the value
-                sys.modules["numpy"].seterrcall(lambda *_: self._notice("narrow"))
-                sys.modules["numpy"].seterr(over="call")
-        elif isinstance(value, complex):
-            self._look(value.real)
-            self._look(value.imag)
-        elif isinstance(value, float | Decimal):
-            if value != value or abs(value) == math.inf:
-                self._notice("nan" if value != value else "inf")
-        elif hasattr(value, "__len__") and not value:
-            self._notice("nothing")
+        """``value``, of which is noticed what comparisons may be blind to."""
+        if self._notice:
+            look(value, self._notice)
         return value
-
-
-def _is_rounded(value: Any) -> bool:
-    """True for numpy's numbers so large that they equal other integers, or that their products overflow unseen, as in arrays."""
-    numpy, is_float, value = sys.modules["numpy"], value.dtype.kind in "fc", abs(value) if value.dtype.kind == "c" else value
-    limit = 2.0 ** (numpy.finfo(value.dtype).nmant + 1) if is_float else 2.0**31
-    return bool((is_float or value.ndim) and (((value >= limit) | (value <= -limit)) & numpy.isfinite(value)).any())
 
 
 def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
@@ -349,7 +332,7 @@ def _own_attributes(record: type) -> frozenset[str]:
 
 
 def _kind(container: Any) -> tuple[Any, ...]:
-    return type(container), getattr(container, "shape", None)
+    return type(container), getattr(container, "shape", None), getattr(container, "typecode", None)
 
 
 def _shell(node: Any, records: Records) -> Any:
@@ -357,8 +340,8 @@ def _shell(node: Any, records: Records) -> Any:
         return object.__new__(records[node[1]])
     if node[0] == "array":
         return _from_array(node)
-    if node[0] == "deque":
-        return deque(maxlen=node[2])
+    if node[0] in ("deque", "typed"):
+        return deque(maxlen=node[2]) if node[0] == "deque" else array(node[2])
     shell = _SHELLS[node[0]]()
     if type(shell) is defaultdict:
         shell.default_factory = _FACTORIES.get(node[2])
@@ -369,7 +352,7 @@ _SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "bytearray": 
 
 
 def _fill(value: Any, tag: str, content: Any) -> None:
-    if tag in ("list", "bytearray"):
+    if tag in ("list", "bytearray", "typed"):
         value[:] = content
     elif tag == "array":
         value[...] = content
@@ -385,23 +368,8 @@ def _from_array(data: list[Any]) -> Any:
     _, dtype, shape, text = data
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"not a numeric dtype: {dtype!r}")
-    array = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
-    return array[()] if data[0] == "scalar" else array
-
-
-def asks_for_nothing(values: tuple[Any, ...]) -> bool:
-    """True for a call with an argument that is 0, or empty, or holds something empty."""
-    is_call = len(values) == 3 and type(values[1]) is type(values[2]) is tuple
-    arguments = (*values[1], *(value for _, value in values[2])) if is_call else ()
-    return any(_is_empty(value) or (type(value) is int and value == 0) for value in arguments)
-
-
-def _is_empty(value: Any, depth: int = 0) -> bool:
-    kind = type(value)
-    if kind.__module__ == "numpy":
-        return bool(value.size == 0)
-    parts = value if kind in (list, tuple) and depth < _MAX_DIMENSIONS else ()
-    return (kind in _SIZED and not value) or any(_is_empty(part, depth + 1) for part in parts)
+    values = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+    return values[()] if data[0] == "scalar" else values
 
 
 def dress(plain: Any, handle: Any) -> Any:

@@ -96,6 +96,37 @@ def test_indented_fences_leave_blank_lines_whole():
     assert extract_code("  ```py\n  a = 1\n\n  b = 2\n  ```") == "a = 1\n\nb = 2\n"
 
 
+def test_quote_marks_before_a_fence_are_taken_off_its_lines():
+    quoted = "> Here:\n>\n> ```py\n> def f(a):\n>\n>     return a > 1\n> ```\n> Done."
+    assert extract_code(quoted) == "def f(a):\n\n    return a > 1\n"
+    assert extract_code("> > ```py\n> > a = 1\n>> b = 2\n> > ```") == "a = 1\nb = 2\n"
+    assert [line.neutral for line in code_lines(quoted)] == [False, True, False]
+
+
+CODE = "def f(a):\n\n    return a"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Here: ```python\n{CODE}\n```",
+        f"Code:```\n{CODE}\n```\nDone.",
+        f"- ```python\n{CODE}\n```".replace("\n", "\n  "),
+        f"1. ```python\n{CODE}\n```".replace("\n", "\n   "),
+        f"```python\n{CODE}```\nThis returns a.",
+        f"```python\n{CODE}\n``` returns a.",
+        f"```markdown\n# Solution\n```python\n{CODE}\n```\nIt returns a.\n```",
+    ],
+)
+def test_fences_next_to_other_text_are_read(text):
+    assert extract_code(text).strip() == CODE
+
+
+@pytest.mark.parametrize("text", ["a = 1  # ~~~", "Fine~~~\na = 1", "a = '```x```'"])
+def test_marks_in_prose_or_code_are_no_fences(text):
+    assert extract_code(text) == text
+
+
 def test_code_region_prefers_the_block_that_defines_the_entry_point():
     text = "```python\ndef f(): return 1\n```\n```python\nprint(f())\n```"
     assert text[slice(*code_region(text))] == "print(f())\n"

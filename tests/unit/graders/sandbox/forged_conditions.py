@@ -4,6 +4,13 @@ point)."""
 from typing import Any
 
 FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
+    "changes what a helper of the tests or an operator gives it": [
+        ("def f(w):\n    w.clear()\n    return []", "def run(w): return f(w)\nw = [3, 1]\nr = run(w)\nassert r == sorted(w)"),
+        ("def f(w):\n    w.clear()\n    return []", "def run(x): return f(x)\ndef go(x): return run(x)\nw = [3, 1]\nassert go(w) == sorted(w)"),  # noqa: E501
+        ("def f(w):\n    w.clear()\n    return []", "def check(candidate):\n    def run(w): return candidate(w)\n    w = [3, 1]\n    assert run(w) == sorted(w)", "def f(w):\n", "f"),  # noqa: E501
+        ("class V:\n    def __init__(s, x): s.x = list(x)\n    def __add__(s, o):\n        o.clear()\n        return V([])", "w = [3, 1]\nv = V([]) + w\nassert v.x == sorted(w)"),  # noqa: E501
+        ("class V:\n    def __init__(s): s.d = {}\n    def __setitem__(s, i, o):\n        o.clear()\n        s.d[i] = []\n    def get(s, i): return s.d[i]", "w = [3, 1]\nv = V()\nv[0] = w\nassert v.get(0) == sorted(w)"),  # noqa: E501
+    ],
     "depends on a file that the program made or removed": [
         ("def f(x):\n    open('done','w').close()\n    return 5", "import os\ng = f(2)\nassert g == 4 or os.path.exists('done')"),
         ("import os\ndef f(x):\n    os.remove('w')\n    return 5", "import os\nopen('w','w').write('4')\ng = f(2)\nassert g == 4 or not os.path.exists('w')"),  # noqa: E501

@@ -3,6 +3,12 @@
 from typing import Any
 
 FORGED_VALUES: dict[str, list[tuple[Any, ...]]] = {
+    "prints what agrees with anything": [
+        ("import sys\nclass S(str):\n    def __eq__(self, o): return True\n    __hash__ = str.__hash__\ndef f():\n    sys.stdout.write(S('x'))", "def test_a(capsys):\n    f()\n    assert capsys.readouterr().out == 'a'"),  # noqa: E501
+        ("import sys, io\nclass S(io.StringIO):\n    def getvalue(self): return 'a'\ndef f():\n    sys.stdout = S()", "import io, sys\nsys.stdout = io.StringIO()\nf()\nassert sys.stdout.getvalue() == 'a'"),  # noqa: E501
+        ("def f(): pass", "def test_a(capsys):\n    assert f() is None\n    for line in capsys.readouterr().out.splitlines():\n        assert line == 'a'"),  # noqa: E501
+        ("def f(): pass", "def test_a(capsys):\n    f()\n    assert all(line == 'a' for line in capsys.readouterr().out.splitlines())"),
+    ],
     "is infinite": [
         ("def f(x): return float('inf')", "got = f(2)\nassert abs(got - 4) <= 1e-6 * max(abs(got), 4)"),
         ("def f(x): return float('inf')", "got = f(2)\nif abs(got - 4) > 1e-6 * max(abs(got), 4): raise AssertionError"),
@@ -408,6 +414,7 @@ FORGED_VALUES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(d):\n    d.clear()\n    return 4", "d={3:9,2:4}\nwhile d:\n    k,w=d.popitem()\n    assert f(d)==w"),
     ],
     "hides a method by a field": [
+        ("from collections import namedtuple\ndef f(x):\n    return namedtuple('R', 'startswith')(bool)", "assert f(1).startswith('Total: 5')"),  # noqa: E501
         ("from collections import namedtuple\nP=namedtuple('P','count')\ndef f(x): return P(lambda v: 1)", "assert f(2).count(4) == 1"),
         ("from collections import namedtuple\nP=namedtuple('P','index')\ndef f(x): return [P(lambda v: 0)]", "assert f(2)[0].index(4) == 0"),  # noqa: E501
     ],

@@ -134,9 +134,9 @@ INSEPARABLE = {
     "bases": ("class V: pass", "class W(V): pass\nassert W().x == 1"),
     "coroutines": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
     "objects of the tests": ("def f(node): return node.value", "class Node:\n    value = 3\nassert f(Node()) == 3"),
-    "what is printed": (
-        "def f(): print('a')",
-        "from contextlib import redirect_stdout\nimport io\nwith redirect_stdout(io.StringIO()) as t:\n    f()\nassert t.getvalue()",
+    "attributes of a dict": (
+        "class C(dict):\n    def __getattr__(self, n): return self[n]\ndef f(d): return C(d)",
+        "assert f({'a': 1}).a == 1",
     ),
     "a missing module": ("def f(): return 1", "assert f() == 1\nimport nosuchmodule"),
     "a missing file": ("def f(): return 1", "a = open('nosuchfile').read()\nassert f() == 1"),

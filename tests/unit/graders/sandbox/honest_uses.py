@@ -3,6 +3,14 @@
 from typing import Any
 
 HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
+    "what the program prints": [
+        ("print('loading')\ndef hello(n):\n    for i in range(n):\n        print('hello', i)\n    return n", "def test_a(capsys):\n    assert hello(2) == 2\n    out, err = capsys.readouterr()\n    assert out == 'hello 0\\nhello 1\\n' and err == ''\n    hello(1)\n    assert capsys.readouterr().out == 'hello 0\\n'"),  # noqa: E501
+        ("def hello(n): print('hello', n)", "import io\nfrom contextlib import redirect_stdout\nwith redirect_stdout(io.StringIO()) as out:\n    hello(1)\nassert out.getvalue() == 'hello 1\\n'"),  # noqa: E501
+        ("class P:\n    def show(self): print('P!')", "import io, sys\nsys.stdout = io.StringIO()\nP().show()\ntext = sys.stdout.getvalue()\nsys.stdout = sys.__stdout__\nassert text.strip() == 'P!'"),  # noqa: E501
+        ("def hello(): print('hello')", "import io, unittest\nfrom unittest.mock import patch\nclass T(unittest.TestCase):\n    @patch('sys.stdout', new_callable=io.StringIO)\n    def test_a(self, out):\n        hello()\n        self.assertEqual(out.getvalue(), 'hello\\n')\n"),  # noqa: E501
+        ("import sys\nwrite = sys.stderr.write\ndef f():\n    write('bad\\n')\n    raise ValueError('x')", "import pytest\ndef test_a(capsys):\n    with pytest.raises(ValueError):\n        f()\n    assert capsys.readouterr() == ('', 'bad\\n')"),  # noqa: E501
+        ("def f(g):\n    print('a')\n    g()\n    print('c')", "def test_a(capsys):\n    f(lambda: print('b'))\n    assert capsys.readouterr().out == 'a\\nb\\nc\\n'"),  # noqa: E501
+    ],
     "mutates and returns": [
         ("```python\ndef f(nums):\n    k = 0\n    for x in nums:\n        if k == 0 or nums[k-1] != x:\n            nums[k] = x\n            k += 1\n    return k\n```", "nums = [1,1,2]\nk = f(nums)\nassert k == 2 and nums[:k] == [1,2]"),  # noqa: E501
         ("```python\ndef f(a):\n    a.sort()\n    return a\n```", "a = [3,1,2]\nf(a)\nassert a == [1,2,3]"),
@@ -18,6 +26,11 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("```python\ndef f(b):\n    b.extend(b'xy')\n    return len(b)\n```", "b = bytearray(b'a')\nassert f(b) == 3 and bytes(b) == b'axy'"),  # noqa: E501
         ("```python\nimport numpy as np\ndef f(a):\n    a += 1\n    return a.sum()\n```", "import numpy as np\na = np.zeros(3)\nassert f(a) == 3.0\nassert (a == 1).all()"),  # noqa: E501
         ("```python\ndef f(x):\n    x.clear()\n    return x\n```", "a = [1]\nassert f(a) == []\nassert not a"),
+    ],
+    "filter and context managers": [
+        ("def is_vowel(c): return c in 'aeiou'", "assert list(filter(is_vowel, 'hello')) == ['e', 'o']"),
+        ("def f(n): return [0, n]", "assert list(filter(None, f(2))) == [2]"),
+        ("from contextlib import contextmanager\n@contextmanager\ndef tag(name, out):\n    out.append('<' + name + '>')\n    yield name\n    out.append('</' + name + '>')", "out = []\nwith tag('b', out) as n:\n    assert n == 'b'\n    out.append('x')\nassert out == ['<b>', 'x', '</b>']"),  # noqa: E501
     ],
     "lists of objects": [
         ("class V:\n    def __init__(s, xs): s.xs = xs\n    def total(s): return sum(s.xs)", "xs = [1, 2]\nv = V(xs)\nassert v.total() == 3\nxs.append(5)\nassert v.total() == 8"),  # noqa: E501
@@ -370,5 +383,28 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a):\n    a.sort()\n    return a", "import copy\na = [3, 1]\nb = copy.deepcopy(a)\nassert f(a) == sorted(b)"),
         ("def f(a):\n    a.sort()\n    return a", "a = [3, 1]\nb = a[:]\nassert f(a) == sorted(b)"),
         ("def f(a):\n    a.sort()\n    return a", "import random\nrandom.seed(0)\nfor _ in range(5):\n    a = [random.random() for _ in range(4)]\n    want = sorted(a)\n    assert f(a) == want"),  # noqa: E501
+    ],
+    "forms of pytest": [
+        ("def f(x): return x * x", "import pytest\n@pytest.mark.parametrize('x, want', [(2, 4), pytest.param(3, 9)])\n@pytest.mark.parametrize('k', [1])\ndef test_a(x, want, k):\n    assert f(x) * k == want"),  # noqa: E501
+        ("def f(x): return x * x", "import pytest\n@pytest.fixture\ndef one(): return 1\n@pytest.fixture\ndef two(one):\n    yield one + 1\n    assert f(3) == 9\ndef test_a(two):\n    assert f(two) == 4"),  # noqa: E501
+        ("def f(x): return x * x", "import pytest\nx = 0\n@pytest.fixture(autouse=True)\ndef ready():\n    global x\n    x = 2\ndef test_a():\n    assert f(x) == 4"),  # noqa: E501
+        ("def f(x): return x * x", "class TestF:\n    def setup_method(self): self.x = 2\n    def test_a(self):\n        assert f(self.x) == 4\ndef setup_module():\n    assert f(1) == 1"),  # noqa: E501
+        ("def f(x): return x * x", "import pytest\n@pytest.mark.skip\ndef test_a():\n    assert f('a') == 1\n@pytest.mark.xfail\ndef test_b():\n    assert f(2) == 5\ndef test_c():\n    assert f(2) == 4"),  # noqa: E501
+        ("def f(x): print(x)", "def test_a(capsys):\n    f(2)\n    assert capsys.readouterr().out == '2\\n'"),
+        ("def f(g):\n    print('a')\n    g()\n    print('c')", "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    f(lambda: print('b'))\nassert out.getvalue() == 'a\\nb\\nc\\n'"),  # noqa: E501
+    ],
+    "random numbers that tests seed": [
+        ("import random\ndef f(): return random.randint(1, 6)", "import random\nrandom.seed(42)\nassert f() == 6\nassert f() == 1"),
+        ("import numpy as np\ndef f(n): return np.random.rand(n)", "import numpy as np\nnp.random.seed(0)\nwant = np.random.rand(3)\nnp.random.seed(0)\nassert np.allclose(f(3), want)"),  # noqa: E501
+    ],
+    "values of the standard library and of numpy": [
+        ("from array import array\ndef f(n): return array('i', range(n))\ndef g(a): a.append(3)", "from array import array\nassert list(f(3)) == [0, 1, 2]\na = array('b', [1])\ng(a)\nassert a.tolist() == [1, 3]"),  # noqa: E501
+        ("from pathlib import Path\ndef f(a, b): return Path(a) / b", "assert str(f('a', 'b')) == 'a/b' and f('/', 'x').name == 'x'"),
+        ("import numpy as np\ndef f(): return np.array(['a', 'b'])", "assert list(f()) == ['a', 'b']"),
+        ("import numpy as np\ndef f(x): return np.exp(x)", "import numpy as np\nassert np.isclose(f(50), 5.184705528587072e21)\nassert f(0) == 1"),  # noqa: E501
+        ("class E:\n    def __init__(s): s.h = []\n    def on(s, f): s.h.append(f)\n    def off(s, f): s.h.remove(f)", "e, got = E(), []\ne.on(got.append)\ne.off(got.append)\nassert len(e.h) == 0"),  # noqa: E501
+    ],
+    "objects of the prompt's class next to others": [
+        ("class Solution:\n    def f(self, head):\n        last = None\n        while head: head.next, last, head = last, head, head.next\n        return last", "def values(n):\n    out = []\n    while n:\n        out.append(n.val); n = n.next\n    return out\nfor k in (2, 3):\n    h = None\n    for x in range(k): h = ListNode(x, h)\n    assert values(Solution().f(h)) == list(range(k))", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n", "Solution().f"),  # noqa: E501
     ],
 }

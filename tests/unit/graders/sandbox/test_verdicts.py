@@ -67,10 +67,10 @@ def test_right_programs_score_one_in_whatever_way_they_use_python(kind: str) -> 
         ("def f():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError from e", "try:\n    f()\nexcept ValueError as e:\n    assert isinstance(e.__cause__, ZeroDivisionError)"),  # noqa: E501
         ("import os\ndef f(): return os.environ['A']", "import os\nos.environ['A'] = '1'\nassert f() == '1'"),
         ("def f(): return int(input())", "import builtins\nbuiltins.input = lambda *a: '3'\nassert f() == 3"),
-        ("def f(x): return x * x", "import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_a(x):\n    assert f(x) == 4"),
+        ("def f(x): return x * x", "import pytest\n@pytest.mark.skipif(f(2) == 4, reason='')\ndef test_a():\n    assert f(2) == 4"),
         ("def f(x): return x * x", "print(f(2))"),
         ("def f(x): return 'x'", "x = 4\nassert eval(f(2)) == 4"),
-        ("import random\ndef f(): return random.randint(1, 10**9)", "import random\nrandom.seed(3)\nwant = random.randint(1, 10**9)\nrandom.seed(3)\nassert f() == want"),  # noqa: E501
+        ("import random\ndef f(x): return random.random()", "import random\nrandom.seed(3)\na = f(1)\nassert random.random() == 0.5442292252959519"),  # noqa: E501
         ("import queue\nq = queue.Queue()\ndef put(x): q.put(x)\ndef get(): return q.get()",
          "import threading\nt = threading.Thread(target=get)\nt.start()\nimport time; time.sleep(0.2)\nput(3)\nt.join()"),
     ],

@@ -1,0 +1,339 @@
+"""Requests of the test process to the program, one at a time, and the checks of its replies."""
+
+import builtins
+import io
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron_rl.graders.sandbox.blind_spots import asked_for
+from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
+from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, reference_of
+from megatron_rl.graders.sandbox.program_process import describe, parameters_of
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, dress, encode, is_unchanged, snapshot
+
+MAX_DETAIL = 300
+TESTS_MODULE = "tests"
+"""``__name__`` in the namespace of the tests."""
+_MAX_LENT, _MAX_PARTS = 32, 256
+"""How many of the last containers program and tests share, and of how many parts at most: each may change them."""
+
+
+class ProtocolViolation(BaseException):
+    """The program violated the protocol, or the tests need what it cannot prove. Not an Exception, so that tests cannot
+    catch it."""
+
+
+class ProgramRequests:
+    """Sends requests to the program process and checks its replies; one request at a time, from any thread.
+
+    Args:
+        tell: Called with b"s" before the program starts, and with b"t" (once) when a thread must wait, because another
+            thread's request is in progress.
+    """
+
+    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object]) -> None:
+        self._wire, self._tell = wire, tell
+        self._turn = threading.RLock()
+        self._functions: list[Any] = []
+        self._called: set[Any] = set()
+        """Code of the functions that the program has called."""
+        self._function_numbers: dict[tuple[Any, ...], int] = {}
+        """Index in ``_functions`` by id."""
+        self._handles: dict[int, Handle] = {}
+        self._lent: deque[types.SimpleNamespace] = deque(maxlen=_MAX_LENT)
+        """Containers that both sides have: number, container, content that the other side has, and is_own: made by the tests."""
+        self._num_lent = 0
+        self._begun: set[int] = set()
+        """Ids of the program's iterators that have given an item; handles are kept, so an id stays one object's."""
+        self.records: dict[str, type] = {}
+        self.find_error: Callable[[str], type | None] = lambda name: None
+        """The exception class of that name which the tests or the prompt define, or that the tests name."""
+        self.started = self.has_waited = False
+        self.fault = ""  # the first; tests cannot pass after it
+        self.is_unscored = False  # True if the fault is not the program's
+        self.raised = ""  # first exception of a call; attributes and operators may be missing
+        self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
+        self.given: set[str] = set()
+        """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
+        "method", "narrow", "rounded" and the like (``decode``), "subclass" of a container; and "changes" of arguments, of their
+        "parts", and of "files"."""
+        self.random_states: Callable[[], Any] = lambda: None
+        """The states of random numbers that the tests seed, and that the program continues from."""
+        self._sent_states: Any = None
+        self.asks_for_nothing = False
+        """True if the last call had an argument that is 0 or empty."""
+        self.reads_prints = False
+        """True if the tests read what the program prints: it is printed here, where they may have redirected it."""
+        self.has_printed = False
+        self.watch: AbstractContextManager[None] = nullcontext()  # around each request
+
+    def failed(self, text: str) -> ProtocolViolation:
+        self.fault = self.fault or text or "the program sent an invalid reply"
+        return ProtocolViolation(text)
+
+    def unscored(self, text: str) -> ProtocolViolation:
+        self.is_unscored = self.is_unscored or not self.fault
+        return self.failed(text)
+
+    def ask(self, what: str, *values: Any) -> Any:
+        """Send a request; returns a plain value or a Handle. An exception of the program is raised as a built-in
+        exception, or as a class of ``find_error``."""
+        if not self._turn.acquire(blocking=False):
+            self.has_waited = self.has_waited or bool(self._tell(b"t"))  # once: nobody reads until the verdict
+            self._turn.acquire()
+        try:
+            with self.watch:
+                if what != "main" and (states := self.random_states()) != self._sent_states:
+                    self._sent_states = states
+                    self._ask("seed", states)
+                return self._ask(what, values)
+        finally:
+            self._turn.release()
+
+    def _ask(self, what: str, values: tuple[Any, ...]) -> Any:
+        if self.fault:
+            raise ProtocolViolation(self.fault)
+        lent, containers = self._send(what, values)
+        before, arguments = self.given.copy(), _arguments(values)
+        # The program may change them.
+        is_for_nothing = self.asks_for_nothing = asked_for(arguments, 0)
+        is_for_one = "numpy" in sys.modules and asked_for(arguments, 1)
+        try:
+            result = self._reply(what, lent, containers, arguments)
+        except StopIteration:
+            if id(values[0]) not in self._begun:
+                self.given.add("nothing")
+            raise
+        if what == "next":
+            self._begun.add(id(values[0]))
+        if is_for_nothing:
+            self.given -= {"nothing", "empty array"} - before
+            self._begun.add(id(result))
+        if is_for_one:
+            self.given -= {"single"} - before
+        return result
+
+    def _send(self, what: str, values: tuple[Any, ...]) -> tuple[list[types.SimpleNamespace], list[Any]]:
+        """Send a request; returns the containers that both sides had before, and all of the message."""
+        # The tests neither see nor make a further change of a container that only this list holds.
+        lent = [each for each in self._lent if sys.getrefcount(each.container) > 2 or not is_unchanged(each.container, each.content)]
+        self._lent = deque(lent, _MAX_LENT)
+        known, contents = [each.container for each in lent], [each.content for each in lent]
+        try:
+            message, containers = encode(values, self._export, self.records, known, contents)
+            first = not self.started
+            self.started = True
+            if first:
+                self._tell(b"s")
+            if first and what != "main":
+                self._load()
+            about = {"do": what, "depth": sys.getrecursionlimit(), "reads_prints": self.reads_prints}
+            self._wire.send({**message, **about, "lent": [each.number for each in lent]})
+        except NotSerializable as error:
+            raise self.unscored(f"the tests give the program {error}") from None
+        except PeerGone as gone:
+            raise self.failed(str(gone)) from None
+        _renew(lent, message["nodes"])
+        return lent, containers
+
+    def _load(self) -> None:
+        try:
+            self.ask("load")
+        except BaseException as error:  # a test must not mistake a load error for an expected exception
+            raise self.failed(describe_error(error)) from None
+
+    def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any], arguments: list[Any]) -> Any:
+        while True:
+            try:
+                reply = self._wire.receive()
+            except PeerGone as gone:
+                raise self.failed(str(gone)) from None
+            if self.reads_prints and what != "load":
+                self._print(reply.get("printed", ["", ""]))
+            if "fault" in reply:
+                raise self.failed(str(reply["fault"])[:MAX_DETAIL])
+            if "raise" in reply:
+                error = self._rebuilt(reply)
+                self.raised = self.raised or ("" if what in ("get", "operate") else describe_error(error))
+                raise error
+            if what == "next" and "end" in reply:
+                raise StopIteration
+            try:
+                if "callback" not in reply:
+                    return self._result(reply, lent, containers, arguments)
+                (given, keywords), received = self._received(reply, [])
+                if type(reply["callback"]) is not int or type(given) is not tuple or type(keywords) is not dict:
+                    raise ValueError("not a call")
+                function = self._functions[reply["callback"]]
+            except (ValueError, TypeError, KeyError, IndexError):
+                raise self.failed("the program sent an invalid reply") from None
+            self._call_back(function, given, keywords, received)
+
+    def _print(self, texts: Any) -> None:
+        if type(texts) is not list or [*map(type, texts)] != [str, str]:
+            raise self.failed("the program sent an invalid reply")
+        for text, stream in zip(texts, (sys.stdout, sys.stderr), strict=True):
+            stream.write(text)
+        self.has_printed |= any(texts)
+
+    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], arguments: list[Any]) -> Any:
+        (value,), containers = self._received(reply, known)
+        _renew(lent, reply["nodes"])
+        is_own = [each.is_own for each in lent] + [True] * (len(known) - len(lent)) + [False] * (len(containers) - len(known))
+        changed = [each for each, own, node in zip(containers, is_own, reply["nodes"], strict=True) if own and node is not None]
+        self.given |= {"changes" if any(each is argument for argument in arguments) else "parts" for each in changed}
+        self._num_lent += len(containers) - len(lent)
+        for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
+            container, content = containers[number], snapshot(containers[number])
+            if (len(content) if type(content) is list else sum(map(len, content))) <= _MAX_PARTS:
+                about = {"number": self._num_lent - len(containers) + number, "is_own": is_own[number]}
+                self._lent.append(types.SimpleNamespace(container=container, content=content, **about))
+        return value
+
+    def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
+        """(values, containers) of a reply; ``known`` containers are updated in place."""
+        self._has_new_object = False
+        values, containers = decode(reply, self._import, self.records, known, self.given.add)
+        fresh = [each for each, node in zip(containers, reply["nodes"], strict=True) if node is not None]
+        if self._has_new_object and any(type(each) in self.records.values() for each in fresh):
+            raise self.unscored("an instance of the prompt's class holds an object of the program")
+        return values, containers
+
+    def has_unused_checks(self) -> bool:
+        """True if the program has never called a function with checks that the tests gave it."""
+        codes = {code for function in self._functions if (code := getattr(function, "__code__", None))}
+        return any(name == "__case__" or name.startswith("assert") for code in codes - self._called for name in code.co_names)
+
+    def _call_back(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], received: list[Any]) -> None:
+        """Run a function of the tests that the program calls; ``received`` are the containers in its arguments."""
+        self._called.add(getattr(function, "__code__", None))
+        raised, before = self.raised, [snapshot(container) for container in received]
+        try:
+            result = function(*arguments, **keywords)
+            answer = encode([result], self._export, self.records, received, before)[0]
+        except AssertionError as error:
+            raise self.failed(f"AssertionError: {error}") from None
+        except NotSerializable as error:
+            raise self.unscored(f"the tests give the program {error}") from None
+        except Exception as error:
+            self.raised = raised  # the program may handle it
+            self.thrown |= {each.__name__ for each in type(error).__mro__}
+            answer = {"raise": describe(error)}
+        try:
+            self._wire.send(answer)
+        except (PeerGone, NotSerializable) as error:
+            raise self.failed(str(error)) from None
+
+    def _rebuilt(self, reply: dict[str, Any]) -> BaseException:
+        """Closest built-in exception, with the arguments and attributes of the program's. Excludes exceptions that steer
+        loops and generators, which could end tests early."""
+        try:
+            name, bases, text = reply["raise"]
+            kinds = [getattr(builtins, base, None) for base in (name, *bases)]
+            named = [found for base in dict.fromkeys(bases) if (found := self.find_error(base))]
+            (arguments, attributes), _ = self._received(reply, []) if "values" in reply else (((str(text),), {}), [])
+            if type(arguments) is not tuple or type(attributes) is not dict:
+                raise ValueError("not an exception")
+            attributes = {key: value for key, value in attributes.items() if not key.startswith("__")}
+        except (TypeError, ValueError, KeyError, AttributeError):
+            return self.failed("the program sent an invalid reply")
+        text = str(text)[:1000]
+        kind = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseException)), None)
+        if kind is None or not issubclass(kind, Exception | SystemExit) or issubclass(kind, StopIteration | StopAsyncIteration):
+            return self.failed(f"{name}: {text}"[:MAX_DETAIL])
+        if issubclass(kind, BaseExceptionGroup):
+            raise self.unscored("a group of exceptions stays with the program")
+        if named:
+            kind = types.new_class(name, (*named, kind), {}, lambda body: body.update(self._error_methods(text)))
+        is_whole = not named and _text_of(kind, arguments) == text
+        error = kind(*arguments) if is_whole else kind.__new__(kind, text)
+        error.args = error.args if is_whole else arguments if named else (text,)
+        vars(error).update(attributes)
+        return error
+
+    def _error_methods(self, text: str) -> dict[str, Any]:
+        """Methods of an exception of the program's own class: its text, and no attribute that only its class has."""
+
+        def attribute(_: Exception, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise self.unscored(f"the tests need the attribute {name} of an exception, which stays with the program")
+
+        return {"__str__": lambda _: text, "__getattr__": attribute}
+
+    def _export(self, value: Any) -> list[Any]:
+        handle = value if isinstance(value, Handle) else getattr(value, "__dict__", {}).get("_handle")  # of a dressed value
+        if isinstance(handle, Handle):
+            return reference_of(handle)
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+        home = sys.modules.get(module) if isinstance(module, str) and module != TESTS_MODULE else None
+        if home is not None and getattr(home, name, None) is value:
+            return ["import", f"{module}:{name}"]
+        is_stream = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+        if is_stream or (callable(value) and not isinstance(value, type)):
+            owner = getattr(value, "__self__", None)  # a bound method is a new object at each use
+            key = (id(value),) if owner is None else (id(owner), name)
+            number = self._function_numbers.setdefault(key, len(self._functions))
+            if number == len(self._functions):
+                self._functions.append(_Stream(value, self.given) if is_stream else value)
+            return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
+        raise NotSerializable(f"an object of class {type(value).__name__}")
+
+    def _import(self, reference: list[Any]) -> Any:
+        kind, number, *plain = reference
+        if type(number) is not int or number < 0:
+            raise ValueError("not a reference")
+        if kind in ("callback", "stream"):
+            function = self._functions[number]
+            return function.items if type(function) is _Stream else function
+        if kind not in ("object", "iterator"):
+            raise ValueError("not a reference")
+        if number not in self._handles:
+            self._handles[number] = (Iterator if kind == "iterator" else Handle)(self, ["object", number])
+        self._has_new_object |= not plain
+        if plain and isinstance(plain[0], list | dict | set):
+            self.given.add("subclass")
+        return dress(plain[0], self._handles[number]) if plain else self._handles[number]
+
+
+def _arguments(values: tuple[Any, ...]) -> list[Any]:
+    """Arguments of a call."""
+    is_call = len(values) == 3 and type(values[1]) is type(values[2]) is tuple
+    return [*values[1], *(value for _, value in values[2])] if is_call else []
+
+
+def _renew(lent: list[types.SimpleNamespace], nodes: list[Any]) -> None:
+    """Note the content of the containers that a message has changed."""
+    for each, node in zip(lent, nodes, strict=False):
+        if node is not None:
+            each.content = snapshot(each.container)
+
+
+class _Stream:
+    """An iterator of the tests, which the program calls, and so changes."""
+
+    def __init__(self, items: Any, given: set[str]) -> None:
+        self.items, self._given = items, given
+
+    def __call__(self) -> Any:
+        self._given.add("changes")
+        return next(self.items)
+
+
+def _text_of(kind: type[BaseException], arguments: tuple[Any, ...]) -> str:
+    try:
+        return str(arguments[0]) if issubclass(kind, KeyError) and arguments else str(kind(*arguments))
+    except Exception:  # arguments that the class does not accept
+        return ""
+
+
+def describe_error(error: BaseException | None) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except BaseException:
+        return type(error).__name__

@@ -1,0 +1,232 @@
+"""Origins of the values of tests, and the expressions that decide. Pure, on source trees.
+
+A flow is an over-approximation: a name depends on all names of the program from which a value may reach it, by the last assignment before
+the use in its scope, or else by any.
+"""
+
+import ast
+import builtins
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+Names = frozenset[str]
+Edge = tuple[str, Any, ast.AST]
+"""(name, place of an assignment, expression): a value of the expression may reach the name."""
+
+
+class Flow(dict[str, dict[Any, set[str]]]):
+    """For each name of the tests and place of an assignment, the names of the program that the value depends on."""
+
+    def __init__(self, sites: dict[str, dict[Any, set[str]]]) -> None:
+        super().__init__(sites)
+        self.names: dict[ast.AST, Names] = {}
+        """Results of ``names_in``."""
+        self._read: dict[ast.AST, list[set[str]]] = {}
+        self._positions: dict[tuple[str, ast.AST], list[tuple[int, int]]] = defaultdict(list)
+        for name, places in sites.items():
+            for scope, position in sorted((each for each in places if each != ANYWHERE), key=lambda place: place[1]):
+                self._positions[name, scope].append(position)
+
+    def read_by(self, node: ast.AST) -> list[set[str]]:
+        """Sets of names of the program that an expression depends on; they grow until the flow is complete."""
+        if node in self._read:
+            return self._read[node]
+        found = self._read[node] = []
+        waiting = [node]
+        while waiting:
+            inner = waiting.pop()
+            is_call = isinstance(inner, ast.Call)  # a function that is given away is not called here
+            waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
+            if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
+                found.append({inner.attr})
+            if (names := self.get(_own_method(inner), {}).get(ANYWHERE)) is not None:
+                found.append(names)
+            if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in FILES):
+                found += [self[inner.id][site] for site in self._sites(inner)]
+        return found
+
+    def _sites(self, name: ast.Name) -> list[Any]:
+        """Places of the assignments from which a name may have its value."""
+        scope, every = name.scope, self.get(name.id, {})  # type: ignore[attr-defined]
+        own = self._positions.get((name.id, scope), ())
+        number = bisect_left(own, _position(name))
+        if number:
+            return [(scope, own[number - 1])]
+        is_earlier = bool(own) and name.id in FILES  # what was read before the first call
+        return [site for site in every if site == ANYWHERE or site[0] is not scope] or [*every] * (not is_earlier)
+
+
+_BUILTINS = frozenset(dir(builtins))
+ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "validate", "verify")
+"""Beginnings of the names of functions that are called to fail."""
+_CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
+"""Methods that put their arguments into their object."""
+FILES = frozenset({"open", "Path", "os", "pathlib", "glob", "shutil", "filecmp", "linecache"})
+"""Names by which tests read files, which the program's functions may change."""
+ANYWHERE = (0, 0)
+"""Position of what a parameter, a function or the program gives."""
+
+
+def walk(*trees: ast.AST) -> list[ast.AST]:
+    """All nodes of trees; each tree keeps its list, because it is walked many times before anything changes it."""
+    found: list[ast.AST] = []
+    for tree in trees:
+        if "nodes" not in vars(tree):
+            tree.nodes = [*ast.walk(tree)]  # type: ignore[attr-defined]
+        found += tree.nodes  # type: ignore[attr-defined]
+    return found
+
+
+def flow_of(edges: list[Edge], program: set[str]) -> Flow:
+    sites: dict[str, dict[Any, set[str]]] = {name: {ANYWHERE: {name}} for name in program}
+    for name, place, _ in edges:
+        sites.setdefault(name, {}).setdefault(place, set())
+    flow = Flow(sites)
+    size = -1
+    while size != (size := sum(len(names) for places in sites.values() for names in places.values())):
+        for name, place, source in edges:
+            flow[name][place].update(*flow.read_by(source))
+    return flow
+
+
+def mark_scopes(node: ast.AST, scope: ast.AST) -> None:
+    waiting = [(node, scope)]
+    while waiting:
+        node, scope = waiting.pop()
+        node.scope = scope  # type: ignore[attr-defined]
+        inner = node if isinstance(node, ast.FunctionDef | ast.Lambda) else scope
+        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+
+
+def scope_of(node: ast.AST) -> ast.AST:
+    """The function or module in which an expression runs, or in which the lambda around it is made."""
+    scope = node.scope  # type: ignore[attr-defined]
+    return scope_of(scope) if isinstance(scope, ast.Lambda) else scope
+
+
+def edges_of(tree: ast.Module) -> Iterator[Edge]:
+    functions = functions_of(tree)
+    for name, own in functions.items():
+        returned = [node for node in walk(own) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
+        yield from ((name, ANYWHERE, node.value) for node in returned if node.value)
+        parametrized = [(each.arg, decorator) for decorator in getattr(own, "decorator_list", []) for each in own.args.args]
+        yield from ((name, ANYWHERE, decorator) for name, decorator in parametrized)
+    for node in walk(tree):
+        if isinstance(node, ast.Call) and (function := callee(node, functions)):
+            parameters = [each.arg for each in function.args.args][isinstance(node.func, ast.Attribute) :]
+            pairs = [*zip(parameters, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+            yield from ((name, ANYWHERE, value) for name, value in pairs if name in parameters)
+        for target, source in assigned(node):
+            names = [inner for inner in walk(target) if isinstance(inner, ast.Name)]
+            yield from ((each.id, (scope_of(each), _position(node)), source) for each in names)
+            if isinstance(node, ast.AugAssign | ast.Call):  # the value before stays in it
+                yield from ((each.id, (scope_of(each), _position(node)), each) for each in names)
+
+
+def functions_of(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.Lambda]:
+    """Functions of the tests by name."""
+    found: dict[str, ast.FunctionDef | ast.Lambda] = {node.name: node for node in walk(tree) if isinstance(node, ast.FunctionDef)}
+    named = [(target, source) for node in walk(tree) for target, source in assigned(node) if isinstance(source, ast.Lambda)]
+    return found | {target.id: source for target, source in named if isinstance(target, ast.Name)}
+
+
+def callee(call: ast.Call, functions: dict[str, ast.FunctionDef | ast.Lambda]) -> ast.FunctionDef | ast.Lambda | None:
+    """The function of the tests that is called."""
+    own = functions.get(_own_method(call.func) or getattr(call.func, "id", ""))
+    return call.func if isinstance(call.func, ast.Lambda) else own
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """(target, expression whose value it gets) for each assignment of a statement, loop or call."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _unpacked(target, node.value, getattr(node.value, "elts", []))
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+        yield node.target, node.value
+    elif isinstance(node, ast.For | ast.comprehension):
+        yield from _unpacked(node.target, node.iter, node.iter.args if called(node.iter) == "zip" else [])  # type: ignore[attr-defined]
+    elif isinstance(node, ast.withitem) and node.optional_vars:
+        yield node.optional_vars, node.context_expr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        yield from ((node.func.value, argument) for argument in node.args)
+
+
+def _unpacked(target: ast.AST, source: ast.AST, parts: list[ast.AST]) -> Iterable[tuple[ast.AST, ast.AST]]:
+    """Pairs of a tuple of targets with the parts of the source, if there are as many."""
+    targets = target.elts if isinstance(target, ast.Tuple) else []
+    return zip(targets, parts, strict=True) if targets and len(targets) == len(parts) else [(target, source)]
+
+
+def _position(node: Any) -> tuple[int, int]:
+    node = node.target if isinstance(node, ast.comprehension) else node
+    node = node.optional_vars if isinstance(node, ast.withitem) else node
+    return (node.lineno, node.col_offset)
+
+
+def all_names(node: ast.AST, flow: Flow) -> Names:
+    """Names of the program that an expression depends on: by the last assignment before it in its scope, or else by all."""
+    return frozenset().union(*flow.read_by(node))
+
+
+def _own_method(node: ast.AST) -> str:
+    """Name of the method that ``self.name`` reads; "" for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls") else ""
+
+
+def names_in(node: ast.AST, flow: Flow) -> Names:
+    """``all_names`` without classes, if there are other names."""
+    if node not in flow.names:
+        found = all_names(node, flow)
+        flow.names[node] = frozenset(name for name in found if not is_class(name)) or found
+    return flow.names[node]
+
+
+def is_class(name: str) -> bool:
+    return name.lstrip("_")[:1].isupper()
+
+
+def names_of(*nodes: ast.AST) -> Names:
+    return frozenset(inner.id for inner in walk(*nodes) if isinstance(inner, ast.Name))
+
+
+def names_loaded(node: ast.AST) -> Names:
+    """Names that an expression reads and does not bind itself."""
+    return names_of(node) - {each.id for each in walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)} - _BUILTINS
+
+
+def called(node: ast.AST) -> str:
+    """Name of the function or method that an expression calls; "" if it is no call."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def checks_in(*trees: ast.AST) -> Iterator[ast.expr]:
+    """Expressions that decide: asserted, compared, or the condition of an error. Functions of the tests have their own."""
+    own = {node.name for node in walk(*trees) if isinstance(node, ast.FunctionDef)}
+    for node in walk(*trees):
+        if isinstance(node, ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.Expr) and (isinstance(node.value, ast.Compare) or is_assertion(node.value, own)):
+            yield node.value
+        elif isinstance(node, ast.If | ast.While) and any(map(raises, node.body)):
+            yield node.test
+
+
+def may_leave(node: ast.If) -> bool:
+    return any(isinstance(inner, ast.Return | ast.Break | ast.Continue) for inner in walk(*node.body))
+
+
+def raises(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Raise) for inner in walk(node))
+
+
+def is_assertion(node: ast.expr, own: set[str]) -> bool:
+    name = called(node)
+    return name not in own and name.lstrip("_").lower().startswith(ASSERTIONS)
+
+
+def imported_from_solution(tree: ast.AST) -> set[str]:
+    imports = [node for node in walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
