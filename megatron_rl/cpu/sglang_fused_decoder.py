@@ -127,7 +127,7 @@ class _FusedLayers:
 
 
 def _holders(layer: Any) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where each of ``_WEIGHTS`` is looked up, without the search of ``Module.__getattr__``; nowhere if the layer has no such module."""
+    """For each of ``_WEIGHTS`` the dict that holds it and its key, which are read faster than attributes of modules."""
     modules = dict(layer.named_modules())
     paths = [path.rpartition(".") for path in _WEIGHTS]
     return [(modules[module]._parameters if module in modules else {}, name) for module, _, name in paths]
