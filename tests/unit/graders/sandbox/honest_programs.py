@@ -134,10 +134,6 @@ INSEPARABLE = {
     "bases": ("class V: pass", "class W(V): pass\nassert W().x == 1"),
     "coroutines": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
     "objects of the tests": ("def f(node): return node.value", "class Node:\n    value = 3\nassert f(Node()) == 3"),
-    "attributes of a dict": (
-        "class C(dict):\n    def __getattr__(self, n): return self[n]\ndef f(d): return C(d)",
-        "assert f({'a': 1}).a == 1",
-    ),
     "a missing module": ("def f(): return 1", "assert f() == 1\nimport nosuchmodule"),
     "a missing file": ("def f(): return 1", "a = open('nosuchfile').read()\nassert f() == 1"),
     "a missing name": ("def f(): return 1", "assert f() == EXPECTED"),

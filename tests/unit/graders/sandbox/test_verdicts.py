@@ -56,6 +56,7 @@ def test_right_programs_score_one_in_whatever_way_they_use_python(kind: str) -> 
 @pytest.mark.parametrize(
     ("code", "tests"),
     [
+        ("class C(dict):\n    def __getattr__(s, n): return s[n]\ndef f(d): return C(d)", "assert f({'a': 1}).a == 1"),
         ("class V:\n    def __eq__(s, o): return True", "assert V() == V()"),
         ("class V:\n    def __contains__(s, o): return True", "assert 3 in V()"),
         ("class V: pass\ndef f(x): return V()", "assert abs(f(2) - 4) < 1"),
