@@ -60,10 +60,11 @@ def decisive_changes(tree: ast.Module, edges: list[Edge], flow: Flow, program: s
     """The kinds of change by which the program may decide a check: "changes" of arguments (``f(a) == sorted(a)``), changes of their
     "parts", and of "files"."""
     names, files = {"candidate", "solution", *program}, _files(tree)
-    gifts = [*_gifts(tree, names, flow)]
+    views, links = _views(tree), _links(tree, names)
+    gifts = inside = [*_gifts(tree, names, flow, views, links)]
     for _ in range(_MAX_HELPERS):
-        gifts += _gifts_inside(tree, gifts)
-    links = _links(tree, names)
+        inside = [*_gifts_inside(tree, inside, views)]
+        gifts = gifts + inside
     kinds = {
         "changes": [(gift.node, gift.objects | gift.around) for gift in gifts],
         "parts": [(gift.node, _linked(gift.objects | gift.around | gift.copied, links)) for gift in gifts],
@@ -90,11 +91,10 @@ def _end(node: ast.AST) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------------------- what is given
 
 
-def _gifts(tree: ast.Module, program: set[str], flow: Flow) -> Iterator[_Gift]:
+def _gifts(tree: ast.Module, program: set[str], flow: Flow, views: _Links, links: _Links) -> Iterator[_Gift]:
     """Calls of the program's functions and methods, operators of its objects, and assignments to their attributes and items. Not given
     are the arguments of a call that makes an argument (``f(build(a))``)."""
-    views, own = _views(tree), {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}
-    links, loops = _links(tree, program), _loops(tree)
+    own, loops = {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}, _loops(tree)
     for node in walk(tree):
         if isinstance(node, ast.Assign) and any(isinstance(each, _PLACES) and names_in(each.value, flow) for each in node.targets):
             parts, handed_on = [node.value], False
@@ -123,9 +123,9 @@ def _is_function(node: ast.AST, program: set[str]) -> bool:
     return isinstance(node, ast.Name | ast.Attribute) and bool(program & names_loaded(node))
 
 
-def _gifts_inside(tree: ast.Module, gifts: list[_Gift]) -> Iterator[_Gift]:
+def _gifts_inside(tree: ast.Module, gifts: list[_Gift], views: _Links) -> Iterator[_Gift]:
     """Calls of functions of the tests, with the names from outside that the functions give to the program, and the arguments."""
-    functions, views, given = functions_of(tree), _views(tree), defaultdict[ast.AST | None, list[_Gift]](list)
+    functions, given = functions_of(tree), defaultdict[ast.AST | None, list[_Gift]](list)
     for gift in gifts:
         given[gift.node.scope].append(gift)  # type: ignore[attr-defined]
     for call in [node for node in walk(tree) if isinstance(node, ast.Call)]:

@@ -5,10 +5,11 @@ because what confines untrusted programs imports nothing of the trainer, and bec
 written by ``values.py``.
 """
 
+import io
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_rl.graders.sandbox.values import NotSerializable, write_text
@@ -43,6 +44,16 @@ def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"" if size else b"".join(parts)
+
+
+def taken(streams: Iterable[io.StringIO]) -> list[str]:
+    """What was written to each stream, which is empty afterwards."""
+    texts = []
+    for stream in streams:
+        texts.append(stream.getvalue())
+        stream.seek(0)
+        stream.truncate()
+    return texts
 
 
 class PeerGone(BaseException):

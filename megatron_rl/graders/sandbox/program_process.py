@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
+from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone, taken
 from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple, record_classes, snapshot
 
@@ -104,10 +104,7 @@ class ProgramProcess:
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send a message with what was printed since the last one, if the tests read it."""
-        texts = [stream.getvalue() for stream in self._streams]
-        for stream in self._streams:
-            stream.seek(0)
-            stream.truncate()
+        texts = taken(self._streams)
         self._wire.send(message | ({"printed": texts} if any(texts) else {}))
 
     def _answer(self, request: Any) -> Any:

@@ -18,7 +18,7 @@ from types import CodeType
 from megatron_rl.graders.sandbox.blind_spots import expected_in
 from megatron_rl.graders.sandbox.library import library_names
 from megatron_rl.graders.sandbox.oracles import MarkChecks, Oracles
-from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, walk
+from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, names_stored, walk
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin", "argv", "environ", "builtins", "globals", "gc",
@@ -254,7 +254,7 @@ def _swallows(node: ast.AST) -> bool:
     if isinstance(node, ast.Try):
         # An exception that no test expects gives the value which another assignment would take from the program.
         lost = [each for each in node.handlers if each.type and names_of(each.type) & {"RecursionError", "MemoryError"}]
-        if _stored(lost) & _stored(node.body):
+        if names_stored(*lost) & names_stored(*node.body):
             return True
         silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in walk(each))]
         caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
@@ -337,7 +337,7 @@ def _used_as_functions(tree: ast.AST) -> set[str]:
 
 def _bound_somewhere(tree: ast.AST) -> set[str]:
     """Names bound as local variables, parameters, imports and the like."""
-    found = _stored([tree])
+    found = names_stored(tree)
     for node in walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
             found.add(node.name or "")
@@ -346,11 +346,6 @@ def _bound_somewhere(tree: ast.AST) -> set[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     return found
-
-
-def _stored(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements assign."""
-    return {each.id for each in walk(*nodes) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:

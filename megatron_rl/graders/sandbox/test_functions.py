@@ -14,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
+from megatron_rl.graders.sandbox.channel import taken
 from megatron_rl.graders.sandbox.program_objects import is_object
 
 _MARKS = {"parametrize", "skip", "xfail"}
@@ -126,13 +127,5 @@ _Captured = namedtuple("_Captured", "out err")
 def _capsys() -> Iterator[SimpleNamespace]:
     """Fixture of pytest with what is printed."""
     streams = io.StringIO(), io.StringIO()
-
-    def read() -> _Captured:
-        texts = [stream.getvalue() for stream in streams]
-        for stream in streams:
-            stream.seek(0)
-            stream.truncate()
-        return _Captured(*texts)
-
     with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
-        yield SimpleNamespace(readouterr=read)
+        yield SimpleNamespace(readouterr=lambda: _Captured(*taken(streams)))

@@ -193,7 +193,12 @@ def names_of(*nodes: ast.AST) -> Names:
 
 def names_loaded(node: ast.AST) -> Names:
     """Names that an expression reads and does not bind itself."""
-    return names_of(node) - {each.id for each in walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)} - _BUILTINS
+    return names_of(node) - names_stored(node) - _BUILTINS
+
+
+def names_stored(*nodes: ast.AST) -> set[str]:
+    """Names that statements or expressions assign."""
+    return {each.id for each in walk(*nodes) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def called(node: ast.AST) -> str:
