@@ -47,7 +47,7 @@ def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
 
 
 def taken(streams: Iterable[io.StringIO]) -> list[str]:
-    """What was written to each stream, which is empty afterwards."""
+    """Text of each stream, which is empty afterwards."""
     texts = []
     for stream in streams:
         texts.append(stream.getvalue())
