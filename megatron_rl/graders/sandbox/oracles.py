@@ -9,8 +9,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_rl.graders.sandbox.argument_changes import decisive_changes
 from megatron_rl.graders.sandbox.blind_spots import NARROW
+from megatron_rl.graders.sandbox.sides import Sides
 from megatron_rl.graders.sandbox.value_flow import (
     ANYWHERE,
     Flow,
@@ -75,9 +75,8 @@ class Oracles:
         alone = [(own, name) for own, names in self._all_groups() if len(names) == 1 for name in names if len(name) == 1]
         return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
 
-    def changes_that_decide(self) -> frozenset[str]:
-        """The kinds of change by which the program may decide a check."""
-        return decisive_changes(self._tree, self._edges, self._flow, self._program)
+    def sides(self) -> Sides:
+        return Sides(self._tree, self._edges, self._flow, self._program)
 
     def loops_to_watch(self) -> dict[ast.For | ast.comprehension, list[ast.expr]]:
         """Loops over what the program gives that check, with the names of what their checks go through at the same time."""
@@ -255,10 +254,17 @@ def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
 class MarkChecks(ast.NodeTransformer):
     """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
     ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and
-    ``x`` of ``if x`` and ``while x`` into ``__case__.leads(x, ...)``."""
+    ``x`` of ``if x`` and ``while x`` into ``__case__.leads(x, ...)``. Of tests whose ``sides`` are recorded, parts ``x`` become
+    ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too."""
 
-    def __init__(self, oracles: Oracles) -> None:
+    def __init__(self, oracles: Oracles, sides: Sides | None) -> None:
         self._zips, self._loops, self._conditions = oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch()
+        self._places = sides.places if sides else {}
+
+    def visit(self, node: ast.AST) -> Any:
+        place = self._places.get(node)  # type: ignore[call-overload]
+        node = super().visit(node)
+        return _case_call("side", ast.Constant(place), node) if place else node  # type: ignore[arg-type]
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -273,7 +279,13 @@ class MarkChecks(ast.NodeTransformer):
         self.generic_visit(node)
         return _case_call(called(node), *node.args) if node in self._zips else node
 
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return self._marked(node) if node.value in self._places else self.generic_visit(node)
+
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        return self._marked(node)
+
+    def _marked(self, node: ast.stmt) -> ast.AST:
         self.generic_visit(node)
         item = ast.withitem(ast.Name("__case__", ast.Load()), None)
         return ast.copy_location(ast.With([item], [node]), node)

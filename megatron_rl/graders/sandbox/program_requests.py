@@ -32,12 +32,13 @@ class ProgramRequests:
     """Sends requests to the program process and checks its replies; one request at a time, from any thread.
 
     Args:
+        shares: False if no change of an argument shall reach the tests: the program gets copies.
         tell: Called with b"s" before the program starts, and with b"t" (once) when a thread must wait, because another
             thread's request is in progress.
     """
 
-    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object]) -> None:
-        self._wire, self._tell = wire, tell
+    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: bool = True) -> None:
+        self._wire, self._tell, self._shares = wire, tell, shares
         self._turn = threading.RLock()
         self._functions: list[Any] = []
         self._called: set[Any] = set()
@@ -46,7 +47,7 @@ class ProgramRequests:
         """Index in ``_functions`` by id."""
         self._handles: dict[int, Handle] = {}
         self._lent: deque[types.SimpleNamespace] = deque(maxlen=_MAX_LENT)
-        """Containers that both sides have: number, container, content that the other side has, and is_own: made by the tests."""
+        """Containers that both sides have: number, container, and content that the other side has."""
         self._num_lent = 0
         self._begun: set[int] = set()
         """Ids of the program's iterators that have given an item; handles are kept, so an id stays one object's."""
@@ -60,8 +61,9 @@ class ProgramRequests:
         self.thrown: set[str] = set()  # names of the exceptions that functions of the tests have raised into the program
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
-        "method", "narrow", "rounded" and the like (``decode``), "subclass" of a container; and "changes" of arguments, of their
-        "parts", and of "files"."""
+        "method", "narrow", "rounded" and the like (``decode``), "subclass" of a container; and "changes" of what the tests have,
+        and of "files"."""
+        self.num_requests, self.max_requests = 0, sys.maxsize
         self.random_states: Callable[[], Any] = lambda: None
         """The states of random numbers that the tests seed, and that the program continues from."""
         self._sent_states: Any = None
@@ -98,13 +100,15 @@ class ProgramRequests:
     def _ask(self, what: str, values: tuple[Any, ...]) -> Any:
         if self.fault:
             raise ProtocolViolation(self.fault)
+        self.num_requests += 1
+        if self.num_requests > self.max_requests:
+            raise self.failed("the tests do not end")
         lent, containers = self._send(what, values)
         before, arguments = self.given.copy(), _arguments(values)
-        # The program may change them.
         is_for_nothing = self.asks_for_nothing = asked_for(arguments, 0)
         is_for_one = "numpy" in sys.modules and asked_for(arguments, 1)
         try:
-            result = self._reply(what, lent, containers, arguments)
+            result = self._reply(what, lent, containers)
         except StopIteration:
             if id(values[0]) not in self._begun:
                 self.given.add("nothing")
@@ -126,6 +130,8 @@ class ProgramRequests:
         known, contents = [each.container for each in lent], [each.content for each in lent]
         try:
             message, containers = encode(values, self._export, self.records, known, contents)
+            if not self._shares:
+                containers = decode(message, lambda each: self._import(each) if type(each[1]) is int else None, self.records)[1]
             first = not self.started
             self.started = True
             if first:
@@ -134,7 +140,7 @@ class ProgramRequests:
                 self._load()
             about = {"do": what, "depth": sys.getrecursionlimit(), "reads_prints": self.reads_prints}
             self._wire.send({**message, **about, "lent": [each.number for each in lent]})
-        except NotSerializable as error:
+        except (NotSerializable, ValueError) as error:
             raise self.unscored(f"the tests give the program {error}") from None
         except PeerGone as gone:
             raise self.failed(str(gone)) from None
@@ -147,7 +153,7 @@ class ProgramRequests:
         except BaseException as error:  # a test must not mistake a load error for an expected exception
             raise self.failed(describe_error(error)) from None
 
-    def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any], arguments: list[Any]) -> Any:
+    def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any]) -> Any:
         while True:
             try:
                 reply = self._wire.receive()
@@ -165,7 +171,7 @@ class ProgramRequests:
                 raise StopIteration
             try:
                 if "callback" not in reply:
-                    return self._result(reply, lent, containers, arguments)
+                    return self._result(reply, lent, containers)
                 (given, keywords), received = self._received(reply, [])
                 if type(reply["callback"]) is not int or type(given) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
@@ -181,18 +187,19 @@ class ProgramRequests:
             stream.write(text)
         self.has_printed |= any(texts)
 
-    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], arguments: list[Any]) -> Any:
+    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> Any:
         (value,), containers = self._received(reply, known)
         _renew(lent, reply["nodes"])
-        is_own = [each.is_own for each in lent] + [True] * (len(known) - len(lent)) + [False] * (len(containers) - len(known))
-        changed = [each for each, own, node in zip(containers, is_own, reply["nodes"], strict=True) if own and node is not None]
-        self.given |= {"changes" if any(each is argument for argument in arguments) else "parts" for each in changed}
+        if any(node is not None for node in reply["nodes"][: len(known)]):
+            self.given.add("changes")
+        if not self._shares:
+            return value
         self._num_lent += len(containers) - len(lent)
         for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
             container, content = containers[number], snapshot(containers[number])
             if (len(content) if type(content) is list else sum(map(len, content))) <= _MAX_PARTS:
-                about = {"number": self._num_lent - len(containers) + number, "is_own": is_own[number]}
-                self._lent.append(types.SimpleNamespace(container=container, content=content, **about))
+                number += self._num_lent - len(containers)
+                self._lent.append(types.SimpleNamespace(container=container, content=content, number=number))
         return value
 
     def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -280,7 +287,7 @@ class ProgramRequests:
             key = (id(value),) if owner is None else (id(owner), name)
             number = self._function_numbers.setdefault(key, len(self._functions))
             if number == len(self._functions):
-                self._functions.append(_Stream(value, self.given) if is_stream else value)
+                self._functions.append(_Stream(value if self._shares else iter(()), self.given) if is_stream else value)
             return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
         raise NotSerializable(f"an object of class {type(value).__name__}")
 

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -37,7 +37,9 @@ from megatron_rl.graders.sandbox.source import InvalidTests, defined_in
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 """Time after the deadline in which the supervisor must kill and reply; then it counts as lost."""
-_MAX_VERDICT_BYTES = 1 << 16
+_MAX_VERDICT_BYTES = 1 << 20
+_RECORDING = 3
+"""How many times a run may last that records the sides of comparisons."""
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 LEVELS = ("namespaces", "filter")
 _BOOT = (
@@ -168,15 +170,26 @@ class Sandbox:
         shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
         defined = sorted(defined_in(program.code))
         about = {"defined": defined, "draws": "random" in program.code, "partial": partial}
-        task = json.dumps({**shared, **about, "tests": program.tests}).encode()
+        task = {**shared, **about, "tests": program.tests}
         # The request holds no test, because the program process is forked from the supervisor that reads it.
-        request = json.dumps({"program": {**shared, "code": program.code}, "limits": asdict(limits)}).encode()
+        request = {"program": {**shared, "code": program.code}, "limits": asdict(limits)}
+        result, record = self._run_once(request, task)
+        limits = replace(limits, time_s=_RECORDING * limits.time_s, wall_s=_RECORDING * limits.wall_s)
+        while record is not None:  # the program has changed what the tests have
+            again, record = self._run_once({**request, "limits": asdict(limits)}, {**task, "record": record})
+            if not again.passed:
+                raise InvalidTests(f"the tests held once, and then did not: {again.detail}")
+        return result
+
+    def _run_once(self, request: dict[str, Any], task: dict[str, Any]) -> tuple[CaseResult, dict[str, Any] | None]:
+        """(result, record with which the tests have to run again)."""
+        wall_s, messages = request["limits"]["wall_s"], (json.dumps(request).encode(), json.dumps(task).encode())
         with self._lock:
             for is_last_try in (False, True):  # a killed supervisor is replaced once
                 if self._supervisor is None or self._supervisor[0].poll() is not None:
                     self.start()
                 try:
-                    return _outcome(*self._converse(request, task, time.monotonic() + limits.wall_s + _GRACE_S))
+                    return _outcome(*self._converse(*messages, time.monotonic() + wall_s + _GRACE_S))
                 except (_Lost, OSError) as error:
                     self.close()
                     if is_last_try:
@@ -254,7 +267,7 @@ def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
     return json.loads(body)
 
 
-def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
+def _outcome(reply: dict[str, Any], text: bytes) -> tuple[CaseResult, dict[str, Any] | None]:
     if reply["failure"]:
         raise SandboxError(reply["failure"])
     if reply["ended_by"] == "busy":
@@ -272,7 +285,7 @@ def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
             raise InvalidTests(f"before their first use of the program: {how}")
         if b"t" in events:
             raise InvalidTests(f"their threads use the program at the same time, which takes turns here: {how}")
-        return CaseResult(0, 1, how)
+        return CaseResult(0, 1, how), None
     if "bad_tests" in verdict:
         raise InvalidTests(verdict["bad_tests"])
     detail = verdict["detail"]
@@ -280,7 +293,7 @@ def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
         detail = f"{program_end}; {detail}"
     elif detail.startswith("MemoryError"):
         detail = f"memory limit; {detail}"
-    return CaseResult(verdict["num_passed"], verdict["num_failed"], detail)
+    return CaseResult(verdict["num_passed"], verdict["num_failed"], detail), verdict.get("record")
 
 
 def _how_it_ended(status: int) -> str:

@@ -18,6 +18,7 @@ from types import CodeType
 from megatron_rl.graders.sandbox.blind_spots import expected_in
 from megatron_rl.graders.sandbox.library import library_names
 from megatron_rl.graders.sandbox.oracles import MarkChecks, Oracles
+from megatron_rl.graders.sandbox.sides import Sides
 from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, names_stored, walk
 
 _ONE_INTERPRETER = {
@@ -45,8 +46,8 @@ class Tests:
     """Subset of ``names`` that the tests use as exceptions."""
     library: Mapping[str, bool]
     """Names of the library that the tests use without importing them; True if the name is a module."""
-    decided_by: frozenset[str]
-    """Changes of arguments ("changes") and of "files", if these alone may say what is right."""
+    sides: Sides | None
+    """Sides of comparisons, if they are recorded."""
     use_arrays: bool
     """True if the tests use numpy, or another library of arrays."""
     expected: frozenset[str]
@@ -187,9 +188,20 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
-def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point: str = "", defined: Collection[str] = ()) -> Tests:
+def read_tests(
+    text: str,
+    *,
+    setup: str = "",
+    prompt_code: str = "",
+    entry_point: str = "",
+    defined: Collection[str] = (),
+    records_sides: bool = False,
+) -> Tests:
     """Compile tests: statements with ``assert``, ``check(candidate)`` as HumanEval has it, functions ``test_...``, or
     ``unittest`` cases. ``setup`` runs before the tests, and ``defined`` are names that the program defines.
+
+    Args:
+        records_sides: Record the sides of comparisons (sides.py).
 
     Raises:
         InvalidTests: tests that do not compile, test nothing, or need the program's interpreter.
@@ -231,17 +243,17 @@ def read_tests(text: str, *, setup: str = "", prompt_code: str = "", entry_point
         doubt = f"the tests use the program's own {oracle} to check it"
     if not doubt and (conversion := oracles.conversions()):
         doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
-    decided_by = oracles.changes_that_decide()
+    sides = oracles.sides() if records_sides else None
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     words = frozenset(_identifiers(tree))
     expected = expected_in(f"{setup}\n{text}", prompt_code, walk(tree, before, *shared), oracles.compares_sums())
     expect_errors = any(is_error for is_error, _ in _class_uses(tree))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
-        code = compile(ast.fix_missing_locations(MarkChecks(oracles).visit(tree)), "<tests>", "exec")
+        code = compile(ast.fix_missing_locations(MarkChecks(oracles, sides).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    habits = (decided_by, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
+    habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
 
 
@@ -401,13 +413,13 @@ def _names_test(node: ast.AST) -> bool:
 
 
 def _identifiers(tree: ast.AST) -> set[str]:
-    """Names, attributes, imports and parameters; ``await`` represents any asynchronous code."""
+    """Names, attributes, imports, modules and parameters; ``await`` represents any asynchronous code."""
     found: set[str] = set()
     for node in walk(tree):
         if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
             found.add("await")
-        elif isinstance(node, ast.alias):
-            found |= set(node.name.split("."))
+        elif isinstance(node, ast.alias | ast.ImportFrom):
+            found |= set((getattr(node, "name", None) or getattr(node, "module", None) or "").split("."))
         else:
             found |= {value for key in ("id", "attr", "arg") if isinstance(value := getattr(node, key, None), str)}
     return found

@@ -18,6 +18,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -27,9 +28,15 @@ from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.library import library_value
 from megatron_rl.graders.sandbox.program_objects import Handle, is_object
 from megatron_rl.graders.sandbox.program_requests import MAX_DETAIL, TESTS_MODULE, ProgramRequests, describe_error
+from megatron_rl.graders.sandbox.sides import SideRecord
 from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
 from megatron_rl.graders.sandbox.test_functions import NeedsPytest, TestRun
+from megatron_rl.graders.sandbox.value_flow import FILES
 from megatron_rl.graders.sandbox.values import record_classes
+
+_HELD = {"num_passed": 1, "num_failed": 0, "detail": ""}
+_SPARE_REQUESTS = 100
+"""Requests of a run without changes beyond twice those with them."""
 
 
 class _Namespace(dict[str, Any]):
@@ -73,6 +80,9 @@ class _Cases:
         """For each line of a condition that the program decides, whether it has led to a check."""
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
+        self.record: SideRecord | None = None
+        self.go_on = False
+        """True if tests go on after a failed assert."""
         self._requests, self._partial, self._is_empty = requests, partial, False
 
     def __enter__(self) -> None:
@@ -88,7 +98,13 @@ class _Cases:
             self.failures.append(describe_error(error))
             return True
         self.caught = self.caught or describe_error(error)
-        return False
+        return self.go_on and isinstance(error, Exception)
+
+    def side(self, place: str, value: Any) -> Any:
+        """The value of a part of a comparison."""
+        if self.record:
+            self.record.add(place, value)
+        return value
 
     def all(self, items: Iterable[Any]) -> bool:
         """The built-in ``all`` of the tests."""
@@ -155,7 +171,8 @@ def _filter(function: Callable[[Any], Any] | None, items: Iterable[Any]) -> Any:
 
 
 def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], object]) -> dict[str, Any]:
-    """Run the tests. The verdict is {"bad_tests": text} or {"num_passed", "num_failed", "detail"}.
+    """Run the tests. The verdict is {"bad_tests": text} or {"num_passed", "num_failed", "detail"}, with a "record" if the tests have
+    to run again: in the task, it is {} for a run that records the sides of comparisons, and then the record of that run (sides.py).
 
     Args:
         tell: See ProgramRequests.
@@ -163,28 +180,46 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     random.seed(0)
     _Imports.places = list(sys.path)
     sys.meta_path[:] = [_Imports if finder is PathFinder else finder for finder in sys.meta_path]
-    requests = ProgramRequests(wire, tell)
+    record = task.get("record")
+    requests = ProgramRequests(wire, tell, shares=not record)
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
         source = {"setup": task["setup"], "prompt_code": task["prompt_code"], "entry_point": entry_point}
-        tests = read_tests(task["tests"], **source, defined=task["defined"])
+        tests = read_tests(task["tests"], **source, defined=task["defined"], records_sides=record is not None)
         tests.check(task["defined"])
     except InvalidTests as bad:
         return {"bad_tests": str(bad)}
-    cases = _Cases(requests, task["partial"])
+    if tests.sides and tests.sides.are_fixed:
+        return _HELD
+    cases = _Cases(requests, task["partial"] and record is None)
     threading.excepthook = lambda failure: cases.failures.append(describe_error(failure.exc_value))
     error: BaseException | None = None
     try:
         namespace = _namespace(task, tests, entry_point, requests, cases)
-        exec(tests.code, namespace)
-        run = TestRun(namespace, tests.words)
-        for name in tests.functions:
-            run.run(name)
-        cases.has_skipped = run.has_skipped
+        if record is not None:
+            cases.record, cases.go_on = SideRecord(namespace), bool(record)
+            requests.max_requests = record.pop("num_requests", sys.maxsize)
+        _run(tests, namespace, cases)
     except NeedsPytest as raised:
         error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
+    if record and tests.sides and cases.record:
+        doubt = tests.sides.doubt(record, cases.record.found, bool(record["files"]))
+        return {"bad_tests": doubt} if doubt else _HELD
+    return _verdict(task, tests, requests, cases, error)
+
+
+def _run(tests: Tests, namespace: dict[str, Any], cases: _Cases) -> None:
+    exec(tests.code, namespace)
+    run = TestRun(namespace, tests.words)
+    for name in tests.functions:
+        with suppress(BaseException) if cases.go_on else nullcontext():
+            run.run(name)
+    cases.has_skipped = run.has_skipped
+
+
+def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, cases: _Cases, error: Any) -> dict[str, Any]:
     if not requests.started or requests.is_unscored:
         detail = requests.fault or (describe_error(error) if error else "the tests use nothing of the program")
         return {"bad_tests": detail[:MAX_DETAIL]}
@@ -192,7 +227,11 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     if not failures:
         if doubt := _doubt(tests, requests, cases):
             return {"bad_tests": doubt}
-        return {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
+        verdict: dict[str, Any] = {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
+        if cases.record:
+            about = {"num_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "files": "files" in requests.given}
+            return {**verdict, "record": {**cases.record.found, **about}}
+        return {**verdict, "record": {}} if requests.given & {"changes", "files"} else verdict
     if not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
         return {"bad_tests": reason[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
@@ -240,8 +279,6 @@ def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return "the tests hold for all of nothing"
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
         return f"the tests may have hidden {requests.raised}"
-    if tests.decided_by & requests.given:
-        return "the program changed an argument or a file on which the check of its result depends"
     if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
         return "the program gave something empty, which arrays find equal to anything"
     if cases.has_skipped:
@@ -269,7 +306,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
     if "seed" in tests.words and task["draws"]:
         requests.random_states = _random_states
-    if "files" in tests.decided_by:
+    if tests.words & FILES:
         requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})

@@ -63,7 +63,7 @@ ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "vali
 """Beginnings of the names of functions that are called to fail."""
 _CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods that put their arguments into their object."""
-FILES = frozenset({"open", "Path", "os", "pathlib", "glob", "shutil", "filecmp", "linecache"})
+FILES = frozenset("open Path os pathlib glob shutil filecmp linecache tempfile NamedTemporaryFile sqlite3 connect".split())
 """Names by which tests read files, which the program's functions may change."""
 ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
@@ -121,7 +121,7 @@ def edges_of(tree: ast.Module) -> Iterator[Edge]:
         for target, source in assigned(node):
             names = [inner for inner in walk(target) if isinstance(inner, ast.Name)]
             yield from ((each.id, (scope_of(each), _position(node)), source) for each in names)
-            if isinstance(node, ast.AugAssign | ast.Call):  # the value before stays in it
+            if isinstance(node, ast.AugAssign | ast.Call) or isinstance(target, ast.Attribute | ast.Subscript):  # the value before stays
                 yield from ((each.id, (scope_of(each), _position(node)), each) for each in names)
 
 

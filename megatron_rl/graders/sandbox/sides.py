@@ -1,0 +1,225 @@
+"""Decides whether tests hold only by what the program has changed: its arguments, iterators that it was given, or files.
+
+``f(a) == sorted(a)`` holds for a program that empties ``a`` and returns []. Tests that hold with a program that changed something
+are run twice more: as before, and with a copy of each argument, so that no change reaches them. A side of a comparison whose values
+differ depends on the changes. It may be what is tested (``f(a); assert a == [1, 3]``) if another side depends neither on the changes
+nor on what the program gives.
+"""
+
+import ast
+import builtins
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatron_rl.graders.sandbox.value_flow import (
+    FILES,
+    Edge,
+    Flow,
+    assigned,
+    called,
+    checks_in,
+    flow_of,
+    is_assertion,
+    may_leave,
+    names_in,
+    names_of,
+    names_stored,
+    raises,
+    scope_of,
+    walk,
+)
+from megatron_rl.graders.sandbox.values import NotSerializable, encode
+
+Record = dict[str, list[int]]
+"""Maps "number of the site.number of the part" to how often the part was evaluated, and a hash of its values."""
+_MAX_VALUES = 2_000
+"""Values of one part that count."""
+
+
+class Site(NamedTuple):
+    """An expression of the tests with parts, some of which say what the others should be."""
+
+    parts: list[ast.expr]
+    is_comparison: bool
+    """True if the parts must agree; False if some may say whether, or how, the others count (``f(a) == 4 or not a``)."""
+    is_check: bool = False
+    """True for the condition of an assert."""
+    rules_given: bool = False
+    """True if a result of the program is checked, or not, by the first part."""
+
+
+class Sides:
+    """Sites of tests, and what of their parts is known before any run.
+
+    Args:
+        edges, flow: Of the tests, where ``program`` are the names of the program.
+    """
+
+    def __init__(self, tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> None:
+        self.sites = [*_sites(tree, flow)]
+        self.places = {part: f"{n}.{k}" for n, site in enumerate(self.sites) for k, part in enumerate(site.parts)}
+        """Maps each part to its key in a record."""
+        fixed, by_files = _fixed_names(tree), _flow_of_files(tree, edges, flow, program)
+        parts = self.places.keys()
+        self._given = {part for part in parts if names_in(part, flow)}
+        self._fixed = {part for part in parts if _is_fixed(part, fixed)}
+        self._of_files = {part for part in parts if names_in(part, by_files)} - self._given
+        steers = (ast.For, ast.While, ast.If, ast.comprehension, ast.BoolOp, ast.IfExp)
+        self.are_fixed = all(self._fixed.intersection(site.parts) for site in self.sites if site.is_comparison) and not any(
+            isinstance(node, steers) for node in walk(tree)
+        )
+        """True if literals decide every check."""
+
+    def doubt(self, shared: Record, apart: Record, has_changed_files: bool) -> str:
+        """The reason why changes may have decided the tests; "" if they have not.
+
+        Args:
+            shared: Of the run in which changes reach the tests.
+            apart: Of the run in which they do not.
+        """
+        for n, site in enumerate(self.sites):
+            pairs = [(shared.get(f"{n}.{k}", [0, 0]), apart.get(f"{n}.{k}", [0, 0])) for k in range(len(site.parts))]
+            differ = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one != other} - self._fixed
+            differ |= self._of_files.intersection(site.parts) if has_changed_files else set()
+            given = self._given.intersection(site.parts)
+            if site.is_check and pairs[0][0][0] < pairs[0][1][0]:
+                return "the program changed an argument, and so ended a check"
+            is_known = {*site.parts} - differ - given if site.is_comparison else not (given or site.rules_given)
+            if differ - given and not is_known and not site.is_check:
+                return "the program changed an argument or a file on which the check of its result depends"
+        return ""
+
+
+class SideRecord:
+    """Values of the parts of sites in one run of the tests."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self.found: Record = {}
+        self._namespace = namespace
+
+    def add(self, place: str, value: Any) -> None:
+        record = self.found.setdefault(place, [0, 0])
+        record[0] += 1
+        if record[0] <= _MAX_VALUES:
+            record[1] = hash((record[1], self._text(value)))
+
+    def _text(self, value: Any) -> str:
+        """Text of a value's content. Classes of the tests count by attributes, what stays with the program by its type."""
+        own = {kind.__name__: kind for kind in self._namespace.values() if _is_record(kind, self._namespace["__name__"])}
+        try:
+            return json.dumps(encode([value], lambda each: ["other", type(each).__name__], own)[0])
+        except (NotSerializable, RecursionError):
+            return type(value).__name__
+
+
+def _is_record(kind: Any, module: str) -> bool:
+    return type(kind) is type and kind.__module__ == module and kind.__dictoffset__ != 0
+
+
+def _sites(tree: ast.Module, flow: Flow) -> Iterator[Site]:
+    checks = [*checks_in(tree)]
+    yield from (Site([check], False, True) for check in checks)
+    decided = {node for check in checks for node in walk(check)}
+    negated = {node.operand for node in walk(tree) if isinstance(node, ast.UnaryOp)}
+    negated |= {node.test for node in walk(tree) if isinstance(node, ast.If | ast.While) and any(map(raises, node.body))}
+    ranges = {loop.target for loop in walk(tree) if isinstance(loop, ast.For | ast.comprehension) and called(loop.iter) == "range"}
+    counted = names_of(*ranges)
+    for node in walk(tree):
+        if isinstance(node, ast.Compare) and not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+            yield Site([node.left, *node.comparators], True)
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) != (node in negated) and _decides(node, decided):
+            yield Site([*node.values], False)
+        elif isinstance(node, ast.If | ast.While) and not any(map(raises, node.body)):
+            leaves = isinstance(node, ast.If) and may_leave(node)
+            ruled = checks_in(*(node.scope.body if leaves else [*node.body, *node.orelse]))  # type: ignore[union-attr]
+            yield Site([node.test], False, rules_given=any(names_in(check, flow) for check in ruled))
+        elif isinstance(node, ast.IfExp):
+            yield Site([node.test, node.body, node.orelse], False)
+        elif isinstance(node, ast.Call) and (node in decided or is_assertion(node, set())):
+            yield from _sites_of_call(node, flow)
+        elif isinstance(node, ast.BinOp) and node in decided:
+            yield Site([node.left, node.right], isinstance(node.op, ast.Sub | ast.BitXor))
+        elif isinstance(node, ast.Subscript) and node in decided and not isinstance(node.slice, ast.Slice | ast.Tuple):
+            yield from [] if getattr(node.slice, "id", "") in counted else [Site([node.value, node.slice], False)]
+
+
+def _decides(node: ast.AST, decided: set[ast.AST]) -> bool:
+    return node in decided or any(isinstance(inner, ast.Compare | ast.Not) for inner in walk(node))
+
+
+def _sites_of_call(node: ast.Call, flow: Flow) -> Iterator[Site]:
+    loops = [part for part in node.args if isinstance(part, ast.GeneratorExp | ast.ListComp)]
+    if loops and called(node) in ("all", "any"):
+        yield from (Site([each.iter, *each.ifs, loop.elt], False) for loop in loops for each in loop.generators[:1])
+    elif not any(isinstance(part, ast.Starred) for part in node.args) and (is_assertion(node, set()) or not names_in(node.func, flow)):
+        is_method = isinstance(node.func, ast.Attribute) and len(node.args) == 1 and not is_assertion(node, set())
+        parts = [*([node.func.value] if is_method else []), *node.args[:2]]  # type: ignore[attr-defined]
+        yield from [Site(parts, True)] if len(parts) > 1 else []
+
+
+# ----------------------------------------------------------------------------------------------------- known before any run
+
+
+def _is_fixed(node: ast.AST, names: set[str]) -> bool:
+    """True for an expression of literals, built-in functions and ``names``."""
+    inner = walk(node)
+    calls = [each for each in inner if isinstance(each, ast.Call)]
+    if not all(map(_is_pure, calls)):
+        return False
+    return all(each.id in names or each.id in _PURE for each in inner if isinstance(each, ast.Name) and each.id not in names_stored(node))
+
+
+_IMPURE = set("open input eval exec next iter vars locals globals getattr setattr map filter".split())
+_PURE = {name for name in dir(builtins) if name[0].islower()} - _IMPURE
+
+
+def _is_pure(call: ast.Call) -> bool:
+    """True for a call of a built-in function that calls no other."""
+    return getattr(call.func, "id", "") in _PURE and not call.keywords
+
+
+def _fixed_names(tree: ast.Module) -> set[str]:
+    """Names whose values come from literals, and that no function but built-in ones gets."""
+    pairs = [pair for node in walk(tree) for pair in assigned(node)]
+    calls = [node for node in walk(tree) if isinstance(node, ast.Call) and not _is_pure(node)]
+    handed: list[ast.AST] = [part for call in calls for part in (*call.args, *(word.value for word in call.keywords))]
+    handed += [source for target, source in pairs if isinstance(target, ast.Attribute | ast.Subscript)]
+    operands = [(node.left, node.right) for node in walk(tree) if isinstance(node, ast.BinOp)]
+    operands += [(node.target, node.value) for node in walk(tree) if isinstance(node, ast.AugAssign)]
+    lent = names_of(*handed, *(each for pair in operands for each in pair if not isinstance(each, ast.Call)))
+    flat = {name for target, source in pairs if _is_flat(source) for name in names_of(target)}
+    loops = {source for node in walk(tree) if isinstance(node, ast.For | ast.comprehension) for _, source in assigned(node)}
+    passed_on = [(names_of(target), names_of(source)) for target, source in pairs if source not in loops or not names_of(source) <= flat]
+    size = -1
+    while size != (size := len(lent)):
+        lent = lent.union(*(sources for targets, sources in passed_on if targets & lent))
+    names, fixed = names_stored(tree) - lent, set[str]()
+    names -= {each.arg for each in walk(tree) if isinstance(each, ast.arg)}
+    while names != fixed:
+        fixed = names
+        names = {name for name in fixed if all(_is_fixed(source, fixed) for target, source in pairs if name in names_of(target))}
+    return fixed & {name for target, _ in pairs for name in names_of(target)}
+
+
+def _is_flat(node: ast.AST) -> bool:
+    """True for a literal whose parts cannot change."""
+    return isinstance(node, ast.List | ast.Tuple | ast.Set) and all(isinstance(part, ast.Constant | ast.UnaryOp) for part in node.elts)
+
+
+def _flow_of_files(tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> Flow:
+    """The flow in which each use of the program changes files, and all that the tests have opened."""
+    files = set(FILES)
+    for node in walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            files |= {each.asname or each.name for each in node.names if (module or each.name).partition(".")[0] in FILES}
+        for target, source in assigned(node):
+            while isinstance(source, ast.BinOp):  # Path("a") / "b"
+                source = source.left
+            if called(source) in FILES or getattr(source, "id", "") in files:
+                files |= names_of(target)
+    files &= names_of(tree)
+    calls: list[Any] = [node for node in walk(tree) if isinstance(node, ast.Call) and names_in(node, flow)] if files else []
+    changes = [(name, (scope_of(call), (call.end_lineno, call.end_col_offset)), call) for call in calls for name in files]
+    return flow_of([*edges, *changes], program) if changes else flow
