@@ -18,7 +18,9 @@ from megatron_rl.graders.sandbox.value_flow import (
     called,
     checks_in,
     edges_of,
+    edges_of_arguments,
     flow_of,
+    functions_of,
     imported_from_solution,
     is_class,
     mark_scopes,
@@ -42,16 +44,21 @@ class Oracles:
     """
 
     def __init__(self, tree: ast.Module, program: Iterable[str]) -> None:
-        mark_scopes(tree, tree)
-        self._tree, self._edges = tree, [*edges_of(tree)]
+        mark_scopes(tree)
+        self._tree, self._edges, of_arguments = tree, [*edges_of(tree)], [*edges_of_arguments(tree)]
         self._program = {*program, *imported_from_solution(tree)}
         self._flow = flow_of(self._edges, self._program)
+        if of_arguments:
+            outer = [name for name, function in functions_of(tree).items() if function.scope is tree]  # type: ignore[union-attr]
+            through = [name for name in outer if not any(self._flow.get(name, {}).values())]
+            self._edges += of_arguments
+            self._flow = flow_of(self._edges, self._program, through)
 
     def forget(self, names: Iterable[str]) -> None:
         """``names`` are not the program's after all."""
         self._program -= {*names}
         kept = {name: {place: own & self._program for place, own in sites.items()} for name, sites in self._flow.items()}
-        self._flow = Flow(kept)
+        self._flow = Flow(kept, self._flow.through)
 
     def unpinned(self, entry_point: str) -> str:
         """A name of the program that decides a check of another name, and that no check pins; or if only weak checks pin both. "" if

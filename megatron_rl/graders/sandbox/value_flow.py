@@ -8,7 +8,7 @@ import ast
 import builtins
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 Names = frozenset[str]
@@ -19,8 +19,9 @@ Edge = tuple[str, Any, ast.AST]
 class Flow(dict[str, dict[Any, set[str]]]):
     """For each name of the tests and place of an assignment, the names of the program that the value depends on."""
 
-    def __init__(self, sites: dict[str, dict[Any, set[str]]]) -> None:
+    def __init__(self, sites: dict[str, dict[Any, set[str]]], through: Collection[str] = ()) -> None:
         super().__init__(sites)
+        self.through = through
         self.names: dict[ast.AST, Names] = {}
         """Results of ``names_in``."""
         self._read: dict[ast.AST, list[set[str]]] = {}
@@ -38,19 +39,20 @@ class Flow(dict[str, dict[Any, set[str]]]):
         while waiting:
             inner = waiting.pop()
             is_call = isinstance(inner, ast.Call)  # a function that is given away is not called here
-            waiting += [part for part in ast.iter_child_nodes(inner) if not (is_call and isinstance(part, ast.Lambda))]
+            skipped = inner.func if _called_function(inner) in self.through else None  # type: ignore[attr-defined]
+            waiting += [part for part in _parts(inner) if part is not skipped and not (is_call and isinstance(part, ast.Lambda))]
             if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "solution":
                 found.append({inner.attr})
-            if (names := self.get(_own_method(inner), {}).get(ANYWHERE)) is not None:
-                found.append(names)
+            for name in (own, f"self.{own}") if (own := _own_attribute(inner)) else ():
+                found += [self[name][ANYWHERE]] if ANYWHERE in self.get(name, {}) else []
             if isinstance(inner, ast.Name) and (inner.id not in _BUILTINS or inner.id in FILES):
-                found += [self[inner.id][site] for site in self._sites(inner)]
+                found += [self[inner.variable][site] for site in self._sites(inner)]  # type: ignore[attr-defined]
         return found
 
-    def _sites(self, name: ast.Name) -> list[Any]:
+    def _sites(self, name: Any) -> list[Any]:
         """Places of the assignments from which a name may have its value."""
-        scope, every = name.scope, self.get(name.id, {})  # type: ignore[attr-defined]
-        own = self._positions.get((name.id, scope), ())
+        scope, every = name.scope, self.get(name.variable, {})
+        own = self._positions.get((name.variable, scope), ())
         number = bisect_left(own, _position(name))
         if number:
             return [(scope, own[number - 1])]
@@ -65,6 +67,7 @@ _CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods that put their arguments into their object."""
 FILES = frozenset("open Path os pathlib glob shutil filecmp linecache tempfile NamedTemporaryFile sqlite3 connect".split())
 """Names by which tests read files, which the program's functions may change."""
+_SELF = ("self", "cls")
 ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
 
@@ -79,11 +82,16 @@ def walk(*trees: ast.AST) -> list[ast.AST]:
     return found
 
 
-def flow_of(edges: list[Edge], program: set[str]) -> Flow:
+def flow_of(edges: list[Edge], program: set[str], through: Collection[str] = ()) -> Flow:
+    """The flow of the names of the program.
+
+    Args:
+        through: Functions of the tests whose results depend on their arguments alone.
+    """
     sites: dict[str, dict[Any, set[str]]] = {name: {ANYWHERE: {name}} for name in program}
     for name, place, _ in edges:
         sites.setdefault(name, {}).setdefault(place, set())
-    flow = Flow(sites)
+    flow = Flow(sites, through)
     size = -1
     while size != (size := sum(len(names) for places in sites.values() for names in places.values())):
         for name, place, source in edges:
@@ -91,13 +99,20 @@ def flow_of(edges: list[Edge], program: set[str]) -> Flow:
     return flow
 
 
-def mark_scopes(node: ast.AST, scope: ast.AST) -> None:
-    waiting = [(node, scope)]
+def mark_scopes(tree: ast.AST) -> None:
+    """Give each node its ``scope``, and each name its ``variable``: the names of a comprehension are its own."""
+    waiting = [(tree, tree)]
     while waiting:
         node, scope = waiting.pop()
-        node.scope = scope  # type: ignore[attr-defined]
+        node.scope, node.variable = scope, getattr(node, "id", "")  # type: ignore[attr-defined]
         inner = node if isinstance(node, ast.FunctionDef | ast.Lambda) else scope
         waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+    loops = [node for node in walk(tree) if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)]
+    for number, loop in enumerate(loops):
+        own, outside = names_stored(*(each.target for each in loop.generators)), {*walk(loop.generators[0].iter)}
+        for each in walk(loop):
+            if getattr(each, "id", "") in own and each not in outside:
+                each.variable = f"{each.id} of {number}"  # type: ignore[attr-defined]
 
 
 def scope_of(node: ast.AST) -> ast.AST:
@@ -107,22 +122,29 @@ def scope_of(node: ast.AST) -> ast.AST:
 
 
 def edges_of(tree: ast.Module) -> Iterator[Edge]:
-    functions = functions_of(tree)
-    for name, own in functions.items():
+    """Assignments, and what functions return."""
+    for name, own in functions_of(tree).items():
         returned = [node for node in walk(own) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
         yield from ((name, ANYWHERE, node.value) for node in returned if node.value)
         parametrized = [(each.arg, decorator) for decorator in getattr(own, "decorator_list", []) for each in own.args.args]
         yield from ((name, ANYWHERE, decorator) for name, decorator in parametrized)
     for node in walk(tree):
+        for target, source in assigned(node):
+            yield from ((f"self.{name}", ANYWHERE, source) for each in walk(target) if (name := _own_attribute(each)))
+            names: list[Any] = [inner for inner in walk(target) if isinstance(inner, ast.Name) and inner.id not in _SELF]
+            yield from ((each.variable, (scope_of(each), _position(node)), source) for each in names)
+            if isinstance(node, ast.AugAssign | ast.Call) or isinstance(target, ast.Attribute | ast.Subscript):  # the value before stays
+                yield from ((each.variable, (scope_of(each), _position(node)), each) for each in names)
+
+
+def edges_of_arguments(tree: ast.Module) -> Iterator[Edge]:
+    """What calls of the tests' functions give to the parameters."""
+    functions = functions_of(tree)
+    for node in walk(tree):
         if isinstance(node, ast.Call) and (function := callee(node, functions)):
             parameters = [each.arg for each in function.args.args][isinstance(node.func, ast.Attribute) :]
             pairs = [*zip(parameters, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
             yield from ((name, ANYWHERE, value) for name, value in pairs if name in parameters)
-        for target, source in assigned(node):
-            names = [inner for inner in walk(target) if isinstance(inner, ast.Name)]
-            yield from ((each.id, (scope_of(each), _position(node)), source) for each in names)
-            if isinstance(node, ast.AugAssign | ast.Call) or isinstance(target, ast.Attribute | ast.Subscript):  # the value before stays
-                yield from ((each.id, (scope_of(each), _position(node)), each) for each in names)
 
 
 def functions_of(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.Lambda]:
@@ -134,8 +156,13 @@ def functions_of(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.Lambda]:
 
 def callee(call: ast.Call, functions: dict[str, ast.FunctionDef | ast.Lambda]) -> ast.FunctionDef | ast.Lambda | None:
     """The function of the tests that is called."""
-    own = functions.get(_own_method(call.func) or getattr(call.func, "id", ""))
-    return call.func if isinstance(call.func, ast.Lambda) else own
+    return call.func if isinstance(call.func, ast.Lambda) else functions.get(_called_function(call))
+
+
+def _called_function(node: ast.AST) -> str:
+    """Name of the function, or of the method of ``self``, that an expression calls; "" for other expressions."""
+    function = getattr(node, "func", None)
+    return _own_attribute(function) or getattr(function, "id", "")
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -170,9 +197,13 @@ def all_names(node: ast.AST, flow: Flow) -> Names:
     return frozenset().union(*flow.read_by(node))
 
 
-def _own_method(node: ast.AST) -> str:
-    """Name of the method that ``self.name`` reads; "" for other expressions."""
-    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls") else ""
+def _own_attribute(node: Any) -> str:
+    """Name of the attribute or method that ``self.name`` is; "" for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in _SELF else ""
+
+
+def _parts(node: ast.AST) -> Iterable[ast.AST]:
+    return () if _own_attribute(node) else ast.iter_child_nodes(node)
 
 
 def names_in(node: ast.AST, flow: Flow) -> Names:
