@@ -66,10 +66,14 @@ class Sides:
         self._fixed = {part for part in parts if _is_fixed(part, fixed)}
         self._of_files = {part for part in parts if names_in(part, by_files)} - self._given
         steers = (ast.For, ast.While, ast.If, ast.comprehension, ast.BoolOp, ast.IfExp)
-        self.are_fixed = all(self._fixed.intersection(site.parts) for site in self.sites if site.is_comparison) and not any(
-            isinstance(node, steers) for node in walk(tree)
-        )
+        self.are_fixed = all(map(self._is_safe, self.sites)) and not any(isinstance(node, steers) for node in walk(tree))
         """True if literals decide every check."""
+
+    def _is_safe(self, site: Site) -> bool:
+        """True for parts that no change can decide."""
+        if site.is_comparison:
+            return bool(self._fixed.intersection(site.parts))
+        return site.is_check or self._fixed.issuperset(site.parts) or not self._given.intersection(site.parts)
 
     def doubt(self, shared: Record, apart: Record, has_changed_files: bool) -> str:
         """The reason why changes may have decided the tests; "" if they have not.
@@ -86,7 +90,7 @@ class Sides:
             if site.is_check and pairs[0][0][0] < pairs[0][1][0]:
                 return "the program changed an argument, and so ended a check"
             is_known = {*site.parts} - differ - given if site.is_comparison else not (given or site.rules_given)
-            if differ - given and not is_known and not site.is_check:
+            if (differ if site.is_comparison else differ - given) and not is_known and not site.is_check:
                 return "the program changed an argument or a file on which the check of its result depends"
         return ""
 
@@ -124,7 +128,8 @@ def _sites(tree: ast.Module, flow: Flow) -> Iterator[Site]:
     negated = {node.operand for node in walk(tree) if isinstance(node, ast.UnaryOp)}
     negated |= {node.test for node in walk(tree) if isinstance(node, ast.If | ast.While) and any(map(raises, node.body))}
     ranges = {loop.target for loop in walk(tree) if isinstance(loop, ast.For | ast.comprehension) and called(loop.iter) == "range"}
-    counted = names_of(*ranges)
+    equals = [node for node in walk(tree) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)]
+    counted = names_of(*ranges, *(part for node in equals for part in (node.left, *node.comparators) if isinstance(part, ast.Name)))
     for node in walk(tree):
         if isinstance(node, ast.Compare) and not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
             yield Site([node.left, *node.comparators], True)
@@ -190,7 +195,8 @@ def _fixed_names(tree: ast.Module) -> set[str]:
     lent = names_of(*handed, *(each for pair in operands for each in pair if not isinstance(each, ast.Call)))
     flat = {name for target, source in pairs if _is_flat(source) for name in names_of(target)}
     loops = {source for node in walk(tree) if isinstance(node, ast.For | ast.comprehension) for _, source in assigned(node)}
-    passed_on = [(names_of(target), names_of(source)) for target, source in pairs if source not in loops or not names_of(source) <= flat]
+    kept = [pair for pair in pairs if pair[1] not in loops or getattr(pair[1], "id", "") not in flat]
+    passed_on = [(names_of(target), names_of(source)) for target, source in kept]
     size = -1
     while size != (size := len(lent)):
         lent = lent.union(*(sources for targets, sources in passed_on if targets & lent))
