@@ -7,7 +7,6 @@ nor on what the program gives.
 """
 
 import ast
-import builtins
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ from megatron_rl.graders.sandbox.value_flow import (
     is_assertion,
     may_leave,
     names_in,
+    names_loaded,
     names_of,
-    names_stored,
     raises,
     scope_of,
     walk,
@@ -60,10 +59,9 @@ class Sides:
         self.sites = [*_sites(tree, flow)]
         self.places = {part: f"{n}.{k}" for n, site in enumerate(self.sites) for k, part in enumerate(site.parts)}
         """Maps each part to its key in a record."""
-        fixed, by_files = _fixed_names(tree), _flow_of_files(tree, edges, flow, program)
-        parts = self.places.keys()
+        parts, by_files = self.places.keys(), _flow_of_files(tree, edges, flow, program)
         self._given = {part for part in parts if names_in(part, flow)}
-        self._fixed = {part for part in parts if _is_fixed(part, fixed)}
+        self._fixed = set(filter(_is_fixed, parts))
         self._of_files = {part for part in parts if names_in(part, by_files)} - self._given
         steers = (ast.For, ast.While, ast.If, ast.comprehension, ast.BoolOp, ast.IfExp)
         self.are_fixed = all(map(self._is_safe, self.sites)) and not any(isinstance(node, steers) for node in walk(tree))
@@ -166,51 +164,13 @@ def _sites_of_call(node: ast.Call, flow: Flow) -> Iterator[Site]:
 # ----------------------------------------------------------------------------------------------------- known before any run
 
 
-def _is_fixed(node: ast.AST, names: set[str]) -> bool:
-    """True for an expression of literals, built-in functions and ``names``."""
-    inner = walk(node)
-    calls = [each for each in inner if isinstance(each, ast.Call)]
-    if not all(map(_is_pure, calls)):
-        return False
-    return all(each.id in names or each.id in _PURE for each in inner if isinstance(each, ast.Name) and each.id not in names_stored(node))
+def _is_fixed(node: ast.AST) -> bool:
+    """True for an expression of literals and built-in functions that call no other."""
+    calls = [each for each in walk(node) if isinstance(each, ast.Call)]
+    return not names_loaded(node) and all(getattr(call.func, "id", "") not in _IMPURE and not call.keywords for call in calls)
 
 
 _IMPURE = set("open input eval exec next iter vars locals globals getattr setattr map filter".split())
-_PURE = {name for name in dir(builtins) if name[0].islower()} - _IMPURE
-
-
-def _is_pure(call: ast.Call) -> bool:
-    """True for a call of a built-in function that calls no other."""
-    return getattr(call.func, "id", "") in _PURE and not call.keywords
-
-
-def _fixed_names(tree: ast.Module) -> set[str]:
-    """Names whose values come from literals, and that no function but built-in ones gets."""
-    pairs = [pair for node in walk(tree) for pair in assigned(node)]
-    calls = [node for node in walk(tree) if isinstance(node, ast.Call) and not _is_pure(node)]
-    handed: list[ast.AST] = [part for call in calls for part in (*call.args, *(word.value for word in call.keywords))]
-    handed += [source for target, source in pairs if isinstance(target, ast.Attribute | ast.Subscript)]
-    operands = [(node.left, node.right) for node in walk(tree) if isinstance(node, ast.BinOp)]
-    operands += [(node.target, node.value) for node in walk(tree) if isinstance(node, ast.AugAssign)]
-    lent = names_of(*handed, *(each for pair in operands for each in pair if not isinstance(each, ast.Call)))
-    flat = {name for target, source in pairs if _is_flat(source) for name in names_of(target)}
-    loops = {source for node in walk(tree) if isinstance(node, ast.For | ast.comprehension) for _, source in assigned(node)}
-    kept = [pair for pair in pairs if pair[1] not in loops or getattr(pair[1], "id", "") not in flat]
-    passed_on = [(names_of(target), names_of(source)) for target, source in kept]
-    size = -1
-    while size != (size := len(lent)):
-        lent = lent.union(*(sources for targets, sources in passed_on if targets & lent))
-    names, fixed = names_stored(tree) - lent, set[str]()
-    names -= {each.arg for each in walk(tree) if isinstance(each, ast.arg)}
-    while names != fixed:
-        fixed = names
-        names = {name for name in fixed if all(_is_fixed(source, fixed) for target, source in pairs if name in names_of(target))}
-    return fixed & {name for target, _ in pairs for name in names_of(target)}
-
-
-def _is_flat(node: ast.AST) -> bool:
-    """True for a literal whose parts cannot change."""
-    return isinstance(node, ast.List | ast.Tuple | ast.Set) and all(isinstance(part, ast.Constant | ast.UnaryOp) for part in node.elts)
 
 
 def _flow_of_files(tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> Flow:
