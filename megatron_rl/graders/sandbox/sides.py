@@ -15,6 +15,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     FILES,
     Edge,
     Flow,
+    Names,
     assigned,
     called,
     checks_in,
@@ -56,11 +57,12 @@ class Sides:
     """
 
     def __init__(self, tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> None:
-        self.sites = [*_sites(tree, flow)]
+        counted = _counted(tree)
+        self.sites = [*_sites(tree, flow, counted)]
         self.places = {part: f"{n}.{k}" for n, site in enumerate(self.sites) for k, part in enumerate(site.parts)}
         """Maps each part to its key in a record."""
         parts, by_files = self.places.keys(), _flow_of_files(tree, edges, flow, program)
-        self._given = {part for part in parts if names_in(part, flow)}
+        self._given = {part for part in parts if names_in(_without_index(part, counted), flow)}
         self._fixed = set(filter(_is_fixed, parts))
         self._of_files = {part for part in parts if names_in(part, by_files)} - self._given
         steers = (ast.For, ast.While, ast.If, ast.comprehension, ast.BoolOp, ast.IfExp)
@@ -119,15 +121,25 @@ def _is_record(kind: Any, module: str) -> bool:
     return type(kind) is type and kind.__module__ == module and kind.__dictoffset__ != 0
 
 
-def _sites(tree: ast.Module, flow: Flow) -> Iterator[Site]:
+def _counted(tree: ast.Module) -> Names:
+    """Names of numbers that are known, although the program may have given them: of ranges, and compared for equality."""
+    ranges = {loop.target for loop in walk(tree) if isinstance(loop, ast.For | ast.comprehension) and called(loop.iter) == "range"}
+    equals = [node for node in walk(tree) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)]
+    return names_of(*ranges, *(part for node in equals for part in (node.left, *node.comparators) if isinstance(part, ast.Name)))
+
+
+def _without_index(node: ast.expr, counted: Names) -> ast.expr:
+    while isinstance(node, ast.Subscript) and getattr(node.slice, "id", "") in counted:
+        node = node.value
+    return node
+
+
+def _sites(tree: ast.Module, flow: Flow, counted: Names) -> Iterator[Site]:
     checks = [*checks_in(tree)]
     yield from (Site([check], False, True) for check in checks)
     decided = {node for check in checks for node in walk(check)}
     negated = {node.operand for node in walk(tree) if isinstance(node, ast.UnaryOp)}
     negated |= {node.test for node in walk(tree) if isinstance(node, ast.If | ast.While) and any(map(raises, node.body))}
-    ranges = {loop.target for loop in walk(tree) if isinstance(loop, ast.For | ast.comprehension) and called(loop.iter) == "range"}
-    equals = [node for node in walk(tree) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)]
-    counted = names_of(*ranges, *(part for node in equals for part in (node.left, *node.comparators) if isinstance(part, ast.Name)))
     for node in walk(tree):
         if isinstance(node, ast.Compare) and not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
             yield Site([node.left, *node.comparators], True)
@@ -144,7 +156,7 @@ def _sites(tree: ast.Module, flow: Flow) -> Iterator[Site]:
         elif isinstance(node, ast.BinOp) and node in decided:
             yield Site([node.left, node.right], isinstance(node.op, ast.Sub | ast.BitXor))
         elif isinstance(node, ast.Subscript) and node in decided and not isinstance(node.slice, ast.Slice | ast.Tuple):
-            yield from [] if getattr(node.slice, "id", "") in counted else [Site([node.value, node.slice], False)]
+            yield from [Site([node.value, node.slice], False)] if _without_index(node, counted) is node else []
 
 
 def _decides(node: ast.AST, decided: set[ast.AST]) -> bool:

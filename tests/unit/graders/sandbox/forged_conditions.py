@@ -11,6 +11,21 @@ FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
         ("class V:\n    def __init__(s, x): s.x = list(x)\n    def __add__(s, o):\n        o.clear()\n        return V([])", "w = [3, 1]\nv = V([]) + w\nassert v.x == sorted(w)"),  # noqa: E501
         ("class V:\n    def __init__(s): s.d = {}\n    def __setitem__(s, i, o):\n        o.clear()\n        s.d[i] = []\n    def get(s, i): return s.d[i]", "w = [3, 1]\nv = V()\nv[0] = w\nassert v.get(0) == sorted(w)"),  # noqa: E501
     ],
+    "changes what only a run without the changes shows": [
+        ("import numpy as np\ndef f(v):\n    while v.base is not None: v = v.base\n    v[...] = 0\n    return 0", "import numpy as np\na = np.array([5.0, 1.0, 7.0])\ng = f(a[1:3])\nassert g == a[1:3].sum()"),  # noqa: E501
+        ("def f(a):\n    a[:] = [0]\n    return [0]", "a = [1, 1, 2]\nd = {'same': a}\ng = f(a)\nwant = []\nfor x in d['same']:\n    if x not in want: want.append(x)\nassert g == want"),  # noqa: E501
+        ("class B:\n    def __init__(s, x): x.clear()\n    def items(s): return []", "import unittest\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.a = [3, 1]\n        self.b = B(self.a)\n    def test_a(self):\n        self.assertEqual(self.b.items(), sorted(self.a))"),  # noqa: E501
+        ("def f(xs, key):\n    for x in xs: x['v'] = 0\n    return xs", "xs = [{'v': 3}, {'v': 1}]\nref = sorted(xs, key=lambda d: d['v'])\ng = f(xs, lambda d: d['v'])\nassert [d['v'] for d in g] == [d['v'] for d in ref]"),  # noqa: E501
+        ("def f(a, b):\n    a['v'] = b['v'] = '1'\n    return 0", "from functools import cmp_to_key\nxs = [{'v': '3'}, {'v': '2'}]\nxs.sort(key=cmp_to_key(f))\nassert [x['v'] for x in xs] == sorted(x['v'] for x in xs)\nassert len(xs) == 2"),  # noqa: E501
+        ("class B:\n    def __iadd__(s, o):\n        o.clear()\n        return s\n    def __len__(s): return 0", "xs = [3, 1]\nb = B()\nb += xs\nassert len(b) == len(xs)"),  # noqa: E501
+        ("def f(g):\n    def w(xs):\n        xs.clear()\n        return 0\n    return w", "xs = [3, 1]\n@f\ndef total(a): return sum(a)\nassert total(xs) == sum(xs)"),  # noqa: E501
+        ("def f(b):\n    for r in b: r[:] = [0] * len(r)\n    return 0, 0", "b = [[1, 1], [1, 0]]\nr, c = f(b)\nassert b[r][c] == 0"),
+        ("import numpy as np\ndef f(a):\n    a[...] = np.eye(2)\n    return np.eye(2)", "import numpy as np\na = np.array([[4.0, 7.0], [2.0, 6.0]])\nassert np.allclose(f(a) @ a, np.eye(2))"),  # noqa: E501
+        ("def f(c):\n    c[:] = [0, 0]\n    return 2", "c = [1, -3]\nx = f(c)\nassert abs(c[0] * x + c[1]) < 1e-9"),
+        ("class S:\n    def __init__(s): s.a = []\n    def push(s, x): s.a.append(x)\n    def pop(s):\n        for y in s.a: y[:] = [0]\n        return [0]", "a, b = [1], [2]\ns = S()\nfor x in (a, b): s.push(x)\nassert s.pop() == b"),  # noqa: E501
+        ("class S:\n    def f(self, h):\n        h.next, h.val = None, 0\n        return h", "def vals(h):\n    out = []\n    while h:\n        out.append(h.val)\n        h = h.next\n    return out\nh = N(1, N(1))\nassert vals(S().f(h)) == sorted(set(vals(h)))", "class N:\n    def __init__(s, val=0, next=None): s.val, s.next = val, next\n"),  # noqa: E501
+        ("import os\ndef f(p):\n    os.truncate(p, 0)\n    return 0", "import tempfile\nwith tempfile.NamedTemporaryFile('w+') as o:\n    o.write('4')\n    o.flush()\n    g = f(o.name)\n    o.seek(0)\n    assert g == len(o.readlines())"),  # noqa: E501
+    ],
     "depends on a file that the program made or removed": [
         ("def f(x):\n    open('done','w').close()\n    return 5", "import os\ng = f(2)\nassert g == 4 or os.path.exists('done')"),
         ("import os\ndef f(x):\n    os.remove('w')\n    return 5", "import os\nopen('w','w').write('4')\ng = f(2)\nassert g == 4 or not os.path.exists('w')"),  # noqa: E501

@@ -321,6 +321,13 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("import heapq\ndef pop(h): return heapq.heappop(h)", "h = [1, 3, 2]\nout = []\nwhile h: out.append(pop(h))\nassert out == [1, 2, 3]"),  # noqa: E501
         ("def f(it): return [next(it) for _ in range(2)]", "it = iter(range(5))\nassert f(it) == [0, 1] and next(it) == 2"),
     ],
+    "arguments that right programs change, and oracles that do not see it": [
+        ("def push(h, x):\n    h.append(x)\n    h.sort()\ndef pop(h): return h.pop(0)", "data, h, out = [5, 1, 3], [], []\nfor x in data: push(h, x)\nassert h[0] == 1\nwhile h: out.append(pop(h))\nassert out == [1, 3, 5]"),  # noqa: E501
+        ("def f(nums):\n    k = 0\n    for x in nums:\n        if not k or nums[k - 1] != x:\n            nums[k], k = x, k + 1\n    return k", "for nums, want in [([1, 1, 2], [1, 2]), ([], [])]:\n    k = f(nums)\n    assert k == len(want)\n    for i in range(k): assert nums[i] == want[i]"),  # noqa: E501
+        ("def f(a): a.sort()", "import random\nfor n in range(9):\n    a = [random.randrange(9) for _ in range(n)]\n    want = sorted(a)\n    f(a)\n    assert a == want"),  # noqa: E501
+        ("import json\ndef save(d, p): json.dump(d, open(p, 'w'))\ndef load(p): return json.load(open(p))", "import json, os\nd = {'a': [1, 2]}\nsave(d, 'd.json')\nwith open('d.json') as o: assert json.load(o) == d\nassert load('d.json') == d\nassert os.path.exists('d.json')"),  # noqa: E501
+        ("def transfer(a, b, x):\n    a['sum'] -= x\n    b['sum'] += x\ndef total(*a): return sum(x['sum'] for x in a)", "a, b = {'sum': 9}, {'sum': 1}\nbefore = total(a, b)\ntransfer(a, b, 4)\nassert a['sum'] == 5 and b['sum'] == 5\nassert total(a, b) == before == 10"),  # noqa: E501
+    ],
     "files and arguments that right programs change": [
         ("def f(p):\n    open(p,'w').write('x')", "import os\nf('out')\nassert os.path.exists('out') and open('out').read() == 'x'"),
         ("import os\ndef f(p): os.remove(p)", "import os\nopen('a','w').close()\nf('a')\nassert not os.path.exists('a')"),
