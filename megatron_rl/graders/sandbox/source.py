@@ -211,14 +211,7 @@ def read_tests(
         shared = _prelude_statements(prompt_code, entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    tree.body = [_asserted(inner) for node in tree.body for inner in _as_script(node) if not _is_runner(inner, text)]
-    own = _defined(tree.body)
-    if not any(_can_fail(node, own) for node in walk(*tree.body)) or any(map(_is_tuple, walk(*tree.body))):
-        raise InvalidTests("the tests assert nothing")
-    if "check" in own and not _uses_check(tree.body):
-        if not entry_point:
-            raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
-        tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
+    own = _complete(tree, text, entry_point)
     loaded = {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     known = own | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
     entry = {root_of(entry_point)} - {""} - own
@@ -255,6 +248,19 @@ def read_tests(
         raise InvalidTests(f"the tests do not compile: {error}") from error
     habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
+
+
+def _complete(tree: ast.Module, text: str, entry_point: str) -> set[str]:
+    """Add the call of ``check(candidate)``, and take out calls of test runners; returns the names that the tests define."""
+    tree.body = [_asserted(inner) for node in tree.body for inner in _as_script(node) if not _is_runner(inner, text)]
+    own = _defined(tree.body)
+    if not any(_can_fail(node, own) for node in walk(*tree.body)) or any(map(_is_tuple, walk(*tree.body))):
+        raise InvalidTests("the tests assert nothing")
+    if "check" in own and not _uses_check(tree.body):
+        if not entry_point:
+            raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
+        tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
+    return own
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")

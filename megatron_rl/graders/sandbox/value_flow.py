@@ -138,7 +138,7 @@ def edges_of(tree: ast.Module) -> Iterator[Edge]:
 
 
 def edges_of_arguments(tree: ast.Module) -> Iterator[Edge]:
-    """What calls of the tests' functions give to the parameters."""
+    """Arguments of the tests' own functions."""
     functions = functions_of(tree)
     for node in walk(tree):
         if isinstance(node, ast.Call) and (function := callee(node, functions)):
