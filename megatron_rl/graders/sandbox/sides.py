@@ -32,7 +32,7 @@ from megatron_rl.graders.sandbox.value_flow import (
 from megatron_rl.graders.sandbox.values import NotSerializable, encode
 
 Record = dict[str, list[int]]
-"""Maps "number of the site.number of the part" to how often the part was evaluated, and a hash of its values."""
+"""Maps "number of the site.number of the part" to the hash of its values: how many there were, of all, or of the one that all are."""
 _MAX_VALUES = 2_000
 """Values of one part that count."""
 
@@ -62,7 +62,9 @@ class Sides:
         self.places = {part: f"{n}.{k}" for n, site in enumerate(self.sites) for k, part in enumerate(site.parts)}
         """Maps each part to its key in a record."""
         parts, by_files = self.places.keys(), _flow_of_files(tree, edges, flow, program)
-        self._given = {part for part in parts if names_in(_without_index(part, counted), flow)}
+        loops = [node for node in walk(tree) if isinstance(node, ast.For) and names_in(node.iter, flow)]
+        turns = names_of(*(each.target for loop in loops for each in walk(loop) if isinstance(each, ast.AugAssign)))
+        self._given = {part for part in parts if _is_given(_without_index(part, counted), flow, turns)}
         self._fixed = set(filter(_is_fixed, parts))
         self._of_files = {part for part in parts if names_in(part, by_files)} - self._given
         steers = (ast.For, ast.While, ast.If, ast.comprehension, ast.BoolOp, ast.IfExp)
@@ -75,22 +77,24 @@ class Sides:
             return bool(self._fixed.intersection(site.parts))
         return site.is_check or self._fixed.issuperset(site.parts) or not self._given.intersection(site.parts)
 
-    def doubt(self, shared: Record, apart: Record, has_changed_files: bool) -> str:
+    def doubt(self, shared: Record, apart: Record, has_changed_files: bool, *, draws: bool) -> str:
         """The reason why changes may have decided the tests; "" if they have not.
 
         Args:
             shared: Of the run in which changes reach the tests.
             apart: Of the run in which they do not.
+            draws: True if the program draws random numbers, so that its results may differ anyway.
         """
         for n, site in enumerate(self.sites):
-            pairs = [(shared.get(f"{n}.{k}", [0, 0]), apart.get(f"{n}.{k}", [0, 0])) for k in range(len(site.parts))]
-            differ = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one != other} - self._fixed
+            pairs = [(shared.get(f"{n}.{k}", [0] * 3), apart.get(f"{n}.{k}", [0] * 3)) for k in range(len(site.parts))]
+            same = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one == other or one[2] == other[2] != 0}
+            differ = {*site.parts} - same - self._fixed
             differ |= self._of_files.intersection(site.parts) if has_changed_files else set()
             given = self._given.intersection(site.parts)
             if site.is_check and pairs[0][0][0] < pairs[0][1][0]:
                 return "the program changed an argument, and so ended a check"
             is_known = {*site.parts} - differ - given if site.is_comparison else not (given or site.rules_given)
-            if (differ if site.is_comparison else differ - given) and not is_known and not site.is_check:
+            if (differ if site.is_comparison and not draws else differ - given) and not is_known and not site.is_check:
                 return "the program changed an argument or a file on which the check of its result depends"
         return ""
 
@@ -103,10 +107,11 @@ class SideRecord:
         self._namespace = namespace
 
     def add(self, place: str, value: Any) -> None:
-        record = self.found.setdefault(place, [0, 0])
-        record[0] += 1
-        if record[0] <= _MAX_VALUES:
-            record[1] = hash((record[1], self._text(value)))
+        number, every, only = self.found.get(place, [0, 0, 0])
+        if number < _MAX_VALUES:
+            own = hash(self._text(value))
+            every, only = hash((every, own)), own if only in (own, 0) and (number == 0 or only) else 0
+        self.found[place] = [number + 1, every, only]
 
     def _text(self, value: Any) -> str:
         """Text of a value's content. Classes of the tests count by attributes, what stays with the program by its type."""
@@ -126,6 +131,10 @@ def _counted(tree: ast.Module) -> Names:
     ranges = {loop.target for loop in walk(tree) if isinstance(loop, ast.For | ast.comprehension) and called(loop.iter) == "range"}
     equals = [node for node in walk(tree) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)]
     return names_of(*ranges, *(part for node in equals for part in (node.left, *node.comparators) if isinstance(part, ast.Name)))
+
+
+def _is_given(node: ast.AST, flow: Flow, turns: Names) -> bool:
+    return bool(names_in(node, flow) or names_of(node) & turns)
 
 
 def _without_index(node: ast.expr, counted: Names) -> ast.expr:
@@ -153,7 +162,7 @@ def _sites(tree: ast.Module, flow: Flow, counted: Names) -> Iterator[Site]:
             yield Site([node.test, node.body, node.orelse], False)
         elif isinstance(node, ast.Call) and (node in decided or is_assertion(node, set())):
             yield from _sites_of_call(node, flow)
-        elif isinstance(node, ast.BinOp) and node in decided:
+        elif isinstance(node, ast.BinOp) and (node in decided or names_in(node, flow)):
             yield Site([node.left, node.right], isinstance(node.op, ast.Sub | ast.BitXor))
         elif isinstance(node, ast.Subscript) and node in decided and not isinstance(node.slice, ast.Slice | ast.Tuple):
             yield from [Site([node.value, node.slice], False)] if _without_index(node, counted) is node else []
@@ -169,7 +178,8 @@ def _sites_of_call(node: ast.Call, flow: Flow) -> Iterator[Site]:
         yield from (Site([each.iter, *each.ifs, loop.elt], False) for loop in loops for each in loop.generators[:1])
     elif not any(isinstance(part, ast.Starred) for part in node.args) and (is_assertion(node, set()) or not names_in(node.func, flow)):
         is_method = isinstance(node.func, ast.Attribute) and len(node.args) == 1 and not is_assertion(node, set())
-        parts = [*([node.func.value] if is_method else []), *node.args[:2]]  # type: ignore[attr-defined]
+        base = [node.func.value] if is_method and not names_of(node.func.value) & FILES else []  # type: ignore[attr-defined]
+        parts = [*base, *node.args[:2]]
         yield from [Site(parts, True)] if len(parts) > 1 else []
 
 

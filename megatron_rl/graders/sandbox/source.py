@@ -214,7 +214,8 @@ def read_tests(
     own = _complete(tree, text, entry_point)
     loaded = {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     known = own | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
-    entry = {root_of(entry_point)} - {""} - own
+    checked = {part for node in walk(tree) if called(node) == "check" for part in node.args[:1]}  # type: ignore[attr-defined]
+    entry = ({root_of(entry_point)} | {part.id for part in checked if isinstance(part, ast.Name)}) - {""} - known
     names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
     program_names = names - _bound_somewhere(tree)
     library = library_names(tree, program_names - entry)

@@ -1,16 +1,18 @@
 """Runs the functions and classes of the tests as unittest and pytest do.
 
-Of pytest: marks ``parametrize``, ``skip`` and ``xfail``, fixtures of one test, ``capsys``, ``setup_module`` and ``setup_method``. Anything
-else of it is refused, because a test that nobody runs cannot fail.
+Of pytest: marks ``parametrize``, ``skip`` and ``xfail``, fixtures of one test, ``capsys``, ``tmp_path``, ``setup_module`` and
+``setup_method``. Anything else of it is refused, because a test that nobody runs cannot fail.
 """
 
 import inspect
 import io
 import itertools
+import tempfile
 import unittest
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,7 @@ class TestRun:
     def __init__(self, namespace: Mapping[str, Any], called: frozenset[str]) -> None:
         self.has_skipped = False
         self._namespace, self._called = namespace, called
-        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _capsys}
+        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _capsys, "tmp_path": lambda: Path(tempfile.mkdtemp())}
         self._used_by_all: list[str] = []
         for name, value in ((name, value) for name, value in namespace.items() if not is_object(value)):
             # Attributes of pytest from 8.4 on, and before.

@@ -72,8 +72,11 @@ class _Cases:
         self.failures: list[str] = []
         self.has_skipped = False
         """True if a test was not run, or had to fail."""
-        self.is_over_nothing = False
-        """True if an ``all``, an ``any`` or a loop over what the program gave has checked nothing."""
+        self.has_turns: dict[int, bool] = {}
+        """For each line of an ``all``, an ``any`` or a loop, whether it has gone over something."""
+        self.is_over_nothing = self.was_over_nothing = False
+        """True if one has gone over nothing since the last assert, and if the program gave nothing at that time."""
+        self.gave_nothing = False
         self.is_cut = False
         """True if a zip has ended before everything that it compares."""
         self.led: dict[int, bool] = {}
@@ -90,6 +93,11 @@ class _Cases:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         is_empty, self._is_empty = self._is_empty, False
+        if "nothing" in self._requests.given:
+            self._requests.given.remove("nothing")
+            self.gave_nothing = True
+            self.was_over_nothing |= self.is_over_nothing
+        self.is_over_nothing = False
         if error is None:
             self.num_empty += is_empty
             self.num_passed += not self._requests.fault and not is_empty
@@ -108,17 +116,24 @@ class _Cases:
 
     def all(self, items: Iterable[Any]) -> bool:
         """The built-in ``all`` of the tests."""
-        return not self.any(not item for item in items)
+        return not self._any((not item for item in items), sys._getframe(1).f_lineno)
 
     def any(self, items: Iterable[Any]) -> bool:
         """The built-in ``any`` of the tests."""
+        return self._any(items, sys._getframe(1).f_lineno)
+
+    def _any(self, items: Iterable[Any], line: int) -> bool:
         self._is_empty = True
         for item in items:
-            self._is_empty = False
+            self._is_empty, self.has_turns[line] = False, True
             if item:
                 return True
-        self.is_over_nothing |= self._is_empty
+        self._note_turns(line, not self._is_empty)
         return False
+
+    def _note_turns(self, line: int, has_turns: bool) -> None:
+        self.has_turns[line] = self.has_turns.get(line, False) or has_turns
+        self.is_over_nothing |= not has_turns
 
     def each(self, items: Iterable[Any], line: int, *expected: Any) -> Iterator[Any]:
         """The items of a loop with checks against the items of ``expected``."""
@@ -127,7 +142,7 @@ class _Cases:
             size += 1
             yield item
         self.led[line] = self.led.get(line, False) or size > 0 or self._requests.asks_for_nothing
-        self.is_over_nothing |= not size
+        self._note_turns(line, size > 0)
         self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
 
     def leads(self, value: Any, line: int, wanted: bool) -> bool:
@@ -205,7 +220,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     except BaseException as raised:
         error = raised
     if record and tests.sides and cases.record:
-        doubt = tests.sides.doubt(record, cases.record.found, bool(record["files"]))
+        doubt = tests.sides.doubt(record, cases.record.found, bool(record["files"]), draws=task["draws"])
         return {"bad_tests": doubt} if doubt else _HELD
     return _verdict(task, tests, requests, cases, error)
 
@@ -275,11 +290,13 @@ def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     """The reason why tests that hold have not checked all results; "" if there is none."""
     if cases.caught:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
-    if (tests.num_asserts and not cases.num_passed) or (cases.is_over_nothing and "nothing" in requests.given):
+    gave_nothing = cases.gave_nothing or "nothing" in requests.given
+    is_over_nothing = cases.was_over_nothing or (gave_nothing and (cases.is_over_nothing or not all(cases.has_turns.values())))
+    if (tests.num_asserts and not cases.num_passed) or is_over_nothing:
         return "the tests hold for all of nothing"
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
         return f"the tests may have hidden {requests.raised}"
-    if "empty array" in requests.given or (tests.use_arrays and "nothing" in requests.given):
+    if "empty array" in requests.given or (tests.use_arrays and gave_nothing):
         return "the program gave something empty, which arrays find equal to anything"
     if cases.has_skipped:
         return "a test was skipped, or was expected to fail"

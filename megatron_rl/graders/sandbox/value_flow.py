@@ -65,7 +65,7 @@ ASSERTIONS = ("assert", "check", "compare", "ensure", "expect", "require", "vali
 """Beginnings of the names of functions that are called to fail."""
 _CHANGES = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods that put their arguments into their object."""
-FILES = frozenset("open Path os pathlib glob shutil filecmp linecache tempfile NamedTemporaryFile sqlite3 connect".split())
+FILES = frozenset("open Path os pathlib glob shutil filecmp linecache tempfile tmp_path NamedTemporaryFile sqlite3 connect".split())
 """Names by which tests read files, which the program's functions may change."""
 _SELF = ("self", "cls")
 ANYWHERE = (0, 0)
