@@ -97,7 +97,10 @@ def read_curve(folder: Path, metric: str) -> dict[str, list[float]]:
 
 def second_halves(arms: Mapping[str, Mapping[str, Mapping[str, list[float]]]], axis: str, seeds: Sequence[str]) -> dict[str, np.ndarray]:
     """Arm -> [seeds] mean of the metric over the second half of the length that all runs have."""
-    end = min(curves[seed][axis][-1] for curves in arms.values() for seed in seeds)
+    ends = {curves[seed][axis][-1] for curves in arms.values() for seed in seeds}
+    if axis == "steps" and len(ends) > 1:
+        raise SystemExit(f"runs of {', '.join(arms)} end at the steps {sorted(ends)}; remove those that were stopped, and run them again")
+    end = min(ends)
     grid = np.linspace(end / 2, end, 11)
 
     def mean(curve: Mapping[str, list[float]]) -> float:
