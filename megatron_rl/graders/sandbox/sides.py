@@ -90,13 +90,18 @@ class Sides:
             same = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one == other or one[2] == other[2] != 0}
             differ = {*site.parts} - same - self._fixed
             differ |= self._of_files.intersection(site.parts) if has_changed_files else set()
-            given = self._given.intersection(site.parts)
             if site.is_check and pairs[0][0][0] < pairs[0][1][0]:
                 return "the program changed an argument, and so ended a check"
-            is_known = {*site.parts} - differ - given if site.is_comparison else not (given or site.rules_given)
-            if (differ if site.is_comparison and not draws else differ - given) and not is_known and not site.is_check:
+            if not site.is_check and self._is_decided(site, differ, draws):
                 return "the program changed an argument or a file on which the check of its result depends"
         return ""
+
+    def _is_decided(self, site: Site, differ: set[ast.expr], draws: bool) -> bool:
+        """True if changes, by which the parts ``differ``, may have decided what a site says."""
+        given = self._given.intersection(site.parts)
+        if site.is_comparison:
+            return bool(differ - given if draws else differ) and not {*site.parts} - differ - given
+        return bool(differ - given) and bool(given or site.rules_given)
 
 
 class SideRecord:
