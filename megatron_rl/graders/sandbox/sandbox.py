@@ -37,7 +37,7 @@ from megatron_rl.graders.sandbox.source import InvalidTests, defined_in
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 """Time after the deadline in which the supervisor must kill and reply; then it counts as lost."""
-_MAX_VERDICT_BYTES = 1 << 20
+_MAX_VERDICT_BYTES = 1 << 22
 _RECORDING = 3
 """How many times a run may last that records the sides of comparisons."""
 _PACKAGE = str(Path(__file__).resolve().parents[2])
