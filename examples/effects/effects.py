@@ -31,7 +31,7 @@ from megatron_rl.tracking.metrics_file import read_metrics
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"
 BEGIN, END = "<!-- examples/effects/effects.py table -->", "<!-- end -->"
-NUM_STEPS, EVERY_STEPS = 40, 5
+NUM_STEPS, EVERY_STEPS, MIN_SEEDS = 40, 5, 5
 Results = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
 """Study -> arm -> seed -> steps, tokens, metric."""
 
@@ -124,7 +124,7 @@ def table(results: Results) -> str:
             level = bootstrap(len(seeds), lambda w, values=values: float(w @ values))
             shown = f"| {name} | `{arm}` | {len(seeds)} | {_text(level)} %"
             less = bootstrap(len(seeds), lambda w, values=values - baseline: float(w @ values))
-            lines.append(f"{shown} | baseline | |" if values is baseline else f"{shown} | {_text(less)} points | {verdict(less)} |")
+            lines.append(f"{shown} | baseline | |" if values is baseline else f"{shown} | {_text(less)} points | {verdict(less, len(seeds))} |")
     return "\n".join(lines)
 
 
@@ -133,7 +133,9 @@ def with_table(readme: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
 
 
-def verdict(less: Any) -> str:
+def verdict(less: Any, num_seeds: int) -> str:
+    if num_seeds < MIN_SEEDS:
+        return "too few seeds"
     if less.low > 0:
         return "more"
     return "less" if less.high < 0 else "does not separate"
