@@ -124,7 +124,8 @@ def table(results: Results) -> str:
             level = bootstrap(len(seeds), lambda w, values=values: float(w @ values))
             shown = f"| {name} | `{arm}` | {len(seeds)} | {_text(level)} %"
             less = bootstrap(len(seeds), lambda w, values=values - baseline: float(w @ values))
-            lines.append(f"{shown} | baseline | |" if values is baseline else f"{shown} | {_text(less)} points | {verdict(less, len(seeds))} |")
+            rest = "baseline | |" if values is baseline else f"{_text(less)} points | {verdict(less, len(seeds))} |"
+            lines.append(f"{shown} | {rest}")
     return "\n".join(lines)
 
 
