@@ -198,10 +198,8 @@ def read_tests(
     records_sides: bool = False,
 ) -> Tests:
     """Compile tests: statements with ``assert``, ``check(candidate)`` as HumanEval has it, functions ``test_...``, or
-    ``unittest`` cases. ``setup`` runs before the tests, and ``defined`` are names that the program defines.
-
-    Args:
-        records_sides: Record the sides of comparisons (sides.py).
+    ``unittest`` cases. ``setup`` runs before the tests, and ``defined`` are names that the program defines. With
+    ``records_sides`` the sides of comparisons are recorded (sides.py).
 
     Raises:
         InvalidTests: tests that do not compile, test nothing, or need the program's interpreter.
