@@ -29,7 +29,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     scope_of,
     walk,
 )
-from megatron_rl.graders.sandbox.values import NotSerializable, encode
+from megatron_rl.graders.sandbox.values import NotSerializable, encode, record_classes
 
 Record = dict[str, list[int]]
 """Maps "number of the site.number of the part" to the hash of its values: how many there were, of all, or of the one that all are."""
@@ -120,15 +120,10 @@ class SideRecord:
 
     def _text(self, value: Any) -> str:
         """Text of a value's content. Classes of the tests count by attributes, what stays with the program by its type."""
-        own = {kind.__name__: kind for kind in self._namespace.values() if _is_record(kind, self._namespace["__name__"])}
         try:
-            return json.dumps(encode([value], lambda each: ["other", type(each).__name__], own)[0])
+            return json.dumps(encode([value], lambda each: ["other", type(each).__name__], record_classes(self._namespace))[0])
         except (NotSerializable, RecursionError):
             return type(value).__name__
-
-
-def _is_record(kind: Any, module: str) -> bool:
-    return type(kind) is type and kind.__module__ == module and kind.__dictoffset__ != 0
 
 
 def _counted(tree: ast.Module) -> Names:

@@ -123,13 +123,14 @@ class _Cases:
         return self._any(items, sys._getframe(1).f_lineno)
 
     def _any(self, items: Iterable[Any], line: int) -> bool:
-        self._is_empty = True
+        self._is_empty, found = True, False
         for item in items:
-            self._is_empty, self.has_turns[line] = False, True
+            self._is_empty = False
             if item:
-                return True
+                found = True
+                break
         self._note_turns(line, not self._is_empty)
-        return False
+        return found
 
     def _note_turns(self, line: int, has_turns: bool) -> None:
         self.has_turns[line] = self.has_turns.get(line, False) or has_turns
@@ -213,14 +214,14 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         namespace = _namespace(task, tests, entry_point, requests, cases)
         if record is not None:
             cases.record, cases.go_on = SideRecord(namespace), bool(record)
-            requests.max_requests = record.pop("num_requests", sys.maxsize)
+            requests.max_requests = record.get("max_requests", sys.maxsize)
         _run(tests, namespace, cases)
     except NeedsPytest as raised:
         error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
     if record and tests.sides and cases.record:
-        doubt = tests.sides.doubt(record, cases.record.found, bool(record["files"]), draws=task["draws"])
+        doubt = tests.sides.doubt(record["sides"], cases.record.found, record["has_changed_files"], draws=task["draws"])
         return {"bad_tests": doubt} if doubt else _HELD
     return _verdict(task, tests, requests, cases, error)
 
@@ -244,8 +245,8 @@ def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, case
             return {"bad_tests": doubt}
         verdict: dict[str, Any] = {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
         if cases.record:
-            about = {"num_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "files": "files" in requests.given}
-            return {**verdict, "record": {**cases.record.found, **about}}
+            about = {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "has_changed_files": "files" in requests.given}
+            return {**verdict, "record": {"sides": cases.record.found, **about}}
         return {**verdict, "record": {}} if requests.given & {"changes", "files"} else verdict
     if not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
         return {"bad_tests": reason[:MAX_DETAIL]}

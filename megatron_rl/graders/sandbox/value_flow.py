@@ -192,11 +192,6 @@ def _position(node: Any) -> tuple[int, int]:
     return (node.lineno, node.col_offset)
 
 
-def all_names(node: ast.AST, flow: Flow) -> Names:
-    """Names of the program that an expression depends on: by the last assignment before it in its scope, or else by all."""
-    return frozenset().union(*flow.read_by(node))
-
-
 def _own_attribute(node: Any) -> str:
     """Name of the attribute or method that ``self.name`` is; "" for other expressions."""
     return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in _SELF else ""
@@ -207,9 +202,10 @@ def _parts(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def names_in(node: ast.AST, flow: Flow) -> Names:
-    """``all_names`` without classes, if there are other names."""
+    """Names of the program that an expression depends on, without classes if there are other names: by the last assignment before it in
+    its scope, or else by all."""
     if node not in flow.names:
-        found = all_names(node, flow)
+        found: Names = frozenset().union(*flow.read_by(node))
         flow.names[node] = frozenset(name for name in found if not is_class(name)) or found
     return flow.names[node]
 

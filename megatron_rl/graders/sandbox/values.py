@@ -297,11 +297,11 @@ class _Decoder:
 
 
 def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
-    """Classes defined by the prompt, whose instances may be sent as their attributes (nodes of lists and trees)."""
+    """Classes defined in a namespace, whose instances may be sent as their attributes (nodes of lists and trees)."""
     return {
         name: value
         for name, value in namespace.items()
-        if isinstance(value, type) and value.__module__ == namespace["__name__"]
+        if issubclass(type(value), type) and value.__module__ == namespace["__name__"]  # asks no object of the program for its class
         if _is_record(value, namespace) or issubclass(value, Enum)
     }
 
