@@ -32,8 +32,15 @@ def _usual_imports() -> dict[str, Any]:
 
 
 def library_names(tree: ast.AST, names: frozenset[str]) -> dict[str, bool]:
-    """The subset of ``names`` that tests use as names of the library; True for a module."""
+    """The subset of ``names`` that tests use as names of the library; True for a module. Tests that import a module write its name
+    before the names in it."""
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     nodes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     bases = {node.id for node in nodes if isinstance(node, ast.Name)}
     modules = {name for name in names & bases if name in sys.stdlib_module_names or name in _ALIASES}
-    return {name: name in modules for name in names if name in modules or name in _usual_imports()}
+    found = {name for name in names & _usual_imports().keys() if _home_of(_usual_imports()[name]) not in imported}
+    return {name: name in modules for name in modules | found}
+
+
+def _home_of(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).lstrip("_")

@@ -24,7 +24,6 @@ from megatron_rl.graders.sandbox.value_flow import (
     imported_from_solution,
     is_class,
     mark_scopes,
-    may_leave,
     names_in,
     names_loaded,
     names_of,
@@ -106,17 +105,9 @@ class Oracles:
                     found[loop] += [each for each in chosen if not names_in(each, self._flow)]
         return found
 
-    def conditions_to_watch(self) -> dict[ast.If | ast.While, bool]:
-        """Conditions that depend on what the program gives, with the value that leads to checks."""
-        found: dict[ast.If | ast.While, bool] = {}
-        for node in walk(self._tree):
-            if isinstance(node, ast.If | ast.While) and not node.orelse and names_in(node.test, self._flow):
-                checks = [*checks_in(*node.body)]
-                if isinstance(node, ast.If) and may_leave(node) and not checks and any(checks_in(*node.scope.body)):  # type: ignore[attr-defined]
-                    found[node] = False
-                elif any(not isinstance(check, ast.Constant) for check in checks):  # not of assert False
-                    found[node] = True
-        return found
+    def decides(self, node: ast.AST) -> bool:
+        """True if the value of an expression depends on what the program gives."""
+        return bool(names_in(node, self._flow))
 
     def compares_sums(self) -> bool:
         """True if a check compares a sum or difference of what the program gives with what it gives (``f(a) == before + 1``)."""
@@ -252,47 +243,3 @@ def _own_value(node: ast.AST, names: Names) -> str:
     """The attribute of a function of the program that an expression reads (``f.want``), which the program chose; or ""."""
     base = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
     return f"{base}.{node.attr}" if base in names and not is_class(base) else ""  # type: ignore[attr-defined]
-
-
-def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), method, ast.Load()), [*arguments], [])
-
-
-class MarkChecks(ast.NodeTransformer):
-    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and
-    ``x`` of ``if x`` and ``while x`` into ``__case__.leads(x, ...)``. Of tests whose ``sides`` are recorded, parts ``x`` become
-    ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too."""
-
-    def __init__(self, oracles: Oracles, sides: Sides | None) -> None:
-        self._zips, self._loops, self._conditions = oracles.zips_to_watch(), oracles.loops_to_watch(), oracles.conditions_to_watch()
-        self._places = sides.places if sides else {}
-
-    def visit(self, node: ast.AST) -> Any:
-        place = self._places.get(node)  # type: ignore[call-overload]
-        node = super().visit(node)
-        return _case_call("side", ast.Constant(place), node) if place else node  # type: ignore[arg-type]
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if node in self._loops:
-            node.iter = _case_call("each", node.iter, ast.Constant(node.target.lineno), *self._loops[node])
-        elif node in self._conditions:
-            about = ast.Constant(node.lineno), ast.Constant(self._conditions[node])
-            node.test = _case_call("leads", node.test, *about)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        return _case_call(called(node), *node.args) if node in self._zips else node
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        return self._marked(node) if node.value in self._places else self.generic_visit(node)
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        return self._marked(node)
-
-    def _marked(self, node: ast.stmt) -> ast.AST:
-        self.generic_visit(node)
-        item = ast.withitem(ast.Name("__case__", ast.Load()), None)
-        return ast.copy_location(ast.With([item], [node]), node)

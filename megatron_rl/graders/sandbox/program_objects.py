@@ -2,9 +2,10 @@
 
 Calls and attributes are requests to the program. Operators whose result the tests can check (length, text, items,
 arithmetic) are requests only for an instance that the tests have made, by calling a name like ``Stack``. Every other use
-(comparing, hashing, testing for truth, isinstance, ...) raises a violation, because the program would decide the test.
+(comparing, hashing, isinstance, a truth that its class decides, ...) raises a violation, because the program would decide the test.
 """
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +17,19 @@ class Handle:
         # object.__setattr__ bypasses __setattr__ below, which would send a request
         object.__setattr__(self, "_requests", requests)
         object.__setattr__(self, "_reference", reference)
-        object.__setattr__(self, "_is_made", False)
+        object.__setattr__(self, "_is_made", "")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         kind, name = reference_of(self)
         makes = kind == "name" and name.lstrip("_")[:1].isupper()
         result = _requests(self).ask("make" if makes else "call", self, arguments, tuple(keywords.items()))
-        return _made(result) if makes else result
+        return _made(result, "name") if makes else result
 
     def __getattr__(self, name: str) -> Any:
-        if (name.startswith("__") and name not in ("__name__", "__doc__")) or name in _JUDGMENTS:
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise _undecided(self, name)
-        return _requests(self).ask("get", self, name)
+        value = _requests(self).ask("get", self, name)
+        return _judgment(self, name, value) if name in _JUDGMENTS else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         _requests(self).ask("set", self, name, value)
@@ -37,11 +39,23 @@ class Handle:
         """``isinstance`` reads this attribute if the handle's own type does not match."""
         raise _undecided(self, "class")
 
-    def __exit__(self, kind: Any, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, AssertionError):
-            raise _undecided(self, "exit")
-        if kind is None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is None:
             _operate(self, "exit", object, self)
+        elif isinstance(error, Exception) and not isinstance(error, AssertionError):
+            is_meant = traceback.tb_next is None and traceback.tb_lineno in _requests(self).raising_lines
+            if not is_meant or getattr(builtins, type(error).__name__, None) is not kind:
+                raise _undecided(self, "exit")
+            handles = _operate(self, "exit", object, self, type(error).__name__, error.args)
+            if type(handles) not in (bool, type(None)):
+                raise _undecided(self, "exit")
+            return bool(handles)
+        return False
+
+    def __bool__(self) -> bool:
+        if _requests(self).ask("operate", "bool", self) is not True:
+            raise _undecided(self, "bool")
+        return True
 
 
 class Iterator(Handle):
@@ -74,15 +88,29 @@ def _requests(handle: Handle) -> Any:
     return object.__getattribute__(handle, "_requests")
 
 
-def _is_made(handle: Handle) -> bool:
+def _is_made(handle: Handle) -> str:
     return object.__getattribute__(handle, "_is_made")
 
 
-def _made(value: Any) -> Any:
-    """``value``, marked as an instance of a class that the tests name."""
+def _made(value: Any, how: str = "operator") -> Any:
+    """``value``, marked as an instance of a class that the tests name, or made from one by an operator."""
     if isinstance(value, Handle):
-        object.__setattr__(value, "_is_made", True)
+        object.__setattr__(value, "_is_made", how)
     return value
+
+
+def _judgment(handle: Handle, name: str, method: Any) -> Callable[..., Any]:
+    """A method with a name that judges, if it does not: ``query.all()`` may give a list."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        result = method(*arguments, **keywords)
+        if type(result) not in (list, dict, str, Handle):
+            raise _undecided(handle, name)
+        return result
+
+    if not is_object(method):
+        raise _undecided(handle, name)
+    return call
 
 
 def _undecided(handle: Handle, name: str, *others: object) -> BaseException:
@@ -101,6 +129,8 @@ def _operate(handle: Handle, name: str, result: type, *operands: Any) -> Any:
     if not _is_made(handle) and name not in ("enter", "exit"):  # of a function with @contextmanager
         raise _undecided(handle, name)
     value = _requests(handle).ask("operate", name, *operands)
+    if name == "abs" and type(value) in (int, float) and _is_made(handle) == "name":  # abs(f(x) - 4) would decide a test
+        return value
     if type(value) is not result and not (result in (object, Handle) and issubclass(type(value), result)):
         raise _undecided(handle, name)
     return _made(value) if result is Handle else value
@@ -126,7 +156,7 @@ _JUDGMENTS = frozenset(
 ) | {name for name in dir(str) if name.startswith("is")}
 """Methods that judge a value, many of them of plain types: the program would judge itself."""
 _REFUSED = (
-    "eq ne lt le gt ge hash bool contains divmod rdivmod round trunc floor ceil index int float complex bytes dir aenter "
+    "eq ne lt le gt ge hash contains divmod rdivmod round trunc floor ceil index int float complex bytes dir aenter "
     "aexit await aiter anext instancecheck subclasscheck reduce_ex copy deepcopy fspath delattr array array_ufunc "
     "array_function next"
 ).split()

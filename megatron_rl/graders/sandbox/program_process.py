@@ -48,10 +48,16 @@ _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (set, lambda value: set(set.__iter__(value))),
 )
 """Plain content of instances of the program's own subclasses."""
-_CONTEXT: dict[str, Callable[[Any], Any]] = {
+_OPERATORS: dict[str, Callable[..., Any]] = {
     "enter": lambda value: type(value).__enter__(value),
-    "exit": lambda value: type(value).__exit__(value, None, None, None),
+    "exit": lambda value, *raised: type(value).__exit__(value, *_exception(*raised)),
+    "bool": lambda value: not {"__bool__", "__len__"} & {*dir(type(value))},
 }
+
+
+def _exception(name: str = "", arguments: Any = ()) -> tuple[Any, Any, None]:
+    kind = getattr(builtins, name) if name else None
+    return kind, kind and kind(*arguments), None
 
 
 class ProgramProcess:
@@ -251,7 +257,7 @@ def _seed(state: Any, *of_numpy: Any) -> None:
 
 
 def _operate(name: str, *operands: Any) -> Any:
-    return (_CONTEXT.get(name) or getattr(operator, name, None) or getattr(builtins, name))(*operands)
+    return (_OPERATORS.get(name) or getattr(operator, name, None) or getattr(builtins, name))(*operands)
 
 
 def _use_threads_as_processes() -> None:

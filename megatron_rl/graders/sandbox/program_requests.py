@@ -41,8 +41,6 @@ class ProgramRequests:
         self._wire, self._tell, self._shares = wire, tell, shares
         self._turn = threading.RLock()
         self._functions: list[Any] = []
-        self._called: set[Any] = set()
-        """Code of the functions that the program has called."""
         self._function_numbers: dict[tuple[Any, ...], int] = {}
         """Index in ``_functions`` by id."""
         self._handles: dict[int, Handle] = {}
@@ -63,6 +61,8 @@ class ProgramRequests:
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
         "method", "narrow", "rounded" and the like (``decode``), "subclass" of a container; and "changes" of what the tests have,
         and of "files"."""
+        self.raising_lines: frozenset[int] = frozenset()
+        """Lines of the tests that raise in a ``with`` whatever the program gives."""
         self.num_requests, self.max_requests = 0, sys.maxsize
         self.random_states: Callable[[], Any] = lambda: None
         """The states of random numbers that the tests seed, and that the program continues from."""
@@ -211,14 +211,8 @@ class ProgramRequests:
             raise self.unscored("an instance of the prompt's class holds an object of the program")
         return values, containers
 
-    def has_unused_checks(self) -> bool:
-        """True if the program has never called a function with checks that the tests gave it."""
-        codes = {code for function in self._functions if (code := getattr(function, "__code__", None))}
-        return any(name == "__case__" or name.startswith("assert") for code in codes - self._called for name in code.co_names)
-
     def _call_back(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], received: list[Any]) -> None:
         """Run a function of the tests that the program calls; ``received`` are the containers in its arguments."""
-        self._called.add(getattr(function, "__code__", None))
         raised, before = self.raised, [snapshot(container) for container in received]
         try:
             result = function(*arguments, **keywords)

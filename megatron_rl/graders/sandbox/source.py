@@ -16,10 +16,19 @@ from importlib.util import find_spec
 from types import CodeType
 
 from megatron_rl.graders.sandbox.blind_spots import expected_in
+from megatron_rl.graders.sandbox.check_marks import MarkChecks, Owed, OwedChecks
 from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import MarkChecks, Oracles
+from megatron_rl.graders.sandbox.oracles import Oracles
 from megatron_rl.graders.sandbox.sides import Sides
-from megatron_rl.graders.sandbox.value_flow import ASSERTIONS, called, names_of, names_stored, walk
+from megatron_rl.graders.sandbox.value_flow import (
+    ASSERTIONS,
+    called,
+    class_uses,
+    identifiers,
+    names_of,
+    names_stored,
+    walk,
+)
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "stdin", "argv", "environ", "builtins", "globals", "gc",
@@ -58,6 +67,10 @@ class Tests:
     """True if a class of the tests has a method whose exceptions Python swallows (``_HIDING``), or the tests swallow any in a check."""
     doubt: str
     """A use of the program's names that no verdict can rest on; "" if there is none."""
+    owed: list[Owed]
+    """Checks that tests which hold have made."""
+    raising_lines: frozenset[int]
+    """Lines of statements ``raise`` that stand in a ``with``, under no condition."""
     num_asserts: int
     """Number of asserts in the source; a loop may run one assert several times."""
     lines: tuple[str, ...]
@@ -221,10 +234,12 @@ def read_tests(
     tested, direct = oracles.checked_alone()
     if program_names - library.keys():  # otherwise what is tested has a name of the library
         tested = frozenset(name for name in direct if name in defined and not name[:1].isupper())
+    elif len(program_names) == 1 and not loaded & _RUN_PROGRAM:
+        tested = program_names & {*defined}
     library = {name: is_module for name, is_module in library.items() if name not in tested}
     names, program_names = names - library.keys(), program_names - library.keys()
     oracles.forget(library)
-    errors = names_of(*(node for is_error, node in _class_uses(tree) if is_error)) & program_names
+    errors = names_of(*(node for is_error, node in class_uses(tree) if is_error)) & program_names
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
@@ -237,15 +252,18 @@ def read_tests(
         doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
     sides = oracles.sides() if records_sides else None
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
-    words = frozenset(_identifiers(tree))
+    words = frozenset(identifiers(tree))
     expected = expected_in(f"{setup}\n{text}", prompt_code, walk(tree, before, *shared), oracles.compares_sums())
-    expect_errors = any(is_error for is_error, _ in _class_uses(tree))
+    expect_errors = any(is_error for is_error, _ in class_uses(tree))
+    owed = OwedChecks(tree, oracles, functions)
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
+    of_with = [each for node in walk(tree) if isinstance(node, ast.With) for each in node.body]
+    raising_lines = frozenset(each.lineno for each in of_with if isinstance(each, ast.Raise))
     try:
-        code = compile(ast.fix_missing_locations(MarkChecks(oracles, sides).visit(tree)), "<tests>", "exec")
+        code = compile(ast.fix_missing_locations(MarkChecks(oracles, owed, sides).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, num_asserts)
+    habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, owed.all, raising_lines, num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
 
 
@@ -276,7 +294,7 @@ def _swallows(node: ast.AST) -> bool:
         silent = [each for each in node.handlers if not any(isinstance(inner, ast.Raise | ast.Assert) for inner in walk(each))]
         caught: list[ast.AST] = [each.type or ast.Name("Exception") for each in silent]
     elif isinstance(node, ast.With):
-        caught = [part for item in node.items for is_error, part in _class_uses(item.context_expr) if is_error]
+        caught = [part for is_error, part in class_uses(*node.items) if is_error]
     else:
         return False
     return bool(caught) and any(
@@ -291,7 +309,7 @@ _RUN_PROGRAM = {"run_program"}
 
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
     """Reject tests that cannot run with any program. Raises InvalidTests."""
-    used = _identifiers(tree)
+    used = identifiers(tree)
     patched = [node.args[0] for node in walk(tree) if called(node) == "patch" and node.args]  # type: ignore[attr-defined]
     if patched and all(getattr(each, "value", None) in ("sys.stdout", "sys.stderr") for each in patched):
         used = used - {"mock", "patch"}
@@ -299,7 +317,7 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
         raise InvalidTests(f"the tests need the program's interpreter ({min(shared)}), which they do not share")
     if runs := used & _RUNS_TEXT:
         raise InvalidTests(f"the tests may run what the program gives ({min(runs)})")
-    if names_of(*(node for is_error, node in _class_uses(tree) if not is_error)) & names:
+    if names_of(*(node for is_error, node in class_uses(tree) if not is_error)) & names:
         raise InvalidTests("the tests use a class of the program in isinstance or as a base: it stays with the program")
     guarded = {id(inner) for node in walk(tree) if isinstance(node, ast.Try) for inner in walk(node)}
     for node in walk(tree):
@@ -397,7 +415,7 @@ def _tests_in(tree: ast.Module) -> Iterator[str]:
     cases: set[str] = set()
     for node in _outside_functions(tree.body):
         if isinstance(node, ast.ClassDef):
-            if any(name in cases or name.endswith("TestCase") for base in node.bases for name in _identifiers(base)):
+            if any(name in cases or name.endswith("TestCase") for base in node.bases for name in identifiers(base)):
                 cases.add(node.name)
             if node.name in cases or (node.name.startswith("Test") and any(map(_names_test, node.body))):
                 yield node.name
@@ -415,29 +433,3 @@ def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def _names_test(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-
-
-def _identifiers(tree: ast.AST) -> set[str]:
-    """Names, attributes, imports, modules and parameters; ``await`` represents any asynchronous code."""
-    found: set[str] = set()
-    for node in walk(tree):
-        if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
-            found.add("await")
-        elif isinstance(node, ast.alias | ast.ImportFrom):
-            found |= set((getattr(node, "name", None) or getattr(node, "module", None) or "").split("."))
-        else:
-            found |= {value for key in ("id", "attr", "arg") if isinstance(value := getattr(node, key, None), str)}
-    return found
-
-
-def _class_uses(tree: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
-    """Yield (is_exception, expression) for each expression that tests use as a class, as in ``isinstance``."""
-    for node in walk(tree):
-        if isinstance(node, ast.ExceptHandler):
-            yield True, node.type or ast.Constant(None)
-        elif isinstance(node, ast.ClassDef):
-            yield from ((False, base) for base in node.bases)
-        elif called(node) in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
-            yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
-        elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
-            yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]

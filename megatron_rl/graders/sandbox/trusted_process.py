@@ -72,15 +72,13 @@ class _Cases:
         self.failures: list[str] = []
         self.has_skipped = False
         """True if a test was not run, or had to fail."""
-        self.has_turns: dict[int, bool] = {}
-        """For each line of an ``all``, an ``any`` or a loop, whether it has gone over something."""
         self.is_over_nothing = self.was_over_nothing = False
         """True if one has gone over nothing since the last assert, and if the program gave nothing at that time."""
         self.gave_nothing = False
         self.is_cut = False
         """True if a zip has ended before everything that it compares."""
-        self.led: dict[int, bool] = {}
-        """For each line of a condition that the program decides, whether it has led to a check."""
+        self.reached: set[tuple[int, int]] = set()
+        """Positions of the marked statements that were run."""
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
         self.record: SideRecord | None = None
@@ -116,40 +114,32 @@ class _Cases:
 
     def all(self, items: Iterable[Any]) -> bool:
         """The built-in ``all`` of the tests."""
-        return not self._any((not item for item in items), sys._getframe(1).f_lineno)
+        return not self.any(not item for item in items)
 
     def any(self, items: Iterable[Any]) -> bool:
         """The built-in ``any`` of the tests."""
-        return self._any(items, sys._getframe(1).f_lineno)
-
-    def _any(self, items: Iterable[Any], line: int) -> bool:
-        self._is_empty, found = True, False
+        self._is_empty = True
         for item in items:
             self._is_empty = False
             if item:
-                found = True
-                break
-        self._note_turns(line, not self._is_empty)
-        return found
+                return True
+        self.is_over_nothing |= self._is_empty
+        return False
 
-    def _note_turns(self, line: int, has_turns: bool) -> None:
-        self.has_turns[line] = self.has_turns.get(line, False) or has_turns
-        self.is_over_nothing |= not has_turns
-
-    def each(self, items: Iterable[Any], line: int, *expected: Any) -> Iterator[Any]:
+    def each(self, items: Iterable[Any], position: tuple[int, int], *expected: Any) -> Iterator[Any]:
         """The items of a loop with checks against the items of ``expected``."""
         size = 0
         for item in items:
             size += 1
+            self.reach(position)
             yield item
-        self.led[line] = self.led.get(line, False) or size > 0 or self._requests.asks_for_nothing
-        self._note_turns(line, size > 0)
+        if self._requests.asks_for_nothing:
+            self.reach(position)
+        self.is_over_nothing |= not size
         self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
 
-    def leads(self, value: Any, line: int, wanted: bool) -> bool:
-        """The truth of a condition that leads to checks if it is ``wanted``."""
-        self.led[line] = self.led.get(line, False) or bool(value) is wanted
-        return bool(value)
+    def reach(self, position: tuple[int, int]) -> None:
+        self.reached.add(position)
 
     def next(self, items: Iterator[Any], *default: Any) -> Any:
         """The built-in ``next`` of the tests."""
@@ -292,7 +282,7 @@ def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
     if cases.caught:
         return f"the tests caught a failure of their own: {cases.caught}"[:MAX_DETAIL]
     gave_nothing = cases.gave_nothing or "nothing" in requests.given
-    is_over_nothing = cases.was_over_nothing or (gave_nothing and (cases.is_over_nothing or not all(cases.has_turns.values())))
+    is_over_nothing = cases.was_over_nothing or (gave_nothing and cases.is_over_nothing)
     if (tests.num_asserts and not cases.num_passed) or is_over_nothing:
         return "the tests hold for all of nothing"
     if requests.raised and tests.hide_errors:  # which exception was expected is not known
@@ -301,8 +291,9 @@ def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
         return "the program gave something empty, which arrays find equal to anything"
     if cases.has_skipped:
         return "a test was skipped, or was expected to fail"
-    if not all(cases.led.values()) or requests.has_unused_checks():
-        return "a check was never made: the program decided its condition, or never called a function of the tests"
+    for owed in tests.owed:
+        if (owed.under is None or owed.under in cases.reached) and not owed.marks & cases.reached:
+            return f"a check was never made, and the program may have decided that: {tests.lines[min(owed.marks)[0] - 1].strip()!r:.80}"
     if requests.reads_prints and not requests.has_printed and re.search("readouterr|getvalue", "\n".join(tests.lines)):
         return "the tests read what the program prints, and it prints nothing"
     if cases.is_cut:
@@ -320,7 +311,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     for code in prelude(task["prompt_code"], entry_point):
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
-    requests.records = record_classes(namespace)
+    requests.records, requests.raising_lines = record_classes(namespace), tests.raising_lines
     requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
     if "seed" in tests.words and task["draws"]:
         requests.random_states = _random_states

@@ -53,7 +53,7 @@ class Flow(dict[str, dict[Any, set[str]]]):
         """Places of the assignments from which a name may have its value."""
         scope, every = name.scope, self.get(name.variable, {})
         own = self._positions.get((name.variable, scope), ())
-        number = bisect_left(own, _position(name))
+        number = bisect_left(own, position(name))
         if number:
             return [(scope, own[number - 1])]
         is_earlier = bool(own) and name.id in FILES  # what was read before the first call
@@ -132,9 +132,9 @@ def edges_of(tree: ast.Module) -> Iterator[Edge]:
         for target, source in assigned(node):
             yield from ((f"self.{name}", ANYWHERE, source) for each in walk(target) if (name := _own_attribute(each)))
             names: list[Any] = [inner for inner in walk(target) if isinstance(inner, ast.Name) and inner.id not in _SELF]
-            yield from ((each.variable, (scope_of(each), _position(node)), source) for each in names)
+            yield from ((each.variable, (scope_of(each), position(node)), source) for each in names)
             if isinstance(node, ast.AugAssign | ast.Call) or isinstance(target, ast.Attribute | ast.Subscript):  # the value before stays
-                yield from ((each.variable, (scope_of(each), _position(node)), each) for each in names)
+                yield from ((each.variable, (scope_of(each), position(node)), each) for each in names)
 
 
 def edges_of_arguments(tree: ast.Module) -> Iterator[Edge]:
@@ -186,7 +186,7 @@ def _unpacked(target: ast.AST, source: ast.AST, parts: list[ast.AST]) -> Iterabl
     return zip(targets, parts, strict=True) if targets and len(targets) == len(parts) else [(target, source)]
 
 
-def _position(node: Any) -> tuple[int, int]:
+def position(node: Any) -> tuple[int, int]:
     node = node.target if isinstance(node, ast.comprehension) else node
     node = node.optional_vars if isinstance(node, ast.withitem) else node
     return (node.lineno, node.col_offset)
@@ -262,3 +262,29 @@ def is_assertion(node: ast.expr, own: set[str]) -> bool:
 def imported_from_solution(tree: ast.AST) -> set[str]:
     imports = [node for node in walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"]
     return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Names, attributes, imports, modules and parameters; ``await`` represents any asynchronous code."""
+    found: set[str] = set()
+    for node in walk(tree):
+        if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
+            found.add("await")
+        elif isinstance(node, ast.alias | ast.ImportFrom):
+            found |= set((getattr(node, "name", None) or getattr(node, "module", None) or "").split("."))
+        else:
+            found |= {value for key in ("id", "attr", "arg") if isinstance(value := getattr(node, key, None), str)}
+    return found
+
+
+def class_uses(*trees: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
+    """Yield (is_exception, expression) for each expression that tests use as a class, as in ``isinstance``."""
+    for node in walk(*trees):
+        if isinstance(node, ast.ExceptHandler):
+            yield True, node.type or ast.Constant(None)
+        elif isinstance(node, ast.ClassDef):
+            yield from ((False, base) for base in node.bases)
+        elif called(node) in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
+            yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
+        elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
+            yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]

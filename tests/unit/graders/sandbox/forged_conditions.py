@@ -99,6 +99,10 @@ FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
         ("import time\ntime.time = lambda: 5\ndef f(x): return 5", "import time\nassert f(2) == time.time()"),
         ("from contextlib import contextmanager\n@contextmanager\ndef f(x):\n    try: yield 5\n    except BaseException: pass", "with f(2) as g:\n    assert g == 4"),  # noqa: E501
         ("class Guard:\n    def __enter__(s): return 5\n    def __exit__(s, *a): return True", "with Guard() as g:\n    assert g == 4"),
+        ("class Guard:\n    def __enter__(s): return 5\n    def __exit__(s, *a): return True", "with Guard() as g:\n    if g != 4:\n        raise ValueError('wrong')\nassert Guard"),  # noqa: E501
+        ("class Guard:\n    def __enter__(s): return 'a'\n    def __exit__(s, *a): return True", "with Guard() as g:\n    assert int(g) == 4"),  # noqa: E501
+        ("def f(x): raise OverflowError", "for x in (1, 2):\n    try:\n        r = f(x)\n    except OverflowError:\n        continue\n    assert r == x * x"),  # noqa: E501
+        ("def f(x): return x", "def checked(k):\n    assert k == 4\nclass Bus:\n    pass\nr = f(checked)\nassert r is not None"),
         ("def f(x):\n    yield 4\n    yield 5", "g = f(2)\nassert next(g) == 4\nassert list(g) == []"),
         ("class R:\n    def __init__(s, n): s.n = n\n    def __iter__(s):\n        s.n += 1\n        return iter([s.n])", "r = R(3)\nassert list(r) == [3] or list(r) == [3]"),  # noqa: E501
         ("def f(x): return 5", "import pytest\n@pytest.mark.parametrize('x, want', [(2, 4)])\ndef test_a(x, want):\n    assert f(x) == want"),  # noqa: E501

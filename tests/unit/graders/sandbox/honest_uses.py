@@ -411,6 +411,22 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("import numpy as np\ndef f(x): return np.exp(x)", "import numpy as np\nassert np.isclose(f(50), 5.184705528587072e21)\nassert f(0) == 1"),  # noqa: E501
         ("class E:\n    def __init__(s): s.h = []\n    def on(s, f): s.h.append(f)\n    def off(s, f): s.h.remove(f)", "e, got = E(), []\ne.on(got.append)\ne.off(got.append)\nassert len(e.h) == 0"),  # noqa: E501
     ],
+    "objects whose own methods are tested": [
+        ("class V:\n    def __init__(s, x, y): s.x, s.y = x, y\n    def __abs__(s): return (s.x ** 2 + s.y ** 2) ** 0.5", "assert abs(V(3, 4)) == 5"),  # noqa: E501
+        ("class N:\n    def __init__(s, v, n=None): s.v, s.n = v, n\nclass L:\n    def __init__(s): s.head = None\n    def push(s, v): s.head = N(v, s.head)", "a = L()\na.push(1)\na.push(2)\nn, got = a.head, []\nwhile n:\n    got.append(n.v)\n    n = n.n\nassert got == [2, 1]"),  # noqa: E501
+        ("class Q:\n    def __init__(s, a): s.a = a\n    def where(s, f): return Q([*filter(f, s.a)])\n    def all(s): return s.a", "assert Q([1, 2, 3]).where(lambda x: x > 1).all() == [2, 3]"),  # noqa: E501
+        ("class S:\n    def __init__(s, log): s.log = log\n    def __enter__(s): return s\n    def __exit__(s, t, e, b):\n        s.log.append(str(e))\n        return t is ValueError", "log = []\nwith S(log):\n    raise ValueError('no')\nassert log == ['no']\ntry:\n    with S(log):\n        raise KeyError(3)\nexcept KeyError:\n    log.append('out')\nassert log == ['no', '3', 'out']"),  # noqa: E501
+        ("from contextlib import contextmanager\n@contextmanager\ndef f(d):\n    d.append(1)\n    try: yield d\n    finally: d.pop()", "d = []\ntry:\n    with f(d):\n        assert d == [1]\n        raise RuntimeError\nexcept RuntimeError:\n    pass\nassert d == []"),  # noqa: E501
+    ],
+    "names of the library that the program defines": [
+        ("def gcd(a, b):\n    while b: a, b = b, a % b\n    return a\ndef lcm(a, b): return a * b // gcd(a, b)", "import math\nassert gcd(4, 6) == math.gcd(4, 6)\nassert gcd(4, 6) * lcm(4, 6) == 24"),  # noqa: E501
+        ("def log(m): print('LOG', m)", "def test_log(capsys):\n    log('x')\n    assert capsys.readouterr().out == 'LOG x\\n'"),
+    ],
+    "checks that the tests' own decision skips": [
+        ("def f(x): return x * x", "def same(a, b):\n    if isinstance(a, float):\n        assert abs(a - b) < 1e-9\n        return\n    if isinstance(a, list):\n        assert len(a) == len(b)\n    else:\n        assert a == b\nsame(f(2), 4)\nsame(f(3), 9)"),  # noqa: E501
+        ("def f(x): return x * x", "import unittest\nDEEP = False\nclass TestF(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(2), 4)\n        if DEEP:\n            self.assertEqual(f(3), 9)\n    @unittest.expectedFailure\n    def helper(self):\n        self.assertEqual(f(3), 8)"),  # noqa: E501
+        ("def f(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5", "def test_f():\n    for x in (4, -1):\n        try:\n            got = f(x)\n        except ValueError as error:\n            assert x < 0 and 'negative' in str(error)\n        else:\n            assert got == 2\ndef test_g():\n    assert f(9) == 3\ndef test_f():\n    assert f(4) == 2"),  # noqa: E501
+    ],
     "objects of the prompt's class next to others": [
         ("class Solution:\n    def f(self, head):\n        last = None\n        while head: head.next, last, head = last, head, head.next\n        return last", "def values(n):\n    out = []\n    while n:\n        out.append(n.val); n = n.next\n    return out\nfor k in (2, 3):\n    h = None\n    for x in range(k): h = ListNode(x, h)\n    assert values(Solution().f(h)) == list(range(k))", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n", "Solution().f"),  # noqa: E501
     ],

@@ -1,0 +1,139 @@
+"""Marks the checks of tests, and finds those that tests which hold must have made. Pure, on source trees.
+
+A program may skip checks of weak tests: by an exception that they handle, by a loop over the nothing that it gives, by a condition that
+it decides, or by a function of theirs that it never calls. The law: each check is made at least once, or it stands where the tests' own
+decision did not lead.
+"""
+
+import ast
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from megatron_rl.graders.sandbox.oracles import Oracles
+from megatron_rl.graders.sandbox.sides import Sides
+from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses, identifiers, position, walk
+
+
+class Owed(NamedTuple):
+    """One of ``marks`` must be reached if ``under`` is, or in any case if that is None."""
+
+    marks: frozenset[tuple[int, int]]
+    under: tuple[int, int] | None
+
+
+class OwedChecks:
+    """Checks that tests have to make.
+
+    Args:
+        run: Names of the functions and classes of tests that are run.
+    """
+
+    def __init__(self, tree: ast.Module, oracles: Oracles, run: Collection[str]) -> None:
+        self._oracles, self._loops, self._run = oracles, {*oracles.loops_to_watch()}, {*run, *identifiers(tree)}
+        self.marked: set[ast.AST] = set()
+        self.all = [*self._of_block(tree.body, None)]
+
+    def _one_of(self, nodes: list[Any], under: ast.AST | None) -> Owed:
+        self.marked |= {*nodes, *([under] if under else [])} - self._loops
+        return Owed(frozenset(map(position, nodes)), position(under) if under else None)
+
+    def _of_block(self, body: list[Any], under: ast.AST | None) -> Iterator[Owed]:
+        last = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for number, node in enumerate(body):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                if last[node.name] is node and self._is_run(node):
+                    yield from self._of_block(node.body, under)
+            elif isinstance(node, ast.If):
+                leaves = isinstance(node.body[-1], ast.Return | ast.Continue | ast.Break)
+                yield from self._of_condition(node, [*node.orelse, *(body[number + 1 :] if leaves else [])], under)
+                if leaves:
+                    return
+            else:
+                yield from self._of_statement(node, under)
+
+    def _of_condition(self, node: ast.If, otherwise: list[ast.stmt], under: ast.AST | None) -> Iterator[Owed]:
+        if first := [branch[0] for branch in (node.body, otherwise) if _has_checks(branch)]:
+            yield self._one_of(first if self._oracles.decides(node.test) else [node], under)
+        elif any(isinstance(each, ast.Raise) for each in node.body):
+            yield self._one_of([node], under)
+        for branch in (node.body, otherwise):
+            yield from self._of_block(branch, branch[0] if branch else None)
+
+    def _of_statement(self, node: Any, under: ast.AST | None) -> Iterator[Owed]:
+        if isinstance(node, ast.With) and any(is_error for is_error, _ in class_uses(*node.items)):
+            return  # the exception may come before the check
+        for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+            yield from self._of_block(part.body, part.body[0])
+        if isinstance(node, ast.For | ast.While | ast.With | ast.Try):
+            for block in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])):
+                yield from self._of_block(block, under)
+        elif not isinstance(node, ast.Match):
+            yield from (self._one_of([part], under) for part in walk(node) if part in self._loops or _is_check(part))
+
+    def _is_run(self, node: ast.FunctionDef | ast.ClassDef) -> bool:
+        is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+        skips = any("skip" in name or name == "xfail" for each in node.decorator_list for name in identifiers(each))
+        return (is_test or node.name in self._run) and not skips
+
+
+def _has_checks(body: list[Any]) -> bool:
+    return any(not isinstance(check, ast.Constant) for check in checks_in(*body))  # assert False stands where nothing should get to
+
+
+def _is_check(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assert | ast.Expr):
+        return _has_checks([node])
+    return isinstance(node, ast.Lambda) and called(node.body).startswith("assert")
+
+
+def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), method, ast.Load()), [*arguments], [])
+
+
+def _constant(place: tuple[int, int]) -> ast.expr:
+    return ast.Tuple([*map(ast.Constant, place)], ast.Load())
+
+
+class MarkChecks(ast.NodeTransformer):
+    """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and puts
+    ``__case__.reach(position)`` before the statements that are ``owed``. Of tests whose ``sides`` are recorded, parts ``x`` become
+    ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too."""
+
+    def __init__(self, oracles: Oracles, owed: OwedChecks, sides: Sides | None) -> None:
+        self._zips, self._loops, self._owed = oracles.zips_to_watch(), oracles.loops_to_watch(), owed.marked
+        self._places = sides.places if sides else {}
+
+    def visit(self, node: ast.AST) -> Any:
+        place, mark = self._places.get(node), position(node) if node in self._owed else None  # type: ignore[call-overload]
+        node = super().visit(node)
+        if place:
+            return _case_call("side", ast.Constant(place), node)  # type: ignore[arg-type]
+        if mark is None:
+            return node
+        reach = _case_call("reach", _constant(mark))
+        if isinstance(node, ast.Lambda):
+            node.body = ast.BoolOp(ast.Or(), [reach, node.body])
+            return node
+        return [ast.copy_location(ast.Expr(reach), node), node]
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if node in self._loops:
+            node.iter = _case_call("each", node.iter, _constant(position(node)), *self._loops[node])
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return _case_call(called(node), *node.args) if node in self._zips else node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return self._marked(node) if node.value in self._places else self.generic_visit(node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        return self._marked(node)
+
+    def _marked(self, node: ast.stmt) -> ast.AST:
+        self.generic_visit(node)
+        item = ast.withitem(ast.Name("__case__", ast.Load()), None)
+        return ast.copy_location(ast.With([item], [node]), node)
