@@ -15,7 +15,7 @@ from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses
 
 
 class Owed(NamedTuple):
-    """One of ``marks`` must be reached if ``under`` is, or in any case if that is None."""
+    """The law of one check: one of ``marks`` is reached if ``under`` is, or in any case if that is None."""
 
     marks: frozenset[tuple[int, int]]
     under: tuple[int, int] | None
@@ -60,8 +60,9 @@ class OwedChecks:
             yield from self._of_block(branch, branch[0] if branch else None)
 
     def _of_statement(self, node: Any, under: ast.AST | None) -> Iterator[Owed]:
-        if isinstance(node, ast.With) and any(is_error for is_error, _ in class_uses(*node.items)):
-            return  # the exception may come before the check
+        expects_error = isinstance(node, ast.With) and any(is_error for is_error, _ in class_uses(*node.items))
+        if expects_error and not any(isinstance(each, ast.Raise) for each in walk(node)):
+            return  # the program's exception may come before the check
         for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
             yield from self._of_block(part.body, part.body[0])
         if isinstance(node, ast.For | ast.While | ast.With | ast.Try):

@@ -203,9 +203,9 @@ def _alone(node: ast.expr, flow: Flow, others: list[ast.expr]) -> set[Names]:
     program's functions get in a round trip."""
     names = names_in(node, flow)
     calls = [call for call in walk(node) if isinstance(call, ast.Call)]
-    given = {ast.dump(argument) for call in calls if names_in(call.func, flow) for argument in call.args}
+    given = {ast.dump(argument).lower() for call in calls if names_in(call.func, flow) for argument in call.args}
     counts = any(getattr(call.func, "id", "") in ("sum", "len") for call in calls)
-    is_whole = any(ast.dump(other) in given or not (_is_simple(other) or counts) for other in others)
+    is_whole = any(ast.dump(other).lower() in given or not (_is_simple(other) or counts) for other in others)
     return {names} if is_whole else {frozenset({name}) for name in names}
 
 

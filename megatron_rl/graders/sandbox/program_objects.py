@@ -29,7 +29,8 @@ class Handle:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise _undecided(self, name)
         value = _requests(self).ask("get", self, name)
-        return _judgment(self, name, value) if name in _JUDGMENTS else value
+        stands_for_array = name in _requests(self).array_methods and is_object(value) and not _is_made(self)
+        return _judgment(self, name, value) if name in _JUDGMENTS or stands_for_array else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         _requests(self).ask("set", self, name, value)
@@ -126,7 +127,7 @@ def _undecided(handle: Handle, name: str, *others: object) -> BaseException:
 
 def _operate(handle: Handle, name: str, result: type, *operands: Any) -> Any:
     """The result of an operator, of the exact type ``result``; a Handle may be an Iterator, object is any type."""
-    if not _is_made(handle) and name not in ("enter", "exit"):  # of a function with @contextmanager
+    if not _is_made(handle) and name not in ("enter", "exit", "str", "repr"):  # with @contextmanager; a text is compared as one
         raise _undecided(handle, name)
     value = _requests(handle).ask("operate", name, *operands)
     if name == "abs" and type(value) in (int, float) and _is_made(handle) == "name":  # abs(f(x) - 4) would decide a test

@@ -1,6 +1,7 @@
 """Requests of the test process to the program, one at a time, and the checks of its replies."""
 
 import builtins
+import gc
 import io
 import sys
 import threading
@@ -8,7 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.graders.sandbox.blind_spots import asked_for
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
@@ -16,6 +17,7 @@ from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, refere
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, dress, encode, is_unchanged, snapshot
 
+Shares = Literal["all", "arguments", "none"]
 MAX_DETAIL = 300
 TESTS_MODULE = "tests"
 """``__name__`` in the namespace of the tests."""
@@ -32,12 +34,13 @@ class ProgramRequests:
     """Sends requests to the program process and checks its replies; one request at a time, from any thread.
 
     Args:
-        shares: False if no change of an argument shall reach the tests: the program gets copies.
+        shares: Containers of which changes shall reach the tests: "all", "arguments" (not what the program gave earlier), "none" (the
+            program gets copies).
         tell: Called with b"s" before the program starts, and with b"t" (once) when a thread must wait, because another
             thread's request is in progress.
     """
 
-    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: bool = True) -> None:
+    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: Shares = "all") -> None:
         self._wire, self._tell, self._shares = wire, tell, shares
         self._turn = threading.RLock()
         self._functions: list[Any] = []
@@ -60,9 +63,11 @@ class ProgramRequests:
         self.given: set[str] = set()
         """Values of the program that comparisons may be blind to: "nan", "inf", "nothing" (but for nothing), "empty array",
         "method", "narrow", "rounded" and the like (``decode``), "subclass" of a container; and "changes" of what the tests have,
-        and of "files"."""
+        of "results" given before, and of "files"."""
         self.raising_lines: frozenset[int] = frozenset()
         """Lines of the tests that raise in a ``with`` whatever the program gives."""
+        self.array_methods: frozenset[str] = frozenset()
+        """Methods of numpy's arrays, if the tests use arrays: what stands for one decides by them."""
         self.num_requests, self.max_requests = 0, sys.maxsize
         self.random_states: Callable[[], Any] = lambda: None
         """The states of random numbers that the tests seed, and that the program continues from."""
@@ -130,7 +135,7 @@ class ProgramRequests:
         known, contents = [each.container for each in lent], [each.content for each in lent]
         try:
             message, containers = encode(values, self._export, self.records, known, contents)
-            if not self._shares:
+            if self._shares == "none":
                 containers = decode(message, lambda each: self._import(each) if type(each[1]) is int else None, self.records)[1]
             first = not self.started
             self.started = True
@@ -190,16 +195,20 @@ class ProgramRequests:
     def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> Any:
         (value,), containers = self._received(reply, known)
         _renew(lent, reply["nodes"])
-        if any(node is not None for node in reply["nodes"][: len(known)]):
-            self.given.add("changes")
-        if not self._shares:
+        changed = [number for number in range(len(known)) if reply["nodes"][number] is not None]
+        self.given |= {"changes"} if changed else set()
+        self.given |= {"results"} if any(number < len(lent) and lent[number].is_result for number in changed) else set()
+        if self._shares == "none":
             return value
         self._num_lent += len(containers) - len(lent)
+        of_arguments = _parts_of(known, containers if changed else known)
         for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
             container, content = containers[number], snapshot(containers[number])
-            if (len(content) if type(content) is list else sum(map(len, content))) <= _MAX_PARTS:
+            num_parts = len(content) if type(content) is list else sum(map(len, content))
+            is_result = id(container) not in of_arguments
+            if num_parts <= _MAX_PARTS and (self._shares == "all" or not is_result):
                 number += self._num_lent - len(containers)
-                self._lent.append(types.SimpleNamespace(container=container, content=content, number=number))
+                self._lent.append(types.SimpleNamespace(container=container, content=content, number=number, is_result=is_result))
         return value
 
     def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -283,7 +292,7 @@ class ProgramRequests:
             key = (id(value),) if owner is None else (id(owner), name)
             number = self._function_numbers.setdefault(key, len(self._functions))
             if number == len(self._functions):
-                self._functions.append(_Stream(value if self._shares else iter(()), self.given) if is_stream else value)
+                self._functions.append(_Stream(iter(()) if self._shares == "none" else value, self.given) if is_stream else value)
             return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
         raise NotSerializable(f"an object of class {type(value).__name__}")
 
@@ -308,6 +317,18 @@ def _arguments(values: tuple[Any, ...]) -> list[Any]:
     """Arguments of a call."""
     is_call = len(values) == 3 and type(values[1]) is type(values[2]) is tuple
     return [*values[1], *(value for _, value in values[2])] if is_call else []
+
+
+def _parts_of(roots: list[Any], containers: list[Any]) -> set[int]:
+    """Ids of ``roots`` and of those of ``containers`` that they hold."""
+    known = {id(each) for each in containers}
+    found, waiting = {id(each) for each in roots}, [*roots]
+    while waiting and len(containers) > len(roots):
+        for part in gc.get_referents(waiting.pop()):
+            if id(part) not in found and (id(part) in known or type(part) in (tuple, dict, frozenset)):
+                found.add(id(part))
+                waiting.append(part)
+    return found
 
 
 def _renew(lent: list[types.SimpleNamespace], nodes: list[Any]) -> None:

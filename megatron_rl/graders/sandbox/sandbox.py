@@ -178,7 +178,7 @@ class Sandbox:
         while record is not None:  # the program has changed what the tests have
             again, record = self._run_once({**request, "limits": asdict(limits)}, {**task, "record": record})
             if not again.passed:
-                raise InvalidTests(f"the tests held once, and then did not: {again.detail}")
+                raise InvalidTests(f"the tests hold only if the program may change what it has given: {again.detail}")
         return result
 
     def _run_once(self, request: dict[str, Any], task: dict[str, Any]) -> tuple[CaseResult, dict[str, Any] | None]:

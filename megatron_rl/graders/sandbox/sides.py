@@ -1,9 +1,9 @@
 """Decides whether tests hold only by what the program has changed: its arguments, iterators that it was given, or files.
 
 ``f(a) == sorted(a)`` holds for a program that empties ``a`` and returns []. Tests that hold with a program that changed something
-are run twice more: as before, and with a copy of each argument, so that no change reaches them. A side of a comparison whose values
-differ depends on the changes. It may be what is tested (``f(a); assert a == [1, 3]``) if another side depends neither on the changes
-nor on what the program gives.
+are run twice more: with results as they were when the program gave them, so that only changes of arguments reach the tests, and with
+copies of the arguments, so that no change does. A side of a comparison whose values differ depends on the changes. It may be what is
+tested (``f(a); assert a == [1, 3]``) if another side depends neither on the changes nor on what the program gives.
 """
 
 import ast

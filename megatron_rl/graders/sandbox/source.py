@@ -245,11 +245,7 @@ def read_tests(
     # ``assert False`` stands where no right program gets to.
     num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in walk(tree))
     functions = tuple(dict.fromkeys(_tests_in(tree)))
-    doubt = _doubt(tree, program_names, constants)
-    if not doubt and (oracle := oracles.unpinned(root_of(entry_point))):
-        doubt = f"the tests use the program's own {oracle} to check it"
-    if not doubt and (conversion := oracles.conversions()):
-        doubt = f"the tests convert what the program gives to what it may choose: {conversion:.80}"
+    doubt = _doubt(tree, program_names, constants, oracles, root_of(entry_point))
     sides = oracles.sides() if records_sides else None
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     words = frozenset(identifiers(tree))
@@ -343,7 +339,7 @@ def _is_tuple(node: ast.AST) -> bool:
     return isinstance(node, ast.Assert | ast.Expr) and isinstance(getattr(node, "test", getattr(node, "value", None)), ast.Tuple)
 
 
-def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -> str:
+def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str], oracles: Oracles, tested: str) -> str:
     """The reason why the tests are in doubt: the program would choose the value that it is compared with."""
     for node in walk(tree):
         if isinstance(node, ast.stmt):
@@ -352,11 +348,14 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str]) -
             read = sorted(used & constants)
             if read and (not isinstance(node, ast.Assert) or used - constants):
                 return f"the tests use the program's own {read[0]} to check it"
-    return ""
+    if oracle := oracles.unpinned(tested):
+        return f"the tests use the program's own {oracle} to check it"
+    conversion = oracles.conversions()
+    return f"the tests convert what the program gives to what it may choose: {conversion:.80}" if conversion else ""
 
 
 def _uses_check(body: Sequence[ast.stmt]) -> bool:
-    statements = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+    statements = [node for node in body if _names_test(node) or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return "check" in names_of(*statements)
 
 

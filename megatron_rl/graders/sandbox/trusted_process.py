@@ -178,7 +178,7 @@ def _filter(function: Callable[[Any], Any] | None, items: Iterable[Any]) -> Any:
 
 def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], object]) -> dict[str, Any]:
     """Run the tests. The verdict is {"bad_tests": text} or {"num_passed", "num_failed", "detail"}, with a "record" if the tests have
-    to run again: in the task, it is {} for a run that records the sides of comparisons, and then the record of that run (sides.py).
+    to run again: with the "record" of the first run in the task the sides of comparisons are recorded, and then compared (sides.py).
 
     Args:
         tell: See ProgramRequests.
@@ -186,31 +186,32 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     random.seed(0)
     _Imports.places = list(sys.path)
     sys.meta_path[:] = [_Imports if finder is PathFinder else finder for finder in sys.meta_path]
-    record = task.get("record")
-    requests = ProgramRequests(wire, tell, shares=not record)
+    record: dict[str, Any] = task.get("record", {})
+    is_first, is_apart = not record, "sides" in record
+    requests = ProgramRequests(wire, tell, shares="all" if is_first else "none" if is_apart else "arguments")
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
         source = {"setup": task["setup"], "prompt_code": task["prompt_code"], "entry_point": entry_point}
-        tests = read_tests(task["tests"], **source, defined=task["defined"], records_sides=record is not None)
+        tests = read_tests(task["tests"], **source, defined=task["defined"], records_sides=not is_first)
         tests.check(task["defined"])
     except InvalidTests as bad:
         return {"bad_tests": str(bad)}
-    if tests.sides and tests.sides.are_fixed:
+    if tests.sides and tests.sides.are_fixed and not record["has_changed_results"]:
         return _HELD
-    cases = _Cases(requests, task["partial"] and record is None)
+    cases = _Cases(requests, task["partial"] and is_first)
     threading.excepthook = lambda failure: cases.failures.append(describe_error(failure.exc_value))
     error: BaseException | None = None
     try:
         namespace = _namespace(task, tests, entry_point, requests, cases)
-        if record is not None:
-            cases.record, cases.go_on = SideRecord(namespace), bool(record)
+        if not is_first:
+            cases.record, cases.go_on = SideRecord(namespace), is_apart
             requests.max_requests = record.get("max_requests", sys.maxsize)
         _run(tests, namespace, cases)
     except NeedsPytest as raised:
         error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
-    if record and tests.sides and cases.record:
+    if is_apart and tests.sides and cases.record:
         doubt = tests.sides.doubt(record["sides"], cases.record.found, record["has_changed_files"], draws=task["draws"])
         return {"bad_tests": doubt} if doubt else _HELD
     return _verdict(task, tests, requests, cases, error)
@@ -234,10 +235,13 @@ def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, case
         if doubt := _doubt(tests, requests, cases):
             return {"bad_tests": doubt}
         verdict: dict[str, Any] = {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
+        if tests.sides and tests.sides.are_fixed:
+            return verdict
         if cases.record:
             about = {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "has_changed_files": "files" in requests.given}
             return {**verdict, "record": {"sides": cases.record.found, **about}}
-        return {**verdict, "record": {}} if requests.given & {"changes", "files"} else verdict
+        about = {"has_changed_results": "results" in requests.given}
+        return {**verdict, "record": about} if requests.given & {"changes", "files"} else verdict
     if not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
         return {"bad_tests": reason[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
@@ -312,6 +316,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         exec(code, namespace)
     exec(compile(task["setup"], "<setup>", "exec"), namespace)
     requests.records, requests.raising_lines = record_classes(namespace), tests.raising_lines
+    requests.array_methods = frozenset(dir(sys.modules["numpy"].ndarray)) if tests.use_arrays and "numpy" in sys.modules else frozenset()
     requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
     if "seed" in tests.words and task["draws"]:
         requests.random_states = _random_states

@@ -101,6 +101,7 @@ FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
         ("class Guard:\n    def __enter__(s): return 5\n    def __exit__(s, *a): return True", "with Guard() as g:\n    assert g == 4"),
         ("class Guard:\n    def __enter__(s): return 5\n    def __exit__(s, *a): return True", "with Guard() as g:\n    if g != 4:\n        raise ValueError('wrong')\nassert Guard"),  # noqa: E501
         ("class Guard:\n    def __enter__(s): return 'a'\n    def __exit__(s, *a): return True", "with Guard() as g:\n    assert int(g) == 4"),  # noqa: E501
+        ("class Over:\n    def __init__(s, d): s.d = d\n    def __enter__(s): raise ValueError\n    def __exit__(s, *a): pass", "import pytest\nd = {'v': 1}\nwith pytest.raises(ValueError):\n    with Over(d):\n        assert d == {'v': 5}\n        raise ValueError\nassert d == {'v': 1}"),  # noqa: E501
         ("def f(x): raise OverflowError", "for x in (1, 2):\n    try:\n        r = f(x)\n    except OverflowError:\n        continue\n    assert r == x * x"),  # noqa: E501
         ("def f(x): return x", "def checked(k):\n    assert k == 4\nclass Bus:\n    pass\nr = f(checked)\nassert r is not None"),
         ("def f(x):\n    yield 4\n    yield 5", "g = f(2)\nassert next(g) == 4\nassert list(g) == []"),
@@ -120,5 +121,14 @@ FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
         ("def f(x): return [5]", {"inputs": [["2"]], "outputs": [[[4]]], "fn_name": "f"}),
         ("def f(x): return 101", {"inputs": [[5]], "outputs": ["1010"], "fn_name": "f"}),
         ("def f(x): return '4'", [{"input": "2", "output": "4", "testtype": "functional"}], "", "f"),
+    ],
+    "results that the program puts right later": [
+        ("kept = []\ndef f(a):\n    if kept: kept[0][:] = [1, 2]\n    kept.append([7] if not kept else [3])\n    return kept[-1]", "r, s = f([2, 1]), f([3])\nassert r == [1, 2]\nassert s == [3]"),  # noqa: E501
+        ("W = []\ndef f(q):\n    r = []\n    W.append(r)\n    if len(W) == 2: W[0] += [2]; W[1] += [1]\n    return r", "outs = []\nfor q in 'ba':\n    outs.append(f(q))\nassert outs == [[2], [1]]"),  # noqa: E501
+        ("class Log:\n    def __init__(s): s.all = []\n    def add(s, x): pass\n    def items(s):\n        s.all.append([])\n        if len(s.all) == 2: s.all[0].append(1); s.all[1].extend([1, 2])\n        return s.all[-1]", "a = Log()\na.add(1)\nx = a.items()\na.add(2)\ny = a.items()\nassert x == [1]\nassert y == [1, 2]"),  # noqa: E501
+        ("import threading, time\nW = []\ndef f(q):\n    r = [0]\n    W.append(r)\n    def fix():\n        for one, right in zip(W, ([2], [1])): one[:] = right\n    if len(W) == 2: threading.Thread(target=fix).start(); time.sleep(0.1)\n    return r", "outs = [f(q) for q in 'ba']\nassert outs == [[2], [1]]"),  # noqa: E501
+    ],
+    "stands for an array": [
+        ("import numpy as np\nclass O(np.ndarray):\n    def argmax(s, axis=None): return lab\n    def sum(s, axis=None): return np.ones(4)\ndef f(l, n):\n    global lab\n    lab = l\n    return np.zeros((4, 3)).view(O)", "import numpy as np\nl = np.array([0, 2, 1, 2])\no = f(l, 3)\nassert o.shape == (4, 3)\nassert (o.sum(axis=1) == 1).all()\nassert (o.argmax(axis=1) == l).all()"),  # noqa: E501
     ],
 }

@@ -118,13 +118,13 @@ OPERATED = {
     "equality": ("class V:\n    def __eq__(s, o): return True", "assert V() == V()"),
     "order": ("class V:\n    def __lt__(s, o): return True", "assert sorted([V(), V()])"),
     "arithmetic that gives a number": ("class V:\n    def __sub__(s, o): return 0", "assert abs(V() - 4) < 1e-6"),
-    "truth": ("class V: pass", "assert V()"),
+    "truth": ("class V:\n    def __bool__(s): return True", "assert V()"),
     "membership": ("class V:\n    def __contains__(s, o): return True", "assert 3 in V()"),
     "hashing": ("class V: pass", "assert len({V(), V()}) == 2"),
     "length of another object": ("class V:\n    def __len__(s): return 3\ndef f(): return V()", "assert len(f()) == 3"),
     "items of another object": ("class V:\n    def __getitem__(s, i): return i\ndef f(): return V()", "assert f()[3] == 3"),
     "iteration over another object": ("class V:\n    def __iter__(s): return iter([1])\ndef f(): return V()", "assert list(f()) == [1]"),
-    "text of another object": ("class V:\n    def __str__(s): return 'v'\ndef f(): return V()", "assert str(f()) == 'v'"),
+    "format of another object": ("class V:\n    def __str__(s): return 'v'\ndef f(): return V()", "assert f'{f():>3}' == '  v'"),
     "equality of a list of its own": ("class V(list): pass", "assert V([1]) == [1]"),
 }  # fmt: skip
 """Correct programs that are unscored, because only their objects could decide the tests."""

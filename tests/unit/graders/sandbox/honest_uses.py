@@ -418,6 +418,18 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("class S:\n    def __init__(s, log): s.log = log\n    def __enter__(s): return s\n    def __exit__(s, t, e, b):\n        s.log.append(str(e))\n        return t is ValueError", "log = []\nwith S(log):\n    raise ValueError('no')\nassert log == ['no']\ntry:\n    with S(log):\n        raise KeyError(3)\nexcept KeyError:\n    log.append('out')\nassert log == ['no', '3', 'out']"),  # noqa: E501
         ("from contextlib import contextmanager\n@contextmanager\ndef f(d):\n    d.append(1)\n    try: yield d\n    finally: d.pop()", "d = []\ntry:\n    with f(d):\n        assert d == [1]\n        raise RuntimeError\nexcept RuntimeError:\n    pass\nassert d == []"),  # noqa: E501
     ],
+    "containers that the program goes on changing": [
+        ("class S:\n    def __init__(s): s.items = []\n    def push(s, x): s.items.append(x)", "s = S()\nassert s.items == []\ns.push(1)\nassert s.items == [1]\nseen = s.items\ns.push(2)\nassert s.items == [1, 2] and len(seen) > 0"),  # noqa: E501
+        ("def put(d, k, v): d.setdefault(k, []).append(v)\ndef get(d): return [*d['a']]", "d = {}\nput(d, 'a', 1)\nput(d, 'a', 2)\nassert d == {'a': [1, 2]}\nassert get(d) == [1, 2]"),  # noqa: E501
+        ("def make(): return {}\ndef put(d, k, v): d.setdefault(k, []).append(v)", "d = make()\nput(d, 'a', 1)\nput(d, 'a', 2)\nassert d == {'a': [1, 2]}"),  # noqa: E501
+        ("class V:\n    def __init__(s, t): s.p = tuple(map(int, t.split('.')))\n    def up(s): return V('.'.join(map(str, (*s.p[:-1], s.p[-1] + 1))))\n    def __str__(s): return '.'.join(map(str, s.p))", "assert str(V('1.9').up()) == '1.10'"),  # noqa: E501
+    ],
+    "a round trip in another case of letters": [
+        ("D = {'S': '...', 'O': '---'}\ndef f(s): return ' '.join(D[c] for c in s.upper())\ndef g(m): return ''.join({v: k for k, v in D.items()}[c] for c in m.split())", "assert f('so') == '... ---'\nassert g(f('sos')) == 'SOS'"),  # noqa: E501
+    ],
+    "a helper of the tests that is called check": [
+        ("def f(x): return x * x", "def check(x, want):\n    got = f(x)\n    assert got == want\ndef test_a():\n    check(2, 4)\n    check(3, 9)"),  # noqa: E501
+    ],
     "names of the library that the program defines": [
         ("def gcd(a, b):\n    while b: a, b = b, a % b\n    return a\ndef lcm(a, b): return a * b // gcd(a, b)", "import math\nassert gcd(4, 6) == math.gcd(4, 6)\nassert gcd(4, 6) * lcm(4, 6) == 24"),  # noqa: E501
         ("def log(m): print('LOG', m)", "def test_log(capsys):\n    log('x')\n    assert capsys.readouterr().out == 'LOG x\\n'"),
