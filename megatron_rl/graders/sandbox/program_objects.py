@@ -35,6 +35,10 @@ class Handle:
     def __setattr__(self, name: str, value: Any) -> None:
         _requests(self).ask("set", self, name, value)
 
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return _requests(self).ask("get", self, "__doc__")
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """``isinstance`` reads this attribute if the handle's own type does not match."""

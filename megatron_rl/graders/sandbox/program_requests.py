@@ -30,6 +30,16 @@ class ProtocolViolation(BaseException):
     catch it."""
 
 
+class ErrorType(type):
+    """The type of the tests' classes for exceptions of the program: an exception may have further bases, and its class is yet the same."""
+
+    def __eq__(cls, other: object) -> bool:
+        return type(other) is ErrorType and cls.__name__ == other.__name__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__name__)
+
+
 class ProgramRequests:
     """Sends requests to the program process and checks its replies; one request at a time, from any thread.
 

@@ -25,6 +25,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     called,
     class_uses,
     identifiers,
+    imported_from_solution,
     names_of,
     names_stored,
     walk,
@@ -239,13 +240,15 @@ def read_tests(
     library = {name: is_module for name, is_module in library.items() if name not in tested}
     names, program_names = names - library.keys(), program_names - library.keys()
     oracles.forget(library)
-    errors = names_of(*(node for is_error, node in class_uses(tree) if is_error)) & program_names
+    imported = imported_from_solution(tree)
+    errors = names_of(*(node for is_error, node in class_uses(tree) if is_error)) & (program_names | imported)
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
     num_asserts = sum(isinstance(node, ast.Assert) and not _is_false(node.test) for node in walk(tree))
     functions = tuple(dict.fromkeys(_tests_in(tree)))
-    doubt = _doubt(tree, program_names, constants, oracles, root_of(entry_point))
+    imported -= _used_as_functions(tree)
+    doubt = _doubt(tree, program_names | imported, constants | imported, oracles, root_of(entry_point))
     sides = oracles.sides() if records_sides else None
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     words = frozenset(identifiers(tree))
@@ -253,13 +256,11 @@ def read_tests(
     expect_errors = any(is_error for is_error, _ in class_uses(tree))
     owed = OwedChecks(tree, oracles, functions)
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
-    of_with = [each for node in walk(tree) if isinstance(node, ast.With) for each in node.body]
-    raising_lines = frozenset(each.lineno for each in of_with if isinstance(each, ast.Raise))
     try:
         code = compile(ast.fix_missing_locations(MarkChecks(oracles, owed, sides).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, owed.all, raising_lines, num_asserts)
+    habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, owed.all, _raising_lines(tree), num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
 
 
@@ -274,6 +275,11 @@ def _complete(tree: ast.Module, text: str, entry_point: str) -> set[str]:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
     return own
+
+
+def _raising_lines(tree: ast.Module) -> frozenset[int]:
+    of_with = [each for node in walk(tree) if isinstance(node, ast.With) for each in node.body]
+    return frozenset(each.lineno for each in of_with if isinstance(each, ast.Raise))
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")

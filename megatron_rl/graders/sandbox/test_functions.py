@@ -63,7 +63,8 @@ class TestRun:
             result = unittest.TestResult()
             unittest.defaultTestLoader.loadTestsFromTestCase(tested).run(result)
             broken = [*result.failures, *result.errors]
-            self.has_skipped |= bool(result.skipped or result.expectedFailures)
+            skipped = [test for test, _ in result.skipped if self._called & {"skipIf", "skipUnless"} or not _is_to_skip(test)]
+            self.has_skipped |= bool(skipped or result.expectedFailures)
             if broken or result.unexpectedSuccesses:
                 raise AssertionError(broken[0][1].strip().splitlines()[-1] if broken else "a test that should fail succeeded")
         else:
@@ -105,6 +106,12 @@ class TestRun:
             ends.append(result)
             return next(result)
         return result
+
+
+def _is_to_skip(test: unittest.TestCase) -> bool:
+    """True for a test that is marked with unittest.skip, or whose class is."""
+    method = getattr(test, test._testMethodName, None)
+    return any(getattr(each, "__unittest_skip__", False) for each in (test, method))
 
 
 def _required(function: Callable[..., Any]) -> set[str]:

@@ -27,7 +27,13 @@ from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.library import library_value
 from megatron_rl.graders.sandbox.program_objects import Handle, is_object
-from megatron_rl.graders.sandbox.program_requests import MAX_DETAIL, TESTS_MODULE, ProgramRequests, describe_error
+from megatron_rl.graders.sandbox.program_requests import (
+    MAX_DETAIL,
+    TESTS_MODULE,
+    ErrorType,
+    ProgramRequests,
+    describe_error,
+)
 from megatron_rl.graders.sandbox.sides import SideRecord
 from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
 from megatron_rl.graders.sandbox.test_functions import NeedsPytest, TestRun
@@ -324,8 +330,8 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
         requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})
-    for name in tests.errors:
-        namespace[name] = type(name, (Exception,), {"__module__": TESTS_MODULE})
+    errors = {name: ErrorType(name, (Exception,), {"__module__": TESTS_MODULE}) for name in tests.errors}
+    namespace.update(errors)
     shared = frozenset(namespace)
 
     def find_error(name: str) -> type | None:
@@ -341,6 +347,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
             exec(f"def candidate(*a, **k): return {entry_point}(*a, **k)", namespace)
     namespace["run_program"] = lambda text: _text(requests, requests.ask("main", text))
     solution = sys.modules["solution"] = types.ModuleType("solution")
+    vars(solution).update(errors)
     vars(solution)["__getattr__"] = lambda name: _name_of_program(requests, name)  # for ``from solution import ...``
     return namespace
 
@@ -356,7 +363,8 @@ def _random_states() -> tuple[Any, ...]:
 def _name_of_program(requests: ProgramRequests, name: str) -> Handle:
     if name.startswith("__"):  # imports of other modules look at all modules
         raise AttributeError(name)
-    return Handle(requests, ["name", name])
+    handle = Handle(requests, ["name", name])
+    return requests.ask("value", handle) if name.isupper() else handle  # a constant
 
 
 def _text(requests: ProgramRequests, output: Any) -> str:
@@ -366,7 +374,7 @@ def _text(requests: ProgramRequests, output: Any) -> str:
 
 
 def _own_error(kind: Any) -> type | None:
-    is_own = type(kind) is type and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
+    is_own = type(kind) in (type, ErrorType) and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
     return kind if is_own else None
 
 

@@ -132,9 +132,10 @@ def edges_of(tree: ast.Module) -> Iterator[Edge]:
         for target, source in assigned(node):
             yield from ((f"self.{name}", ANYWHERE, source) for each in walk(target) if (name := _own_attribute(each)))
             names: list[Any] = [inner for inner in walk(target) if isinstance(inner, ast.Name) and inner.id not in _SELF]
-            yield from ((each.variable, (scope_of(each), position(node)), source) for each in names)
+            place = (node.end_lineno, node.end_col_offset) if isinstance(node, ast.Assign) else position(node)  # x = g(x) reads x before
+            yield from ((each.variable, (scope_of(each), place), source) for each in names)
             if isinstance(node, ast.AugAssign | ast.Call) or isinstance(target, ast.Attribute | ast.Subscript):  # the value before stays
-                yield from ((each.variable, (scope_of(each), position(node)), each) for each in names)
+                yield from ((each.variable, (scope_of(each), place), each) for each in names)
 
 
 def edges_of_arguments(tree: ast.Module) -> Iterator[Edge]:
@@ -286,5 +287,9 @@ def class_uses(*trees: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
             yield from ((False, base) for base in node.bases)
         elif called(node) in ("raises", "assertRaises", "assertRaisesRegex", "suppress"):
             yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
+        elif called(node) == "assertEqual" or isinstance(node, ast.Compare):
+            sides: list[Any] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.args[:2]  # type: ignore[attr-defined]
+            if any(called(side) == "type" and {"exception", "value"} & identifiers(side) for side in sides):
+                yield from ((True, side) for side in sides if isinstance(side, ast.Name))
         elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
             yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]

@@ -131,4 +131,10 @@ FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
     "stands for an array": [
         ("import numpy as np\nclass O(np.ndarray):\n    def argmax(s, axis=None): return lab\n    def sum(s, axis=None): return np.ones(4)\ndef f(l, n):\n    global lab\n    lab = l\n    return np.zeros((4, 3)).view(O)", "import numpy as np\nl = np.array([0, 2, 1, 2])\no = f(l, 3)\nassert o.shape == (4, 3)\nassert (o.sum(axis=1) == 1).all()\nassert (o.argmax(axis=1) == l).all()"),  # noqa: E501
     ],
+    "chooses a name that the tests import": [
+        ("WANT = 3\ndef f(x): return 3", "from solution import WANT, f\nassert f(2) == WANT"),
+        ("WANT = 3\ndef f(x): return 3", "import solution\nassert solution.f(2) == solution.WANT"),
+        ("class Bad(Exception): pass\ndef f(x): raise KeyError(x)", "from solution import Bad, f\ntry:\n    f(2)\nexcept Exception as value:\n    assert type(value) == Bad"),  # noqa: E501
+        ("import unittest\ndef f(x): raise unittest.SkipTest('no')", "import unittest\nclass A(unittest.TestCase):\n    @unittest.skip('slow')\n    def test_b(self): pass\n    def test_a(self):\n        self.assertEqual(f(2), 4)"),  # noqa: E501
+    ],
 }

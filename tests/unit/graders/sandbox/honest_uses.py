@@ -424,6 +424,14 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def make(): return {}\ndef put(d, k, v): d.setdefault(k, []).append(v)", "d = make()\nput(d, 'a', 1)\nput(d, 'a', 2)\nassert d == {'a': [1, 2]}"),  # noqa: E501
         ("class V:\n    def __init__(s, t): s.p = tuple(map(int, t.split('.')))\n    def up(s): return V('.'.join(map(str, (*s.p[:-1], s.p[-1] + 1))))\n    def __str__(s): return '.'.join(map(str, s.p))", "assert str(V('1.9').up()) == '1.10'"),  # noqa: E501
     ],
+    "names imported from the solution": [
+        ("TIME = 40\ndef f(x):\n    'Minutes left.'\n    return TIME - x", "import unittest\nfrom solution import TIME, f\nclass A(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(TIME, 40)\n        self.assertEqual(f(10), 30)\n        self.assertIsNotNone(f.__doc__)"),  # noqa: E501
+        ("class Under(BufferError): pass\ndef f(s):\n    if not s: raise Under('too few')\n    return s[-1]", "import unittest\nfrom solution import Under, f\nclass A(unittest.TestCase):\n    def test_a(self):\n        with self.assertRaises(Under) as e:\n            f([])\n        self.assertEqual(type(e.exception), Under)\n        self.assertEqual(e.exception.args[0], 'too few')\n        with self.assertRaises(BufferError) as e:\n            f([])\n        self.assertEqual(type(e.exception), Under)\n        self.assertEqual(f([3]), 3)"),  # noqa: E501
+    ],
+    "what the tests themselves skip or format": [
+        ("def f(x): return x * x", "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(2), 4)\n    @unittest.skip('slow')\n    def test_b(self):\n        self.assertEqual(f(3), 9)"),  # noqa: E501
+        ("def f(x): return [x, x * x]", "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        got = f(2)\n        text = 'from {} to {}'\n        text = text.format(got[0], got[1])\n        self.assertEqual(got, [2, 4], text)"),  # noqa: E501
+    ],
     "a round trip in another case of letters": [
         ("D = {'S': '...', 'O': '---'}\ndef f(s): return ' '.join(D[c] for c in s.upper())\ndef g(m): return ''.join({v: k for k, v in D.items()}[c] for c in m.split())", "assert f('so') == '... ---'\nassert g(f('sos')) == 'SOS'"),  # noqa: E501
     ],
