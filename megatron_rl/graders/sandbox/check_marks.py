@@ -13,6 +13,9 @@ from megatron_rl.graders.sandbox.oracles import Oracles
 from megatron_rl.graders.sandbox.sides import Sides
 from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses, identifiers, position, walk
 
+_CLOCKS = frozenset("time perf_counter monotonic process_time now".split())
+"""What a slow program decides."""
+
 
 class Owed(NamedTuple):
     """The law of one check: one of ``marks`` is reached if ``under`` is, or in any case if that is None."""
@@ -53,7 +56,8 @@ class OwedChecks:
 
     def _of_condition(self, node: ast.If, otherwise: list[ast.stmt], under: ast.AST | None) -> Iterator[Owed]:
         if first := [branch[0] for branch in (node.body, otherwise) if _has_checks(branch)]:
-            yield self._one_of(first if self._oracles.decides(node.test) else [node], under)
+            is_decided = self._oracles.decides(node.test) or identifiers(node.test) & _CLOCKS
+            yield self._one_of(first if is_decided else [node], under)
         elif any(isinstance(each, ast.Raise) for each in node.body):
             yield self._one_of([node], under)
         for branch in (node.body, otherwise):

@@ -311,7 +311,7 @@ _RUN_PROGRAM = {"run_program"}
 
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
     """Reject tests that cannot run with any program. Raises InvalidTests."""
-    used = identifiers(tree)
+    used = identifiers(tree) - (names_stored(tree) & {"patch", "mock"})
     patched = [node.args[0] for node in walk(tree) if called(node) == "patch" and node.args]  # type: ignore[attr-defined]
     if patched and all(getattr(each, "value", None) in ("sys.stdout", "sys.stderr") for each in patched):
         used = used - {"mock", "patch"}

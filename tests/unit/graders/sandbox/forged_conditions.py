@@ -102,6 +102,7 @@ FORGED_CONDITIONS: dict[str, list[tuple[Any, ...]]] = {
         ("class Guard:\n    def __enter__(s): return 5\n    def __exit__(s, *a): return True", "with Guard() as g:\n    if g != 4:\n        raise ValueError('wrong')\nassert Guard"),  # noqa: E501
         ("class Guard:\n    def __enter__(s): return 'a'\n    def __exit__(s, *a): return True", "with Guard() as g:\n    assert int(g) == 4"),  # noqa: E501
         ("class Over:\n    def __init__(s, d): s.d = d\n    def __enter__(s): raise ValueError\n    def __exit__(s, *a): pass", "import pytest\nd = {'v': 1}\nwith pytest.raises(ValueError):\n    with Over(d):\n        assert d == {'v': 5}\n        raise ValueError\nassert d == {'v': 1}"),  # noqa: E501
+        ("import time\ndef f(x):\n    time.sleep(0.2)\n    return 4", "import time\nbegan = time.time()\nassert f(2) == 4\nfor x in (1, 3):\n    if time.time() - began > 0.1:\n        break\n    assert f(x) == x * x"),  # noqa: E501
         ("def f(x): raise OverflowError", "for x in (1, 2):\n    try:\n        r = f(x)\n    except OverflowError:\n        continue\n    assert r == x * x"),  # noqa: E501
         ("def f(x): return x", "def checked(k):\n    assert k == 4\nclass Bus:\n    pass\nr = f(checked)\nassert r is not None"),
         ("def f(x):\n    yield 4\n    yield 5", "g = f(2)\nassert next(g) == 4\nassert list(g) == []"),

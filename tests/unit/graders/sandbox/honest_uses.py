@@ -432,6 +432,9 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(x): return x * x", "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(2), 4)\n    @unittest.skip('slow')\n    def test_b(self):\n        self.assertEqual(f(3), 9)"),  # noqa: E501
         ("def f(x): return [x, x * x]", "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        got = f(2)\n        text = 'from {} to {}'\n        text = text.format(got[0], got[1])\n        self.assertEqual(got, [2, 4], text)"),  # noqa: E501
     ],
+    "names that libraries have, too": [
+        ("def f(d, more): d.update(more)", "base, patch = {'a': 1}, {'b': 2}\nf(base, patch)\nassert base == {'a': 1, 'b': 2}\nassert patch == {'b': 2}"),  # noqa: E501
+    ],
     "a round trip in another case of letters": [
         ("D = {'S': '...', 'O': '---'}\ndef f(s): return ' '.join(D[c] for c in s.upper())\ndef g(m): return ''.join({v: k for k, v in D.items()}[c] for c in m.split())", "assert f('so') == '... ---'\nassert g(f('sos')) == 'SOS'"),  # noqa: E501
     ],
