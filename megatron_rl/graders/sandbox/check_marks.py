@@ -14,7 +14,7 @@ from megatron_rl.graders.sandbox.sides import Sides
 from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses, identifiers, position, walk
 
 _CLOCKS = frozenset("time perf_counter monotonic process_time now".split())
-"""What a slow program decides."""
+"""Names in conditions that a slow program decides."""
 
 
 class Owed(NamedTuple):
@@ -112,15 +112,11 @@ class MarkChecks(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> Any:
         place, mark = self._places.get(node), position(node) if node in self._owed else None  # type: ignore[call-overload]
         node = super().visit(node)
-        if place:
-            return _case_call("side", ast.Constant(place), node)  # type: ignore[arg-type]
-        if mark is None:
-            return node
-        reach = _case_call("reach", _constant(mark))
-        if isinstance(node, ast.Lambda):
-            node.body = ast.BoolOp(ast.Or(), [reach, node.body])
-            return node
-        return [ast.copy_location(ast.Expr(reach), node), node]
+        if mark and isinstance(node, ast.Lambda):
+            node.body = ast.BoolOp(ast.Or(), [_case_call("reach", _constant(mark)), node.body])
+        elif mark:
+            return [ast.copy_location(ast.Expr(_case_call("reach", _constant(mark))), node), node]
+        return _case_call("side", ast.Constant(place), node) if place else node  # type: ignore[arg-type]
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)

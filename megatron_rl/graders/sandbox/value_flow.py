@@ -6,6 +6,7 @@ the use in its scope, or else by any.
 
 import ast
 import builtins
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -289,7 +290,8 @@ def class_uses(*trees: ast.AST) -> Iterator[tuple[bool, ast.AST]]:
             yield from ((True, argument) for argument in node.args[:1])  # type: ignore[attr-defined]
         elif called(node) == "assertEqual" or isinstance(node, ast.Compare):
             sides: list[Any] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.args[:2]  # type: ignore[attr-defined]
-            if any(called(side) == "type" and {"exception", "value"} & identifiers(side) for side in sides):
+            types = [ast.unparse(side) for side in sides if called(side) == "type"]
+            if any(re.fullmatch(r"type\((\w+\.exception|(e|err|exc)\w*\.value)\)", text) for text in types):
                 yield from ((True, side) for side in sides if isinstance(side, ast.Name))
         elif called(node) in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance"):
             yield from ((False, argument) for argument in node.args[called(node) != "issubclass" :])  # type: ignore[attr-defined]

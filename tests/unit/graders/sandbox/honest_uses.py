@@ -428,6 +428,9 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("TIME = 40\ndef f(x):\n    'Minutes left.'\n    return TIME - x", "import unittest\nfrom solution import TIME, f\nclass A(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(TIME, 40)\n        self.assertEqual(f(10), 30)\n        self.assertIsNotNone(f.__doc__)"),  # noqa: E501
         ("class Under(BufferError): pass\ndef f(s):\n    if not s: raise Under('too few')\n    return s[-1]", "import unittest\nfrom solution import Under, f\nclass A(unittest.TestCase):\n    def test_a(self):\n        with self.assertRaises(Under) as e:\n            f([])\n        self.assertEqual(type(e.exception), Under)\n        self.assertEqual(e.exception.args[0], 'too few')\n        with self.assertRaises(BufferError) as e:\n            f([])\n        self.assertEqual(type(e.exception), Under)\n        self.assertEqual(f([3]), 3)"),  # noqa: E501
     ],
+    "the type of a value that is no exception": [
+        ("class Leaf:\n    def __init__(s, v): s.value = v\ndef f(x): return Leaf(x)", "from solution import Leaf, f\nassert type(f(2).value) == int\nassert f(2).value == 2 and Leaf(3).value == 3"),  # noqa: E501
+    ],
     "what the tests themselves skip or format": [
         ("def f(x): return x * x", "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(2), 4)\n    @unittest.skip('slow')\n    def test_b(self):\n        self.assertEqual(f(3), 9)"),  # noqa: E501
         ("def f(x): return [x, x * x]", "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        got = f(2)\n        text = 'from {} to {}'\n        text = text.format(got[0], got[1])\n        self.assertEqual(got, [2, 4], text)"),  # noqa: E501
