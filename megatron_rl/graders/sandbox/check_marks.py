@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.graders.sandbox.oracles import Oracles
 from megatron_rl.graders.sandbox.sides import Sides
-from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses, identifiers, position, walk
+from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses, identifiers, position, raises, walk
 
 _CLOCKS = frozenset("time perf_counter monotonic process_time now".split())
 """Names in conditions that a slow program decides."""
@@ -28,16 +28,16 @@ class OwedChecks:
     """Checks that tests have to make.
 
     Args:
-        run: Names of the functions and classes of tests that are run.
+        run: Names of the functions and classes that are run, and all that the tests read.
     """
 
     def __init__(self, tree: ast.Module, oracles: Oracles, run: Collection[str]) -> None:
-        self._oracles, self._loops, self._run = oracles, {*oracles.loops_to_watch()}, {*run, *identifiers(tree)}
+        self._oracles, self.loops, self._run = oracles, oracles.loops_to_watch(), run
         self.marked: set[ast.AST] = set()
         self.all = [*self._of_block(tree.body, None)]
 
     def _one_of(self, nodes: list[Any], under: ast.AST | None) -> Owed:
-        self.marked |= {*nodes, *([under] if under else [])} - self._loops
+        self.marked |= {*nodes, *([under] if under else [])} - self.loops.keys()
         return Owed(frozenset(map(position, nodes)), position(under) if under else None)
 
     def _of_block(self, body: list[Any], under: ast.AST | None) -> Iterator[Owed]:
@@ -65,7 +65,7 @@ class OwedChecks:
 
     def _of_statement(self, node: Any, under: ast.AST | None) -> Iterator[Owed]:
         expects_error = isinstance(node, ast.With) and any(is_error for is_error, _ in class_uses(*node.items))
-        if expects_error and not any(isinstance(each, ast.Raise) for each in walk(node)):
+        if expects_error and not raises(node):
             return  # the program's exception may come before the check
         for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
             yield from self._of_block(part.body, part.body[0])
@@ -73,7 +73,7 @@ class OwedChecks:
             for block in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])):
                 yield from self._of_block(block, under)
         elif not isinstance(node, ast.Match):
-            yield from (self._one_of([part], under) for part in walk(node) if part in self._loops or _is_check(part))
+            yield from (self._one_of([part], under) for part in walk(node) if part in self.loops or _is_check(part))
 
     def _is_run(self, node: ast.FunctionDef | ast.ClassDef) -> bool:
         is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test")
@@ -106,7 +106,7 @@ class MarkChecks(ast.NodeTransformer):
     ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too."""
 
     def __init__(self, oracles: Oracles, owed: OwedChecks, sides: Sides | None) -> None:
-        self._zips, self._loops, self._owed = oracles.zips_to_watch(), oracles.loops_to_watch(), owed.marked
+        self._zips, self._loops, self._owed = oracles.zips_to_watch(), owed.loops, owed.marked
         self._places = sides.places if sides else {}
 
     def visit(self, node: ast.AST) -> Any:

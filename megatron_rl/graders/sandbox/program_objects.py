@@ -1,8 +1,8 @@
 """The program's objects as the tests see them.
 
-Calls and attributes are requests to the program. Operators whose result the tests can check (length, text, items,
-arithmetic) are requests only for an instance that the tests have made, by calling a name like ``Stack``. Every other use
-(comparing, hashing, isinstance, a truth that its class decides, ...) raises a violation, because the program would decide the test.
+Calls, attributes, texts and ``with`` are requests to the program. Other operators whose result the tests can check (length, items,
+arithmetic) are requests only for an instance that the tests have made, by calling a name like ``Stack``. An object is true if its class
+decides no truth. Every other use (comparing, hashing, isinstance, ...) raises a violation, because the program would decide the test.
 """
 
 import builtins
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class Handle:
-    __slots__ = ("_is_made", "_reference", "_requests")
+    __slots__ = ("_made_by", "_reference", "_requests")
 
     def __init__(self, requests: Any, reference: list[Any]) -> None:
         # object.__setattr__ bypasses __setattr__ below, which would send a request
         object.__setattr__(self, "_requests", requests)
         object.__setattr__(self, "_reference", reference)
-        object.__setattr__(self, "_is_made", "")
+        object.__setattr__(self, "_made_by", "")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         kind, name = reference_of(self)
@@ -29,7 +29,7 @@ class Handle:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise _undecided(self, name)
         value = _requests(self).ask("get", self, name)
-        stands_for_array = name in _requests(self).array_methods and is_object(value) and not _is_made(self)
+        stands_for_array = name in _requests(self).array_methods and is_object(value) and not _made_by(self)
         return _judgment(self, name, value) if name in _JUDGMENTS or stands_for_array else value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,10 +69,10 @@ class Iterator(Handle):
     __slots__ = ()
 
     def __iter__(self) -> Any:
-        return _operate(self, "iter", Iterator, self) if _is_made(self) else self
+        return _operate(self, "iter", Iterator, self) if _made_by(self) else self
 
     def __len__(self) -> Any:
-        if _is_made(self):
+        if _made_by(self):
             return _operate(self, "len", int, self)
         raise TypeError("an iterator has no len()")  # list() calls len() and ignores this error
 
@@ -93,14 +93,15 @@ def _requests(handle: Handle) -> Any:
     return object.__getattribute__(handle, "_requests")
 
 
-def _is_made(handle: Handle) -> str:
-    return object.__getattribute__(handle, "_is_made")
+def _made_by(handle: Handle) -> str:
+    """How the tests have made an instance: "name" by a call of its class, "operator" from another instance, "" if they have not."""
+    return object.__getattribute__(handle, "_made_by")
 
 
 def _made(value: Any, how: str = "operator") -> Any:
     """``value``, marked as an instance of a class that the tests name, or made from one by an operator."""
     if isinstance(value, Handle):
-        object.__setattr__(value, "_is_made", how)
+        object.__setattr__(value, "_made_by", how)
     return value
 
 
@@ -124,17 +125,17 @@ def _undecided(handle: Handle, name: str, *others: object) -> BaseException:
     name = name.strip("_")
     is_plain = name in ("eq", "ne") and all(type(other).__module__ == "builtins" for other in others)
     is_iterator = type(handle) is Iterator and name != "class"
-    has_failed = (is_plain or is_iterator) and reference_of(handle)[0] == "object" and not _is_made(handle)
+    has_failed = (is_plain or is_iterator) and reference_of(handle)[0] == "object" and not _made_by(handle)
     violation = _requests(handle).failed if has_failed else _requests(handle).unscored
     return violation(f"the program gave an object where the tests need a plain value ({name})")
 
 
 def _operate(handle: Handle, name: str, result: type, *operands: Any) -> Any:
     """The result of an operator, of the exact type ``result``; a Handle may be an Iterator, object is any type."""
-    if not _is_made(handle) and name not in ("enter", "exit", "str", "repr"):  # with @contextmanager; a text is compared as one
+    if not _made_by(handle) and name not in ("str", "repr", "enter", "exit"):
         raise _undecided(handle, name)
     value = _requests(handle).ask("operate", name, *operands)
-    if name == "abs" and type(value) in (int, float) and _is_made(handle) == "name":  # abs(f(x) - 4) would decide a test
+    if name == "abs" and type(value) in (int, float) and _made_by(handle) == "name":  # abs(f(x) - 4) would decide a test
         return value
     if type(value) is not result and not (result in (object, Handle) and issubclass(type(value), result)):
         raise _undecided(handle, name)

@@ -17,7 +17,6 @@ from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, refere
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, dress, encode, is_unchanged, snapshot
 
-Shares = Literal["all", "arguments", "none"]
 MAX_DETAIL = 300
 TESTS_MODULE = "tests"
 """``__name__`` in the namespace of the tests."""
@@ -50,7 +49,7 @@ class ProgramRequests:
             thread's request is in progress.
     """
 
-    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: Shares = "all") -> None:
+    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: Literal["all", "arguments", "none"] = "all") -> None:
         self._wire, self._tell, self._shares = wire, tell, shares
         self._turn = threading.RLock()
         self._functions: list[Any] = []
@@ -206,12 +205,13 @@ class ProgramRequests:
         (value,), containers = self._received(reply, known)
         _renew(lent, reply["nodes"])
         changed = [number for number in range(len(known)) if reply["nodes"][number] is not None]
-        self.given |= {"changes"} if changed else set()
-        self.given |= {"results"} if any(number < len(lent) and lent[number].is_result for number in changed) else set()
+        if changed:
+            is_late = any(number < len(lent) and lent[number].is_result for number in changed)
+            self.given |= {"changes", "results"} if is_late else {"changes"}
         if self._shares == "none":
             return value
         self._num_lent += len(containers) - len(lent)
-        of_arguments = _parts_of(known, containers if changed else known)
+        of_arguments = _parts_of(known, containers[len(known) :] if changed else [])
         for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
             container, content = containers[number], snapshot(containers[number])
             num_parts = len(content) if type(content) is list else sum(map(len, content))
@@ -329,13 +329,13 @@ def _arguments(values: tuple[Any, ...]) -> list[Any]:
     return [*values[1], *(value for _, value in values[2])] if is_call else []
 
 
-def _parts_of(roots: list[Any], containers: list[Any]) -> set[int]:
-    """Ids of ``roots`` and of those of ``containers`` that they hold."""
-    known = {id(each) for each in containers}
-    found, waiting = {id(each) for each in roots}, [*roots]
-    while waiting and len(containers) > len(roots):
+def _parts_of(roots: list[Any], fresh: list[Any]) -> set[int]:
+    """Ids of ``roots`` and of those of the ``fresh`` containers that they hold."""
+    sought, found = {id(each) for each in fresh}, {id(each) for each in roots}
+    waiting = [*roots] if fresh else []
+    while waiting:
         for part in gc.get_referents(waiting.pop()):
-            if id(part) not in found and (id(part) in known or type(part) in (tuple, dict, frozenset)):
+            if id(part) not in found and (id(part) in sought or type(part) in (tuple, dict, frozenset)):
                 found.add(id(part))
                 waiting.append(part)
     return found

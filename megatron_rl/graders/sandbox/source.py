@@ -241,7 +241,8 @@ def read_tests(
     names, program_names = names - library.keys(), program_names - library.keys()
     oracles.forget(library)
     imported = imported_from_solution(tree)
-    errors = names_of(*(node for is_error, node in class_uses(tree) if is_error)) & (program_names | imported)
+    error_uses = [node for is_error, node in class_uses(tree) if is_error]
+    errors = names_of(*error_uses) & (program_names | imported)
     constants = program_names - _used_as_functions(tree) - entry - errors - {"candidate"}
     _check_runnable(tree, names, constants, prompt_code)
     # ``assert False`` stands where no right program gets to.
@@ -253,14 +254,13 @@ def read_tests(
     use_arrays = bool(_ARRAYS.search(f"{prompt_code}\n{setup}\n{text}"))
     words = frozenset(identifiers(tree))
     expected = expected_in(f"{setup}\n{text}", prompt_code, walk(tree, before, *shared), oracles.compares_sums())
-    expect_errors = any(is_error for is_error, _ in class_uses(tree))
-    owed = OwedChecks(tree, oracles, functions)
+    owed = OwedChecks(tree, oracles, words.union(functions))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
         code = compile(ast.fix_missing_locations(MarkChecks(oracles, owed, sides).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
-    habits = (sides, use_arrays, frozenset(expected), expect_errors, hide_errors, doubt, owed.all, _raising_lines(tree), num_asserts)
+    habits = (sides, use_arrays, frozenset(expected), bool(error_uses), hide_errors, doubt, owed.all, _raising_lines(tree), num_asserts)
     return Tests(code, names, constants, errors, library, *habits, tuple(text.splitlines()), functions, words)
 
 

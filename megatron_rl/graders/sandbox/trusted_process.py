@@ -85,6 +85,7 @@ class _Cases:
         """True if a zip has ended before everything that it compares."""
         self.reached: set[tuple[int, int]] = set()
         """Positions of the marked statements that were run."""
+        self.reach = self.reached.add
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
         self.record: SideRecord | None = None
@@ -143,9 +144,6 @@ class _Cases:
             self.reach(position)
         self.is_over_nothing |= not size
         self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
-
-    def reach(self, position: tuple[int, int]) -> None:
-        self.reached.add(position)
 
     def next(self, items: Iterator[Any], *default: Any) -> Any:
         """The built-in ``next`` of the tests."""
