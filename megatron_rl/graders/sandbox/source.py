@@ -188,15 +188,20 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
             names.add(node.name)
             if node.name == "Solution":  # LeetCode's tests call its methods
                 names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-            continue
-        for inner in walk(node):
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                names.add(inner.id)
-            elif isinstance(inner, (ast.Import, ast.ImportFrom)):
-                names |= {(alias.asname or alias.name).partition(".")[0] for alias in inner.names}
-            elif isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                names.add(inner.name)
+        else:
+            names |= _bound(node)
     return names
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """Names that assignments, definitions and imports bind."""
+    found = names_stored(tree)
+    for node in walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- tests
@@ -270,7 +275,8 @@ def _complete(tree: ast.Module, text: str, entry_point: str) -> set[str]:
     own = _defined(tree.body)
     if not any(_can_fail(node, own) for node in walk(*tree.body)) or any(map(_is_tuple, walk(*tree.body))):
         raise InvalidTests("the tests assert nothing")
-    if "check" in own and not _uses_check(tree.body):
+    callers = [node for node in tree.body if _names_test(node) or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if "check" in own - names_of(*callers):
         if not entry_point:
             raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body += ast.parse(f"if check({entry_point}) is False:\n    raise AssertionError('check returned False')").body
@@ -360,11 +366,6 @@ def _doubt(tree: ast.Module, names: frozenset[str], constants: frozenset[str], o
     return f"the tests convert what the program gives to what it may choose: {conversion:.80}" if conversion else ""
 
 
-def _uses_check(body: Sequence[ast.stmt]) -> bool:
-    statements = [node for node in body if _names_test(node) or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return "check" in names_of(*statements)
-
-
 def _used_as_functions(tree: ast.AST) -> set[str]:
     """Names that the code calls, passes as arguments, uses as decorators or reads attributes of."""
     found: set[str] = set()
@@ -377,15 +378,8 @@ def _used_as_functions(tree: ast.AST) -> set[str]:
 
 def _bound_somewhere(tree: ast.AST) -> set[str]:
     """Names bound as local variables, parameters, imports and the like."""
-    found = names_stored(tree)
-    for node in walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
-            found.add(node.name or "")
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return found
+    parameters = {node.arg for node in walk(tree) if isinstance(node, ast.arg)}
+    return _bound(tree) | parameters | {node.name or "" for node in walk(tree) if isinstance(node, ast.ExceptHandler)}
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:

@@ -333,10 +333,11 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     shared = frozenset(namespace)
 
     def find_error(name: str) -> type | None:
-        kind = _own_error(dict.get(namespace, name))
-        if kind and name not in shared | requests.thrown:
+        kind: Any = dict.get(namespace, name)
+        is_own = type(kind) in (type, ErrorType) and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
+        if is_own and name not in shared | requests.thrown:
             raise requests.unscored(f"the program raises {name}, by which the tests steer themselves")
-        return kind
+        return kind if is_own else None
 
     requests.find_error = find_error
     if "candidate" in tests.names and entry_point:
@@ -369,11 +370,6 @@ def _text(requests: ProgramRequests, output: Any) -> str:
     if type(output) is not str:
         raise requests.failed("the program sent an invalid reply")
     return output
-
-
-def _own_error(kind: Any) -> type | None:
-    is_own = type(kind) in (type, ErrorType) and issubclass(kind, Exception) and kind.__module__ == TESTS_MODULE
-    return kind if is_own else None
 
 
 def _evaluator(requests: ProgramRequests) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from enum import Enum
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,8 @@ def snapshot(container: Any) -> Snapshot:
     """Content of a container: its parts, to be compared by identity, or a tuple of plain values."""
     if type(container) in (bytearray, array):
         return (bytes(container),)
+    if type(container) is Random:
+        return (container.getstate(),)
     if data := _array(container):
         return tuple(map(str, data))
     content = container if isinstance(container, list | set | deque | dict) else vars(container)
@@ -121,7 +124,7 @@ class _Encoder:
         self._export = export
         self._records = {kind for kind in records.values() if not issubclass(kind, Enum)}
         self._members = set(records.values()) - self._records
-        self._containers = {list, set, deque, bytearray, array, SimpleNamespace, *_MAPPINGS.values(), *self._records}
+        self._containers = {list, set, deque, bytearray, array, Random, SimpleNamespace, *_MAPPINGS.values(), *self._records}
         self.objects = list(known)
         self._numbers = {id(value): number for number, value in enumerate(self.objects)}
 
@@ -175,6 +178,8 @@ class _Encoder:
             return ["bytearray", value.hex()]
         if kind is array:
             return ["typed", value.tobytes().hex(), value.typecode]
+        if kind is Random:
+            return ["random", value.getstate()]
         if data := _array(value):
             return data
         attributes = [[name, self.item(part)] for name, part in vars(value).items()]
@@ -285,6 +290,8 @@ class _Decoder:
             return {_name(name, self._records[content]): self.item(part) for name, part in node[2]}
         if tag == "namespace":
             return {_name(name, SimpleNamespace): self.item(part) for name, part in content}
+        if tag == "random":
+            return content[0], tuple(content[1]), content[2]
         if tag == "typed":
             return self._look(array(node[2], bytes.fromhex(content)))
         return self._look(bytes.fromhex(content) if tag == "bytearray" else _from_array(node))
@@ -348,7 +355,8 @@ def _shell(node: Any, records: Records) -> Any:
     return shell
 
 
-_SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "bytearray": bytearray, "namespace": SimpleNamespace, **_MAPPINGS}
+_SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "bytearray": bytearray, "random": Random, "namespace": SimpleNamespace}
+_SHELLS |= _MAPPINGS
 
 
 def _fill(value: Any, tag: str, content: Any) -> None:
@@ -356,6 +364,8 @@ def _fill(value: Any, tag: str, content: Any) -> None:
         value[:] = content
     elif tag == "array":
         value[...] = content
+    elif tag == "random":
+        value.setstate(content)
     else:
         mapping = vars(value) if tag in ("record", "namespace") else value
         mapping.clear()

@@ -403,6 +403,10 @@ FORGED_VALUES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a):\n    a.clear()\n    return 0", "for a in ([3, 1], [2]):\n    assert f(a) == sum(a)"),
         ("def f(a):\n    a.clear()\n    return 0", "a = [1]\nwant = lambda: sum(a)\nassert f(a) == want()"),
     ],
+    "chooses the random numbers that it is compared with": [
+        ("def f(a, rng):\n    rng.seed(4)\n    return 3", "import random\nrng = random.Random(9)\nassert f([1], rng) == rng.randrange(10)"),
+        ("def f(a, rng):\n    rng.setstate(type(rng)(4).getstate())\n    return 3", "import random\nrng = random.Random(9)\ngot = f([1], rng)\nwant = rng.randrange(10)\nassert got == want"),  # noqa: E501
+    ],
     "changes a file that it is compared with": [
         ("def f(x):\n    open('want','w').write('5')\n    return '5'", "with open('want','w') as o: o.write('4')\nassert f(2) == open('want').read()"),  # noqa: E501
         ("import os\ndef f(x):\n    for p in os.listdir('.'): open(p,'w').write('5')\n    return 5", "import json\njson.dump(4, open('w.json','w'))\ng = f(2)\nassert g == json.load(open('w.json'))"),  # noqa: E501

@@ -456,4 +456,8 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
     "objects of the prompt's class next to others": [
         ("class Solution:\n    def f(self, head):\n        last = None\n        while head: head.next, last, head = last, head, head.next\n        return last", "def values(n):\n    out = []\n    while n:\n        out.append(n.val); n = n.next\n    return out\nfor k in (2, 3):\n    h = None\n    for x in range(k): h = ListNode(x, h)\n    assert values(Solution().f(h)) == list(range(k))", "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n", "Solution().f"),  # noqa: E501
     ],
+    "a source of random numbers as an argument": [
+        ("def f(a, rng):\n    a = list(a)\n    rng.shuffle(a)\n    return a", "import random\nrng, own = random.Random(3), random.Random(3)\nfor _ in range(3):\n    want = list(range(9))\n    own.shuffle(want)\n    assert f(range(9), rng) == want\nassert rng.random() == own.random()"),  # noqa: E501
+        ("class Deck:\n    def __init__(s, rng): s.rng, s.cards = rng, [*range(9)]\n    def draw(s): return s.cards.pop(s.rng.randrange(len(s.cards)))", "import random\na, b = Deck(random.Random(3)), Deck(random.Random(3))\none, other = [a.draw() for _ in range(9)], [b.draw() for _ in range(9)]\nassert one == other\nassert sorted(one) == [*range(9)]"),  # noqa: E501
+    ],
 }
