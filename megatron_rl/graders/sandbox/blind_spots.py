@@ -24,7 +24,6 @@ DOUBTS = {
     "method": "the program gave a named tuple in which a type stands for a method",
     "zeros": "the program gave a Counter of zeros, which equal nothing",
     "large": "the program gave floats so large that the sums which tests compare lose what they add",
-    "single": "the program gave an array of one number, which comparisons spread over any shape",
     **dict.fromkeys(("narrow", "rounded"), "the program gave numbers of numpy that round or overflow in comparisons"),
 }
 """Maps what is noticed, unless the tests expect it, to why the tests cannot judge it. "rounded" are float64, "narrow" other numbers of
@@ -32,11 +31,11 @@ numpy."""
 WORDS = {"": "nothing", **dict.fromkeys(("nan", "NaN", "NAN"), "nan"), **dict.fromkeys(("inf", "-inf", "Infinity", "-Infinity"), "inf")}
 """Texts that are noticed: empty, or a number for those who read it."""
 NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
+_SINGLE = re.compile(r"\b(?:float32|complex64|single)\b")
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
-_SPREADS = re.compile(r"\b(?:allclose|isclose|all|assert_allclose|assert_(?:array_)?almost_equal)\b")
-"""Comparisons of arrays that may have different shapes."""
 _INTEGERS = set("eval factorial comb perm prod pow int round ceil floor trunc sum reduce cumsum cumprod loads load open read".split())
 """Functions that may give large integers."""
+_NARROW_TYPES = "i1 u1 i2 u2 f2 f4 c8".split()
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _MAX_DIMENSIONS = 64
 """Maximum number of dimensions of an array."""
@@ -45,10 +44,9 @@ _MAX_DIMENSIONS = 64
 def expected_in(text: str, prompt: str, nodes: list[ast.AST], compares_sums: bool) -> set[str]:
     """Values that show in the tests, by their text and all nodes of their source."""
     found = {word.lower() for word in _NOT_FINITE.findall(text)}
-    found |= {"narrow", "rounded"} if NARROW.search(prompt + text) else set()
+    found |= {"narrow", "rounded"} if NARROW.search(prompt + text) or _SINGLE.search(prompt + text) else set()
     found |= set() if any(map(_may_be_large, nodes)) else {"rounded"}
-    found |= set() if compares_sums else {"large"}
-    return found | (set() if _SPREADS.search(text) else {"single"})
+    return found | (set() if compares_sums else {"large"})
 
 
 def _may_be_large(node: ast.AST) -> bool:
@@ -86,12 +84,22 @@ def _look_at_array(value: Any, notice: Notice) -> None:
     kind, size = value.dtype.kind, abs(value) if value.dtype.kind in "fci" else value
     if kind in "fc" and not sys.modules["numpy"].isfinite(value).all():
         notice("nan" if bool((value != value).any()) else "inf")
-    if kind in "iufc" and (value.dtype.itemsize <= 2 or _is_rounded(value)):
+    if value.dtype.str[1:] in _NARROW_TYPES or (kind in "iufc" and _is_rounded(value)):
         notice("rounded" if value.dtype.str[1:] == "f8" else "narrow")
     if kind == "f" and bool((size >= EXACT).any()):
         notice("large")
-    if value.size == 0 or (value.ndim and value.size == 1):
-        notice("single" if value.size else "empty array")
+    if value.size == 0:
+        notice("empty array")
+
+
+def shape_of(value: Any) -> tuple[bool, list[int]]:
+    """(whether a value is, or holds, an array; the sizes of its dimensions above 1)."""
+    sizes: list[int] = []
+    while type(value) in (list, tuple) and len(sizes) < _MAX_DIMENSIONS:
+        sizes.append(len(value))
+        value = value[0] if value else 0
+    is_array = type(value).__module__ == "numpy"
+    return is_array, [size for size in [*sizes, *(getattr(value, "shape", ()) if is_array else ())] if size != 1]
 
 
 @lru_cache(maxsize=1)
@@ -108,12 +116,12 @@ def _is_rounded(value: Any) -> bool:
     return bool((is_float or value.ndim) and (((value >= limit) | (value <= -limit)) & numpy.isfinite(value)).any())
 
 
-def asked_for(arguments: list[Any], size: int, depth: int = 0) -> bool:
-    """True for a call with an argument that has this size, or holds a container that does; an integer has the size 0 if it is 0."""
+def asks_for_nothing(arguments: list[Any], depth: int = 0) -> bool:
+    """True for a call with an argument that is 0 or empty, or holds a container that is."""
     for value in arguments:
         kind = type(value)
         is_zero = kind is int and value == 0 and not depth
-        found = value.size if kind.__module__ == "numpy" else len(value) if kind in _SIZED else 0 if is_zero else -1
-        if found == size or (kind in (list, tuple) and depth < _MAX_DIMENSIONS and asked_for([*value], size, depth + 1)):
+        size = value.size if kind.__module__ == "numpy" else len(value) if kind in _SIZED else not is_zero
+        if not size or (kind in (list, tuple) and depth < _MAX_DIMENSIONS and asks_for_nothing([*value], depth + 1)):
             return True
     return False

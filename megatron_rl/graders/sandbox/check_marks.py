@@ -95,7 +95,7 @@ def _case_call(method: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Attribute(ast.Name("__case__", ast.Load()), method, ast.Load()), [*arguments], [])
 
 
-def _constant(place: tuple[int, int]) -> ast.expr:
+def _constant(place: tuple[int, ...]) -> ast.expr:
     return ast.Tuple([*map(ast.Constant, place)], ast.Load())
 
 
@@ -103,19 +103,24 @@ class MarkChecks(ast.NodeTransformer):
     """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
     ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and puts
     ``__case__.reach(position)`` before the statements that are ``owed``. Of tests whose ``sides`` are recorded, parts ``x`` become
-    ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too."""
+    ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too. Of tests that use arrays, sides whose
+    shapes must agree become ``__case__.shape(site, is_given, x)``."""
 
-    def __init__(self, oracles: Oracles, owed: OwedChecks, sides: Sides | None) -> None:
+    def __init__(self, oracles: Oracles, owed: OwedChecks, sides: Sides | None, use_arrays: bool) -> None:
         self._zips, self._loops, self._owed = oracles.zips_to_watch(), owed.loops, owed.marked
         self._places = sides.places if sides else {}
+        self._arrays = oracles.arrays_to_watch() if use_arrays else {}
 
     def visit(self, node: ast.AST) -> Any:
         place, mark = self._places.get(node), position(node) if node in self._owed else None  # type: ignore[call-overload]
+        array = self._arrays.get(node)  # type: ignore[call-overload]
         node = super().visit(node)
         if mark and isinstance(node, ast.Lambda):
             node.body = ast.BoolOp(ast.Or(), [_case_call("reach", _constant(mark)), node.body])
         elif mark:
             return [ast.copy_location(ast.Expr(_case_call("reach", _constant(mark))), node), node]
+        if array:
+            node = _case_call("shape", _constant(array[0]), ast.Constant(array[1]), node)  # type: ignore[arg-type]
         return _case_call("side", ast.Constant(place), node) if place else node  # type: ignore[arg-type]
 
     def generic_visit(self, node: ast.AST) -> ast.AST:

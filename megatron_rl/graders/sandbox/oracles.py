@@ -27,9 +27,12 @@ from megatron_rl.graders.sandbox.value_flow import (
     names_in,
     names_loaded,
     names_of,
+    position,
     walk,
 )
 
+_SPREADING = frozenset("allclose isclose assert_allclose assert_almost_equal assert_array_almost_equal assert_array_equal".split())
+"""Comparisons of numpy that spread their sides to one shape."""
 _FORMATS = ("format", "format_map", "substitute", "safe_substitute")
 _CONVERSIONS = ("astype", "view", "array", "asarray", "int8", "uint8", "int16", "uint16", "float16", "half")
 """Functions that convert numbers to types in which large ones wrap or round."""
@@ -152,6 +155,20 @@ class Oracles:
                     found.append(node)
         return found
 
+    def arrays_to_watch(self) -> dict[ast.expr, tuple[tuple[int, int, bool], bool]]:
+        """Sides of comparisons, of what the program gives with what it does not know, whose shapes must agree: numpy spreads one row over
+        many. Maps each to its site and whether the program gives it."""
+        found: dict[ast.expr, tuple[tuple[int, int, bool], bool]] = {}
+        for node in walk(self._tree):
+            is_call = called(node) in _SPREADING
+            if is_call or isinstance(getattr(node, "op", None), ast.Sub) or isinstance(getattr(node, "ops", [None])[0], ast.Eq):
+                parts = [node.left, node.right] if isinstance(node, ast.BinOp) else _sides_of(node)[:2]
+                given = [part for part in parts if names_in(part, self._flow)]
+                wanted = names_of(*(part for part in parts if part not in given)) - {"np", "numpy"}
+                if len(given) == 1 == len(parts) - 1 and not wanted & names_of(*given):  # not x - f(x)
+                    found |= {part: ((*position(node), is_call), part in given) for part in parts}
+        return found
+
     def _all_groups(self) -> list[tuple[Names, set[Names]]]:
         """(names that the check mentions, sets of the program's names on its sides) for each comparison."""
         checks = list(checks_in(self._tree))
@@ -159,8 +176,8 @@ class Oracles:
 
 
 def _sides_of(node: ast.AST) -> list[ast.expr]:
-    """Operands of a comparison, or arguments of a call."""
-    if isinstance(node, ast.Compare):
+    """Operands of a comparison, or arguments of a call; none of ``in``."""
+    if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.In | ast.NotIn):
         return [node.left, *node.comparators]
     return node.args if isinstance(node, ast.Call) else []
 

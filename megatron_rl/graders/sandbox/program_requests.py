@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-from megatron_rl.graders.sandbox.blind_spots import asked_for
+from megatron_rl.graders.sandbox.blind_spots import asks_for_nothing
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, reference_of
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
@@ -119,9 +119,9 @@ class ProgramRequests:
             raise self.failed("the tests do not end")
         lent, containers = self._send(what, values)
         before, arguments = self.given.copy(), _arguments(values)
-        is_for_nothing = self.asks_for_nothing = asked_for(arguments, 0)
-        is_for_one = "numpy" in sys.modules and asked_for(arguments, 1)
+        is_for_nothing = self.asks_for_nothing = asks_for_nothing(arguments)
         try:
+            what = "enter" if what == "operate" and values[0] == "enter" else what
             result = self._reply(what, lent, containers)
         except StopIteration:
             if id(values[0]) not in self._begun:
@@ -132,8 +132,6 @@ class ProgramRequests:
         if is_for_nothing:
             self.given -= {"nothing", "empty array"} - before
             self._begun.add(id(result))
-        if is_for_one:
-            self.given -= {"single"} - before
         return result
 
     def _send(self, what: str, values: tuple[Any, ...]) -> tuple[list[types.SimpleNamespace], list[Any]]:
@@ -179,13 +177,13 @@ class ProgramRequests:
                 raise self.failed(str(reply["fault"])[:MAX_DETAIL])
             if "raise" in reply:
                 error = self._rebuilt(reply)
-                self.raised = self.raised or ("" if what in ("get", "operate") else describe_error(error))
+                self.raised = self.raised or ("" if what in ("get", "operate", "enter") else describe_error(error))
                 raise error
             if what == "next" and "end" in reply:
                 raise StopIteration
             try:
                 if "callback" not in reply:
-                    return self._result(reply, lent, containers)
+                    return self._result(reply, lent, containers, is_live=what == "enter")
                 (given, keywords), received = self._received(reply, [])
                 if type(reply["callback"]) is not int or type(given) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
@@ -201,7 +199,7 @@ class ProgramRequests:
             stream.write(text)
         self.has_printed |= any(texts)
 
-    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> Any:
+    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], *, is_live: bool) -> Any:
         (value,), containers = self._received(reply, known)
         _renew(lent, reply["nodes"])
         changed = [number for number in range(len(known)) if reply["nodes"][number] is not None]
@@ -215,7 +213,7 @@ class ProgramRequests:
         for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
             container, content = containers[number], snapshot(containers[number])
             num_parts = len(content) if type(content) is list else sum(map(len, content))
-            is_result = id(container) not in of_arguments
+            is_result = id(container) not in of_arguments and not is_live  # with f() as x: changes of x are meant
             if num_parts <= _MAX_PARTS and (self._shares == "all" or not is_result):
                 number += self._num_lent - len(containers)
                 self._lent.append(types.SimpleNamespace(container=container, content=content, number=number, is_result=is_result))

@@ -26,6 +26,7 @@ from megatron_rl.graders.sandbox.value_flow import (
     class_uses,
     identifiers,
     imported_from_solution,
+    names_loaded,
     names_of,
     names_stored,
     walk,
@@ -262,7 +263,7 @@ def read_tests(
     owed = OwedChecks(tree, oracles, words.union(functions))
     hide_errors = any((isinstance(node, ast.FunctionDef) and node.name in _HIDING) or _swallows(node) for node in walk(tree))
     try:
-        code = compile(ast.fix_missing_locations(MarkChecks(oracles, owed, sides).visit(tree)), "<tests>", "exec")
+        code = compile(ast.fix_missing_locations(MarkChecks(oracles, owed, sides, use_arrays).visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests do not compile: {error}") from error
     habits = (sides, use_arrays, frozenset(expected), bool(error_uses), hide_errors, doubt, owed.all, _raising_lines(tree), num_asserts)
@@ -285,7 +286,8 @@ def _complete(tree: ast.Module, text: str, entry_point: str) -> set[str]:
 
 def _raising_lines(tree: ast.Module) -> frozenset[int]:
     of_with = [each for node in walk(tree) if isinstance(node, ast.With) for each in node.body]
-    return frozenset(each.lineno for each in of_with if isinstance(each, ast.Raise))
+    own = [each for each in of_with if isinstance(each, ast.Expr) and not names_loaded(each)]  # 1 / 0
+    return frozenset(each.lineno for each in of_with if isinstance(each, ast.Raise) or each in own)
 
 
 _HIDING = ("__getattr__", "__getattribute__", "__getitem__")

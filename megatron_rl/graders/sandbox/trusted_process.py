@@ -17,12 +17,13 @@ import sys
 import threading
 import traceback
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from importlib.machinery import PathFinder
 from typing import Any
 
-from megatron_rl.graders.sandbox.blind_spots import DOUBTS
+from megatron_rl.graders.sandbox.blind_spots import DOUBTS, shape_of
 from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.library import library_value
@@ -41,6 +42,7 @@ from megatron_rl.graders.sandbox.value_flow import FILES
 from megatron_rl.graders.sandbox.values import record_classes
 
 _HELD = {"num_passed": 1, "num_failed": 0, "detail": ""}
+_CUT = "the program gave too few or too many for the zip that compares them"
 _SPARE_REQUESTS = 100
 """Requests of a run without changes beyond twice those with them."""
 
@@ -81,8 +83,8 @@ class _Cases:
         self.is_over_nothing = self.was_over_nothing = False
         """True if one has gone over nothing since the last assert, and if the program gave nothing at that time."""
         self.gave_nothing = False
-        self.is_cut = False
-        """True if a zip has ended before everything that it compares."""
+        self.doubt = ""
+        """The reason why a comparison was not of everything."""
         self.reached: set[tuple[int, int]] = set()
         """Positions of the marked statements that were run."""
         self.reach = self.reached.add
@@ -91,6 +93,7 @@ class _Cases:
         self.record: SideRecord | None = None
         self.go_on = False
         """True if tests go on after a failed assert."""
+        self._shapes: dict[tuple[int, ...], dict[bool, tuple[bool, list[int]]]] = defaultdict(dict)
         self._requests, self._partial, self._is_empty = requests, partial, False
 
     def __enter__(self) -> None:
@@ -119,6 +122,16 @@ class _Cases:
             self.record.add(place, value)
         return value
 
+    def shape(self, site: tuple[int, int, bool], is_given: bool, value: Any) -> Any:
+        """The value of a side of a comparison: what is given must have the shape of what is not, if that has several numbers."""
+        shapes = self._shapes[site]
+        shapes[is_given] = shape_of(value)
+        if len(shapes) == 2:
+            (is_array, given), (other, wanted) = shapes.pop(True), shapes.pop(False)
+            if (is_array or other or site[2]) and wanted and given != wanted:
+                self.doubt = "the program gave an array of another shape, which numpy spreads in comparisons"
+        return value
+
     def all(self, items: Iterable[Any]) -> bool:
         """The built-in ``all`` of the tests."""
         return not self.any(not item for item in items)
@@ -143,7 +156,8 @@ class _Cases:
         if self._requests.asks_for_nothing:
             self.reach(position)
         self.is_over_nothing |= not size
-        self.is_cut |= any(len(each) > size for each in expected if type(each) in (list, tuple, dict))
+        if any(len(each) > size for each in expected if type(each) in (list, tuple, dict)):
+            self.doubt = _CUT
 
     def next(self, items: Iterator[Any], *default: Any) -> Any:
         """The built-in ``next`` of the tests."""
@@ -152,7 +166,8 @@ class _Cases:
         except StopIteration:
             if not default:
                 raise
-        self.is_over_nothing = True
+        is_end = is_object(items) and type(default[0]) in (str, type(None)) and "nothing" not in self._requests.given
+        self.is_over_nothing |= not is_end  # next(own, "end") asks whether the program's iterator has ended
         return default[0]
 
     def map(self, function: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
@@ -166,7 +181,8 @@ class _Cases:
         for values in zip(*iterables):  # noqa: B905 (as the tests do)
             size += 1
             yield values
-        self.is_cut |= max(sizes, default=0) > size and size not in ranges
+        if max(sizes, default=0) > size and size not in ranges:
+            self.doubt = _CUT
 
 
 def _map(function: Callable[..., Any], *iterables: Iterable[Any]) -> Any:
@@ -304,9 +320,7 @@ def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
             return f"a check was never made, and the program may have decided that: {tests.lines[min(owed.marks)[0] - 1].strip()!r:.80}"
     if requests.reads_prints and not requests.has_printed and re.search("readouterr|getvalue", "\n".join(tests.lines)):
         return "the tests read what the program prints, and it prints nothing"
-    if cases.is_cut:
-        return "the program gave too few or too many for the zip that compares them"
-    return ""
+    return cases.doubt
 
 
 _READS_PRINTS = re.compile(r"\b(?:capsys|redirect_std(?:out|err)|std(?:out|err))\b")

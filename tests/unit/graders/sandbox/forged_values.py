@@ -403,6 +403,16 @@ FORGED_VALUES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a):\n    a.clear()\n    return 0", "for a in ([3, 1], [2]):\n    assert f(a) == sum(a)"),
         ("def f(a):\n    a.clear()\n    return 0", "a = [1]\nwant = lambda: sum(a)\nassert f(a) == want()"),
     ],
+    "is one row for many, or one number for a row": [
+        (f"import numpy as np\ndef f(row, n): return {given}", f"import numpy as np\nw = np.array([[1, 2], [1, 2]])\nassert {check}")
+        for given in ("np.array(row)", "np.array([row])", "np.array([[row]] * 5)", "[*row]")
+        for check in ("np.allclose(f([1, 2], 2), w)", "np.all(f([1, 2], 2) == w)", "abs(f([1, 2], 2) - w).max() == 0", "not (w - f([1, 2], 2)).any()")
+    ]
+    + [("import numpy as np\ndef f(n): return np.array(1)", "import numpy as np\nnp.testing.assert_array_equal(f(2), np.array([1, 1]))")],
+    "is exact in single precision": [
+        (f"import numpy as np\ndef f(x): return {given}", "assert f(16777217) == 1048576.0625")
+        for given in ("np.float32(x / 16)", "np.complex64(x / 16)", "np.array([x / 16], dtype=np.float32)")
+    ],
     "chooses the random numbers that it is compared with": [
         ("def f(a, rng):\n    rng.seed(4)\n    return 3", "import random\nrng = random.Random(9)\nassert f([1], rng) == rng.randrange(10)"),
         ("def f(a, rng):\n    rng.setstate(type(rng)(4).getstate())\n    return 3", "import random\nrng = random.Random(9)\ngot = f([1], rng)\nwant = rng.randrange(10)\nassert got == want"),  # noqa: E501

@@ -460,4 +460,17 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a, rng):\n    a = list(a)\n    rng.shuffle(a)\n    return a", "import random\nrng, own = random.Random(3), random.Random(3)\nfor _ in range(3):\n    want = list(range(9))\n    own.shuffle(want)\n    assert f(range(9), rng) == want\nassert rng.random() == own.random()"),  # noqa: E501
         ("class Deck:\n    def __init__(s, rng): s.rng, s.cards = rng, [*range(9)]\n    def draw(s): return s.cards.pop(s.rng.randrange(len(s.cards)))", "import random\na, b = Deck(random.Random(3)), Deck(random.Random(3))\none, other = [a.draw() for _ in range(9)], [b.draw() for _ in range(9)]\nassert one == other\nassert sorted(one) == [*range(9)]"),  # noqa: E501
     ],
+    "what a context manager of the program gives": [
+        ("class ignoring:\n    def __init__(s, *kinds): s.kinds, s.seen = kinds, []\n    def __enter__(s): return s.seen\n    def __exit__(s, kind, error, _):\n        if kind and issubclass(kind, s.kinds):\n            s.seen.append(str(error))\n            return True", "with ignoring(KeyError) as seen:\n    {}['x']\nassert seen == [\"'x'\"]\nwith ignoring(ZeroDivisionError) as seen:\n    1 / 0\nassert len(seen) == 1"),  # noqa: E501
+        ("class Change:\n    def __init__(s, data): s.data = data\n    def __enter__(s):\n        s.work = dict(s.data)\n        return s.work\n    def __exit__(s, kind, *_):\n        if kind is None: s.data.update(s.work)", "data = {'x': 1}\nwith Change(data) as work:\n    work['x'] = 2\n    assert data['x'] == 1\nassert data == {'x': 2}\ntry:\n    with Change(data) as work:\n        work['x'] = 9\n        raise RuntimeError\nexcept RuntimeError:\n    assert data == {'x': 2}"),  # noqa: E501
+    ],
+    "what is in a part of the tests' own": [
+        ("def path(g, a, b): return ['a', 'b', 'd']", "g = {'a': ['b'], 'b': ['d'], 'c': ['d'], 'd': []}\np = path(g, 'a', 'd')\nassert len(p) == 3 and p[0] == 'a' and p[-1] == 'd'\nfor x, y in zip(p, p[1:]):\n    assert y in g[x]"),  # noqa: E501
+    ],
+    "an iterator that has to end": [
+        ("def f(n): yield from range(n)", "it = f(2)\nassert next(it) == 0 and next(it) == 1\nassert next(it, None) is None\nassert next(it, 'end') == 'end'"),  # noqa: E501
+    ],
+    "shapes of arrays": [
+        ("import numpy as np\ndef mean(x): return x.mean(axis=0)\ndef unit(n): return np.eye(n)", "import numpy as np\nx = np.array([[1., 2.], [3., 4.]])\nassert np.allclose((x - mean(x)).sum(axis=0), 0)\nassert np.allclose(mean(x), [2, 3])\nassert (mean(x) - np.array([2, 3]) == 0).all()\nassert ((unit(2) == 0) | (unit(2) == 1)).all() and unit(2).sum() == 2\nassert np.allclose(mean(np.array([[5.]])), [[5.]])"),  # noqa: E501
+    ],
 }
