@@ -1,2 +1,2 @@
-"""Self-contained graders: answers in mathematics, and programs in a sandbox. They import nothing else of this package.
+"""Self-contained graders: answers in mathematics, and programs in a sandbox by tests that an analysis reads. They import nothing else.
 """

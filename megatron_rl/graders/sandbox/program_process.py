@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+from megatron_rl.graders.analysis.source import compose, infer_entry_point, prelude
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone, taken
-from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple, record_classes, snapshot
 
 _MAX_OUTPUT_BYTES = 8 << 20

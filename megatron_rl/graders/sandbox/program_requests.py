@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-from megatron_rl.graders.sandbox.blind_spots import asks_for_nothing
+from megatron_rl.graders.analysis.blind_spots import asks_for_nothing
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, reference_of
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of

@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
+from megatron_rl.graders.analysis.source import InvalidTests, defined_in
 from megatron_rl.graders.sandbox.channel import pack_frame, read_frame
 from megatron_rl.graders.sandbox.guards import ProgramLimits, visible_paths
-from megatron_rl.graders.sandbox.source import InvalidTests, defined_in
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 5.0

@@ -23,10 +23,12 @@ from contextlib import nullcontext, suppress
 from importlib.machinery import PathFinder
 from typing import Any
 
-from megatron_rl.graders.sandbox.blind_spots import DOUBTS, shape_of
+from megatron_rl.graders.analysis.blind_spots import DOUBTS, shape_of
+from megatron_rl.graders.analysis.library import library_value
+from megatron_rl.graders.analysis.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.analysis.value_flow import FILES
 from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
-from megatron_rl.graders.sandbox.library import library_value
 from megatron_rl.graders.sandbox.program_objects import Handle, is_object
 from megatron_rl.graders.sandbox.program_requests import (
     MAX_DETAIL,
@@ -35,10 +37,8 @@ from megatron_rl.graders.sandbox.program_requests import (
     ProgramRequests,
     describe_error,
 )
-from megatron_rl.graders.sandbox.sides import SideRecord
-from megatron_rl.graders.sandbox.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.sandbox.side_record import SideRecord
 from megatron_rl.graders.sandbox.test_functions import NeedsPytest, TestRun
-from megatron_rl.graders.sandbox.value_flow import FILES
 from megatron_rl.graders.sandbox.values import record_classes
 
 _HELD = {"num_passed": 1, "num_failed": 0, "detail": ""}

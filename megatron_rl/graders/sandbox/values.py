@@ -26,7 +26,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.graders.sandbox.blind_spots import EXACT, WORDS, Notice, look
+from megatron_rl.graders.analysis.blind_spots import EXACT, WORDS, Notice, look
 
 _MAX_DEPTH = 150
 """Maximum nesting depth of tuples, because hashing them recurses in C."""

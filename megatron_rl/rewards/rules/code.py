@@ -19,10 +19,10 @@ from typing import Any
 
 from megatron_rl.data.code_lines import extract_code, fenced_blocks
 from megatron_rl.data.trajectory import Score
-from megatron_rl.graders.sandbox.code_cases import IMPORTS, read_cases, tests_of
+from megatron_rl.graders.analysis.code_cases import IMPORTS, read_cases, tests_of
+from megatron_rl.graders.analysis.source import InvalidTests, defined_in, infer_entry_point, names_of_tests
 from megatron_rl.graders.sandbox.guards import ProgramLimits
 from megatron_rl.graders.sandbox.sandbox import Program, Sandbox, SandboxError
-from megatron_rl.graders.sandbox.source import InvalidTests, defined_in, infer_entry_point, names_of_tests
 from megatron_rl.rewards.registry import RewardError, register
 
 _ROW_FIELDS = {

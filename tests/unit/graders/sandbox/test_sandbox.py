@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.graders.analysis.source import InvalidTests
 from megatron_rl.graders.sandbox import sandbox as sandbox_module
 from megatron_rl.graders.sandbox.guards import ProgramLimits
 from megatron_rl.graders.sandbox.sandbox import CaseResult, Program, Sandbox, SandboxError
-from megatron_rl.graders.sandbox.source import InvalidTests
 from tests.unit.graders.sandbox.honest_programs import HONEST, INSEPARABLE, NODES, OPERATED
 from tests.unit.graders.sandbox.hostile_programs import CHEATS, FORGED, GUARDED, LOOPS, MEMORY, SURVIVORS
 

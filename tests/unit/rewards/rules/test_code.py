@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.data.code_lines import extract_code
-from megatron_rl.graders.sandbox.source import InvalidTests, compose, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.analysis.source import InvalidTests, compose, infer_entry_point, prelude, read_tests
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, write_text
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
 from megatron_rl.rewards.rules.code import CodeOptions, score

@@ -13,7 +13,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.graders.sandbox.value_flow import called
+from megatron_rl.graders.analysis.value_flow import called
 
 Notice = Callable[[str], object]
 EXACT = 2.0**53

@@ -7,11 +7,10 @@ tested (``f(a); assert a == [1, 3]``) if another side depends neither on the cha
 """
 
 import ast
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megatron_rl.graders.sandbox.value_flow import (
+from megatron_rl.graders.analysis.value_flow import (
     FILES,
     Edge,
     Flow,
@@ -29,12 +28,9 @@ from megatron_rl.graders.sandbox.value_flow import (
     scope_of,
     walk,
 )
-from megatron_rl.graders.sandbox.values import NotSerializable, encode, record_classes
 
 Record = dict[str, list[int]]
 """Maps "number of the site.number of the part" to the hash of its values: how many there were, of all, or of the one that all are."""
-_MAX_VALUES = 2_000
-"""Values of one part that count."""
 
 
 class Site(NamedTuple):
@@ -102,28 +98,6 @@ class Sides:
         if site.is_comparison:
             return bool(differ - given if draws else differ) and not {*site.parts} - differ - given
         return bool(differ - given) and bool(given or site.rules_given)
-
-
-class SideRecord:
-    """Values of the parts of sites in one run of the tests."""
-
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self.found: Record = {}
-        self._namespace = namespace
-
-    def add(self, place: str, value: Any) -> None:
-        number, every, only = self.found.get(place, [0, 0, 0])
-        if number < _MAX_VALUES:
-            own = hash(self._text(value))
-            every, only = hash((every, own)), own if only in (own, 0) and (number == 0 or only) else 0
-        self.found[place] = [number + 1, every, only]
-
-    def _text(self, value: Any) -> str:
-        """Text of a value's content. Classes of the tests count by attributes, what stays with the program by its type."""
-        try:
-            return json.dumps(encode([value], lambda each: ["other", type(each).__name__], record_classes(self._namespace))[0])
-        except (NotSerializable, RecursionError):
-            return type(value).__name__
 
 
 def _counted(tree: ast.Module) -> Names:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from megatron_rl.graders.sandbox.code_cases import IMPORTS
+from megatron_rl.graders.analysis.code_cases import IMPORTS
 
 _LIBRARY = IMPORTS + (
     "from copy import copy, deepcopy; from decimal import Decimal; from fractions import Fraction\n"

@@ -9,9 +9,9 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_rl.graders.sandbox.blind_spots import NARROW
-from megatron_rl.graders.sandbox.sides import Sides
-from megatron_rl.graders.sandbox.value_flow import (
+from megatron_rl.graders.analysis.blind_spots import NARROW
+from megatron_rl.graders.analysis.sides import Sides
+from megatron_rl.graders.analysis.value_flow import (
     ANYWHERE,
     Flow,
     Names,

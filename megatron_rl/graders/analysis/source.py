@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import CodeType
 
-from megatron_rl.graders.sandbox.blind_spots import expected_in
-from megatron_rl.graders.sandbox.check_marks import MarkChecks, Owed, OwedChecks
-from megatron_rl.graders.sandbox.library import library_names
-from megatron_rl.graders.sandbox.oracles import Oracles
-from megatron_rl.graders.sandbox.sides import Sides
-from megatron_rl.graders.sandbox.value_flow import (
+from megatron_rl.graders.analysis.blind_spots import expected_in
+from megatron_rl.graders.analysis.check_marks import MarkChecks, Owed, OwedChecks
+from megatron_rl.graders.analysis.library import library_names
+from megatron_rl.graders.analysis.oracles import Oracles
+from megatron_rl.graders.analysis.sides import Sides
+from megatron_rl.graders.analysis.value_flow import (
     ASSERTIONS,
     called,
     class_uses,

@@ -9,9 +9,9 @@ import ast
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from megatron_rl.graders.sandbox.oracles import Oracles
-from megatron_rl.graders.sandbox.sides import Sides
-from megatron_rl.graders.sandbox.value_flow import called, checks_in, class_uses, identifiers, position, raises, walk
+from megatron_rl.graders.analysis.oracles import Oracles
+from megatron_rl.graders.analysis.sides import Sides
+from megatron_rl.graders.analysis.value_flow import called, checks_in, class_uses, identifiers, position, raises, walk
 
 _CLOCKS = frozenset("time perf_counter monotonic process_time now".split())
 """Names in conditions that a slow program decides."""
