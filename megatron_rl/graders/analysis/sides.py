@@ -7,6 +7,7 @@ tested (``f(a); assert a == [1, 3]``) if another side depends neither on the cha
 """
 
 import ast
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from megatron_rl.graders.analysis.value_flow import (
 )
 
 Record = dict[str, list[int]]
-"""Maps "number of the site.number of the part" to the hash of its values: how many there were, of all, or of the one that all are."""
+"""Maps the number of a part to the hash of its values: how many there were, of all, or of the one that all are."""
 
 
 class Site(NamedTuple):
@@ -55,7 +56,7 @@ class Sides:
     def __init__(self, tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> None:
         counted = _counted(tree)
         self.sites = [*_sites(tree, flow, counted)]
-        self.places = {part: f"{n}.{k}" for n, site in enumerate(self.sites) for k, part in enumerate(site.parts)}
+        self.places = {part: str(number) for number, part in enumerate(part for site in self.sites for part in site.parts)}
         """Maps each part to its key in a record."""
         parts, by_files = self.places.keys(), _flow_of_files(tree, edges, flow, program)
         loops = [node for node in walk(tree) if isinstance(node, ast.For) and names_in(node.iter, flow)]
@@ -73,30 +74,30 @@ class Sides:
             return bool(self._fixed.intersection(site.parts))
         return site.is_check or self._fixed.issuperset(site.parts) or not self._given.intersection(site.parts)
 
-    def doubt(self, shared: Record, apart: Record, has_changed_files: bool, *, draws: bool) -> str:
+    def doubt(self, shared: Record, apart: Record, has_changed_files: bool) -> str:
         """The reason why changes may have decided the tests; "" if they have not.
 
         Args:
             shared: Of the run in which changes reach the tests.
             apart: Of the run in which they do not.
-            draws: True if the program draws random numbers, so that its results may differ anyway.
         """
-        for n, site in enumerate(self.sites):
-            pairs = [(shared.get(f"{n}.{k}", [0] * 3), apart.get(f"{n}.{k}", [0] * 3)) for k in range(len(site.parts))]
+        for site in self.sites:
+            pairs = [(shared.get(self.places[part], [0] * 3), apart.get(self.places[part], [0] * 3)) for part in site.parts]
             same = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one == other or one[2] == other[2] != 0}
-            differ = {*site.parts} - same - self._fixed
+            same -= {part for part, pair in zip(site.parts, pairs, strict=True) if pair[0][0] == pair[1][0] == 0}
+            differ = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one[0] or other[0]} - same - self._fixed
             differ |= self._of_files.intersection(site.parts) if has_changed_files else set()
             if site.is_check and pairs[0][0][0] < pairs[0][1][0]:
                 return "the program changed an argument, and so ended a check"
-            if not site.is_check and self._is_decided(site, differ, draws):
+            if not site.is_check and self._is_decided(site, same, differ):
                 return "the program changed an argument or a file on which the check of its result depends"
         return ""
 
-    def _is_decided(self, site: Site, differ: set[ast.expr], draws: bool) -> bool:
-        """True if changes, by which the parts ``differ``, may have decided what a site says."""
+    def _is_decided(self, site: Site, same: set[ast.expr], differ: set[ast.expr]) -> bool:
+        """True if changes, by which some parts ``differ`` and others are the ``same``, may have decided what a site says."""
         given = self._given.intersection(site.parts)
         if site.is_comparison:
-            return bool(differ - given if draws else differ) and not {*site.parts} - differ - given
+            return bool(differ) and not (same | self._fixed.intersection(site.parts)) - differ - given
         return bool(differ - given) and bool(given or site.rules_given)
 
 
@@ -124,22 +125,49 @@ def _sites(tree: ast.Module, flow: Flow, counted: Names) -> Iterator[Site]:
     negated = {node.operand for node in walk(tree) if isinstance(node, ast.UnaryOp)}
     negated |= {node.test for node in walk(tree) if isinstance(node, ast.If | ast.While) and any(map(raises, node.body))}
     for node in walk(tree):
-        if isinstance(node, ast.Compare) and not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
-            yield Site([node.left, *node.comparators], True)
-        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) != (node in negated) and _decides(node, decided):
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) != (node in negated) and _decides(node, decided):
             yield Site([*node.values], False)
-        elif isinstance(node, ast.If | ast.While) and not any(map(raises, node.body)):
-            leaves = isinstance(node, ast.If) and may_leave(node)
-            ruled = checks_in(*(node.scope.body if leaves else [*node.body, *node.orelse]))  # type: ignore[union-attr]
-            yield Site([node.test], False, rules_given=any(names_in(check, flow) for check in ruled))
-        elif isinstance(node, ast.IfExp):
-            yield Site([node.test, node.body, node.orelse], False)
-        elif isinstance(node, ast.Call) and (node in decided or is_assertion(node, set())):
-            yield from _sites_of_call(node, flow)
-        elif isinstance(node, ast.BinOp) and (node in decided or names_in(node, flow)):
-            yield Site([node.left, node.right], isinstance(node.op, ast.Sub | ast.BitXor))
         elif isinstance(node, ast.Subscript) and node in decided and not isinstance(node.slice, ast.Slice | ast.Tuple):
             yield from [Site([node.value, node.slice], False)] if _without_index(node, counted) is node else []
+        elif isinstance(node, ast.stmt | ast.IfExp):
+            yield from _sites_of_statement(node, flow)
+        else:
+            yield from _sites_of_operation(node, flow, is_decided=node in decided)
+
+
+def _sites_of_statement(node: Any, flow: Flow) -> Iterator[Site]:
+    if isinstance(node, ast.If | ast.While) and not any(map(raises, node.body)):
+        leaves = isinstance(node, ast.If) and may_leave(node)
+        ruled = checks_in(*(node.scope.body if leaves else [*node.body, *node.orelse]))  # type: ignore[union-attr]
+        yield Site([node.test], False, rules_given=any(names_in(check, flow) for check in ruled))
+    elif isinstance(node, ast.For) and any(names_in(check, flow) for check in checks_in(*node.body)):
+        yield Site([node.iter], False, rules_given=True)
+    elif isinstance(node, ast.IfExp):
+        yield Site([node.test, node.body, node.orelse], False)
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Sub | ast.BitXor):
+        yield Site([node.value], False, rules_given=bool(names_in(node.target, flow)))
+
+
+def _sites_of_operation(node: ast.AST, flow: Flow, *, is_decided: bool) -> Iterator[Site]:
+    if isinstance(node, ast.Compare) and not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+        yield from (Site([*pair], True) for pair in itertools.pairwise([node.left, *node.comparators]))
+    elif isinstance(node, ast.Set) and (is_decided or len({bool(names_in(part, flow)) for part in node.elts}) > 1):
+        yield Site([*node.elts], True)
+    elif isinstance(node, ast.BinOp) and (is_decided or names_in(node, flow)):
+        yield Site([node.left, node.right], isinstance(node.op, ast.Sub | ast.BitXor))
+    elif isinstance(node, ast.Call) and (is_decided or is_assertion(node, set()) or called(node) in _COMPARING):
+        yield from _sites_of_call(node, flow)
+
+
+_NO_SIDES = frozenset("msg err_msg rtol atol rel_tol abs_tol places delta decimal key default verbose equal_nan axis start".split())
+"""Keywords of what is no side of a comparison."""
+_COMPARING = frozenset(
+    "allclose isclose array_equal array_equiv eq ne difference symmetric_difference issubset issuperset isdisjoint subtract divmod ratio "
+    "startswith endswith count index SequenceMatcher Counter intersection dist correlation partial".split()
+)
+"""Functions whose results say how their operands compare, wherever they stand."""
+_TWO_SIDES = ("allclose", "isclose")
+"""Functions whose further arguments are no sides."""
 
 
 def _decides(node: ast.AST, decided: set[ast.AST]) -> bool:
@@ -150,11 +178,18 @@ def _sites_of_call(node: ast.Call, flow: Flow) -> Iterator[Site]:
     loops = [part for part in node.args if isinstance(part, ast.GeneratorExp | ast.ListComp)]
     if loops and called(node) in ("all", "any"):
         yield from (Site([each.iter, *each.ifs, loop.elt], False) for loop in loops for each in loop.generators[:1])
-    elif not any(isinstance(part, ast.Starred) for part in node.args) and (is_assertion(node, set()) or not names_in(node.func, flow)):
+    elif not any(isinstance(part, ast.Starred) for part in node.args) and _is_of_library(node, flow):
         is_method = isinstance(node.func, ast.Attribute) and len(node.args) == 1 and not is_assertion(node, set())
         base = [node.func.value] if is_method and not names_of(node.func.value) & FILES else []  # type: ignore[attr-defined]
-        parts = [*base, *node.args[:2]]
+        named = [word.value for word in node.keywords if word.arg not in _NO_SIDES]
+        given = node.args[:2] if is_assertion(node, set()) or called(node) in _TWO_SIDES else node.args
+        parts = [part for part in (*base, *given, *named) if not (isinstance(part, ast.Constant) and part.value is None)]
         yield from [Site(parts, True)] if len(parts) > 1 else []
+
+
+def _is_of_library(node: ast.Call, flow: Flow) -> bool:
+    is_comparing = isinstance(node.func, ast.Attribute) and called(node) in _COMPARING
+    return is_comparing or is_assertion(node, set()) or not names_in(node.func, flow)
 
 
 # ----------------------------------------------------------------------------------------------------- known before any run
@@ -169,6 +204,11 @@ def _is_fixed(node: ast.AST) -> bool:
 _IMPURE = set("open input eval exec next iter vars locals globals getattr setattr map filter".split())
 
 
+def _is_file_function(node: ast.AST) -> bool:
+    """True for ``np.loadtxt``, whose base then stands for files."""
+    return isinstance(node, ast.Attribute) and node.attr in FILES and isinstance(node.value, ast.Name)
+
+
 def _flow_of_files(tree: ast.Module, edges: list[Edge], flow: Flow, program: set[str]) -> Flow:
     """The flow in which each use of the program changes files, and all that the tests have opened."""
     files = set(FILES)
@@ -181,7 +221,7 @@ def _flow_of_files(tree: ast.Module, edges: list[Edge], flow: Flow, program: set
                 source = source.left
             if called(source) in FILES or getattr(source, "id", "") in files:
                 files |= names_of(target)
-    files &= names_of(tree)
+    files = {*(files & names_of(tree)), *(node.value.id for node in walk(tree) if _is_file_function(node))}  # type: ignore[attr-defined]
     calls: list[Any] = [node for node in walk(tree) if isinstance(node, ast.Call) and names_in(node, flow)] if files else []
     changes = [(name, (scope_of(call), (call.end_lineno, call.end_col_offset)), call) for call in calls for name in files]
-    return flow_of([*edges, *changes], program) if changes else flow
+    return flow_of([*edges, *changes], program, (), flow.shared) if changes else flow

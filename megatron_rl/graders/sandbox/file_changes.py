@@ -4,7 +4,7 @@ import os
 import stat
 
 _LOOKED_AT = 1 << 16
-"""Bytes of each file that are compared, besides its size."""
+"""Bytes of each file that are compared, besides its size and times: a change may come within one tick of the clock."""
 
 
 class FileChanges:
@@ -15,7 +15,7 @@ class FileChanges:
         self._given = given
         self._folder = os.getcwd()
         self._depth = 0
-        self._before: dict[str, tuple[int, bytes]] = {}
+        self._before: dict[str, tuple[tuple[int, ...], bytes]] = {}
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -28,17 +28,17 @@ class FileChanges:
             self._given.add("files")
 
 
-def _files(root: str) -> dict[str, tuple[int, bytes]]:
-    """Size and beginning of each file in the folder and its subfolders."""
-    found: dict[str, tuple[int, bytes]] = {}
+def _files(root: str) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    """Size, time, number and beginning of each file in the folder and its subfolders."""
+    found: dict[str, tuple[tuple[int, ...], bytes]] = {}
     for folder, folders, names in os.walk(root):
         for path in (os.path.join(folder, name) for name in (*folders, *names)):
-            found[path] = -1, b""
+            found[path] = (-1,), b""
             try:
                 size = os.stat(path, follow_symlinks=False)
                 if stat.S_ISREG(size.st_mode):  # to read from a pipe would be to wait
                     with open(path, "rb") as file:
-                        found[path] = size.st_size, file.read(_LOOKED_AT)
+                        found[path] = (size.st_size, size.st_mtime_ns, size.st_ino), file.read(_LOOKED_AT)
             except OSError:
                 pass
     return found

@@ -40,6 +40,7 @@ def _plain_tuple(value: Any) -> Any:
 _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__index__),
     (float, float.__float__),
+    (complex, complex.__pos__),
     (str, lambda value: str.__getitem__(value, slice(None))),
     (bytes, lambda value: bytes.__getitem__(value, slice(None))),
     (tuple, _plain_tuple),
@@ -119,6 +120,8 @@ class ProgramProcess:
         Replies: {"values", "nodes"} with the result, after the containers of the request; {"raise": [name, bases,
         message]}, with the values [args, attributes]; {"end"}; {"fault": text}.
         """
+        known: list[Any] = []
+        before: list[Any] = []
         try:
             self._lent = {number: self._lent[number] for number in request["lent"]}
             lent = [*self._lent.values()]
@@ -129,10 +132,7 @@ class ProgramProcess:
                 self._depth = request["depth"]
             result = self._handlers[request["do"]](*values)
             self._makes = request["do"] == "make"
-            message, containers = encode([result], self._export, self._records, known, before)
-            self._lent |= enumerate(containers[len(lent) :], self._num_lent)
-            self._num_lent += len(containers) - len(lent)
-            return message
+            return self._message([result], known, before)
         except PeerGone:
             _exit(0)
         except NotSerializable as error:
@@ -142,13 +142,21 @@ class ProgramProcess:
         except BaseException as error:
             if request.get("do") == "next" and isinstance(error, StopIteration):
                 return {"end": True}
-            return self._raised(error)
+            return self._raised(error, known, before)
 
-    def _raised(self, error: BaseException) -> dict[str, Any]:
+    def _message(self, values: list[Any], known: list[Any], before: list[Any]) -> dict[str, Any]:
+        """Values with the changes of ``known`` containers, of which the tests have all that the message holds from now on."""
+        message, containers = encode(values, self._export, self._records, known, before)
+        fresh = containers[len(self._lent) :]
+        self._lent |= enumerate(fresh, self._num_lent)
+        self._num_lent += len(fresh)
+        return message
+
+    def _raised(self, error: BaseException, known: list[Any], before: list[Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"raise": describe(error)}
         with contextlib.suppress(BaseException):  # arguments that cannot be sent, or the program's own attributes
             name = getattr(error, "filename", None) if isinstance(error, OSError) else None
-            answer |= encode([error.args if name is None else (*error.args, name), vars(error)], self._export, self._records)[0]
+            answer |= self._message([error.args if name is None else (*error.args, name), vars(error)], known, before)
         return answer
 
     def _load(self) -> None:
@@ -213,7 +221,7 @@ class ProgramProcess:
             # An instance that the tests have made stays here, because a plain copy misses changes and operators.
             if issubclass(type(value), base) and not (self._makes and _is_more(type(value), base)):
                 return plain(value), number
-        return ["iterator" if hasattr(type(value), "__next__") else "object", number]
+        return ["iterator" if {"__next__", "__iter__"} <= {*dir(type(value))} else "object", number]
 
     def _import(self, reference: list[Any]) -> Any:
         kind, key, *about = reference
@@ -339,8 +347,10 @@ def parameters_of(function: Any) -> list[list[Any]]:
 
 
 def describe(error: BaseException) -> list[Any]:
-    """[name, names of the class and its bases, text] of an exception."""
-    bases = [kind.__name__ for kind in type(error).__mro__]
+    """[name, names of the class and its bases, "module:name" too for those of the library, text] of an exception."""
+    kinds = type(error).__mro__
+    paths = [f"{kind.__module__}:{kind.__qualname__}" for kind in kinds if kind.__module__ != "builtins"]
+    bases = [*(kind.__name__ for kind in kinds), *paths]
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)[:1000]
     except BaseException:  # the program's own __str__

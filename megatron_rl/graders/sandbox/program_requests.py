@@ -12,9 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from megatron_rl.graders.analysis.blind_spots import asks_for_nothing
+from megatron_rl.graders.sandbox.aliases import Aliases
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, reference_of
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
+from megatron_rl.graders.sandbox.side_record import content_of
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, dress, encode, is_unchanged, snapshot
 
 MAX_DETAIL = 300
@@ -77,9 +79,12 @@ class ProgramRequests:
         """Lines of the tests that raise in a ``with`` whatever the program gives."""
         self.array_methods: frozenset[str] = frozenset()
         """Methods of numpy's arrays, if the tests use arrays: what stands for one decides by them."""
+        self.aliases = Aliases(self.given)
+        self.changes = 0
+        """Hash of all changes of arguments, in their order."""
         self.num_requests, self.max_requests = 0, sys.maxsize
         self.random_states: Callable[[], Any] = lambda: None
-        """The states of random numbers that the tests seed, and that the program continues from."""
+        """How often the tests have seeded random numbers, and their states, from which the program continues."""
         self._sent_states: Any = None
         self.asks_for_nothing = False
         """True if the last call had an argument that is 0 or empty."""
@@ -106,7 +111,7 @@ class ProgramRequests:
             with self.watch:
                 if what != "main" and (states := self.random_states()) != self._sent_states:
                     self._sent_states = states
-                    self._ask("seed", states)
+                    self._ask("seed", states[1:])
                 return self._ask(what, values)
         finally:
             self._turn.release()
@@ -117,12 +122,14 @@ class ProgramRequests:
         self.num_requests += 1
         if self.num_requests > self.max_requests:
             raise self.failed("the tests do not end")
+        if self.aliases.known:
+            self.aliases.look()
         lent, containers = self._send(what, values)
         before, arguments = self.given.copy(), _arguments(values)
         is_for_nothing = self.asks_for_nothing = asks_for_nothing(arguments)
         try:
             what = "enter" if what == "operate" and values[0] == "enter" else what
-            result = self._reply(what, lent, containers)
+            result = self._answered(what, lent, containers, arguments)
         except StopIteration:
             if id(values[0]) not in self._begun:
                 self.given.add("nothing")
@@ -132,6 +139,18 @@ class ProgramRequests:
         if is_for_nothing:
             self.given -= {"nothing", "empty array"} - before
             self._begun.add(id(result))
+        return result
+
+    def _answered(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any], arguments: list[Any]) -> Any:
+        """The result of a request, which may be one of its arguments."""
+        for each in lent:
+            each.is_result = each.is_result and not any(each.container is own for own in arguments)
+        results = {id(each.container) for each in lent if each.is_result}
+        result = self._reply(what, lent, containers)
+        if self.aliases.known:
+            self.aliases.look(_parts_of(arguments, containers))
+        if containers and what != "enter":
+            self.aliases.add(result, [each for each in containers if id(each) not in results])
         return result
 
     def _send(self, what: str, values: tuple[Any, ...]) -> tuple[list[types.SimpleNamespace], list[Any]]:
@@ -176,14 +195,15 @@ class ProgramRequests:
             if "fault" in reply:
                 raise self.failed(str(reply["fault"])[:MAX_DETAIL])
             if "raise" in reply:
-                error = self._rebuilt(reply)
+                error = self._rebuilt(reply, lent, containers)
                 self.raised = self.raised or ("" if what in ("get", "operate", "enter") else describe_error(error))
                 raise error
             if what == "next" and "end" in reply:
                 raise StopIteration
             try:
                 if "callback" not in reply:
-                    return self._result(reply, lent, containers, is_live=what == "enter")
+                    (result,) = self._results(reply, lent, containers, is_live=what == "enter")
+                    return result
                 (given, keywords), received = self._received(reply, [])
                 if type(reply["callback"]) is not int or type(given) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
@@ -199,15 +219,17 @@ class ProgramRequests:
             stream.write(text)
         self.has_printed |= any(texts)
 
-    def _result(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], *, is_live: bool) -> Any:
-        (value,), containers = self._received(reply, known)
+    def _results(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], *, is_live: bool) -> list[Any]:
+        values, containers = self._received(reply, known)
         _renew(lent, reply["nodes"])
         changed = [number for number in range(len(known)) if reply["nodes"][number] is not None]
         if changed:
             is_late = any(number < len(lent) and lent[number].is_result for number in changed)
             self.given |= {"changes", "results"} if is_late else {"changes"}
+            for own in (known[number] for number in changed if number >= len(lent) or not lent[number].is_result):
+                self.changes = hash((self.changes, content_of(own, self.records)))
         if self._shares == "none":
-            return value
+            return values
         self._num_lent += len(containers) - len(lent)
         of_arguments = _parts_of(known, containers[len(known) :] if changed else [])
         for number in range(max(len(lent), len(containers) - _MAX_LENT), len(containers)):
@@ -217,7 +239,7 @@ class ProgramRequests:
             if num_parts <= _MAX_PARTS and (self._shares == "all" or not is_result):
                 number += self._num_lent - len(containers)
                 self._lent.append(types.SimpleNamespace(container=container, content=content, number=number, is_result=is_result))
-        return value
+        return values
 
     def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
         """(values, containers) of a reply; ``known`` containers are updated in place."""
@@ -247,23 +269,26 @@ class ProgramRequests:
         except (PeerGone, NotSerializable) as error:
             raise self.failed(str(error)) from None
 
-    def _rebuilt(self, reply: dict[str, Any]) -> BaseException:
+    def _rebuilt(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> BaseException:
         """Closest built-in exception, with the arguments and attributes of the program's. Excludes exceptions that steer
         loops and generators, which could end tests early."""
         try:
             name, bases, text = reply["raise"]
-            kinds = [getattr(builtins, base, None) for base in (name, *bases)]
+            kinds = [_library_error(base) for base in (name, *bases)]
             named = [found for base in dict.fromkeys(bases) if (found := self.find_error(base))]
             before = self.given.copy()
-            (arguments, attributes), _ = self._received(reply, []) if "values" in reply else (((str(text),), {}), [])
+            values = self._results(reply, lent, known, is_live=False) if "values" in reply else [(str(text),), {}]
+            arguments, attributes = values
             if type(arguments) is not tuple or type(attributes) is not dict:
                 raise ValueError("not an exception")
             attributes = {key: value for key, value in attributes.items() if not key.startswith("__")}
-            self.given &= before  # an exception without attributes gives nothing that tests compare
-        except (TypeError, ValueError, KeyError, AttributeError):
+            self.given &= before | {"changes", "results"}  # an exception without attributes gives nothing that tests compare
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError):
             return self.failed("the program sent an invalid reply")
         text = str(text)[:1000]
-        kind = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseException)), None)
+        own = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseException)]
+        closest = tuple(dict.fromkeys(each for each in own if not any(other is not each and issubclass(other, each) for other in own)))
+        kind: Any = types.new_class(name, closest) if len(closest) > 1 else closest[0] if closest else None
         if kind is None or not issubclass(kind, Exception | SystemExit) or issubclass(kind, StopIteration | StopAsyncIteration):
             return self.failed(f"{name}: {text}"[:MAX_DETAIL])
         if issubclass(kind, BaseExceptionGroup):
@@ -319,6 +344,15 @@ class ProgramRequests:
         if plain and isinstance(plain[0], list | dict | set):
             self.given.add("subclass")
         return dress(plain[0], self._handles[number]) if plain else self._handles[number]
+
+
+def _library_error(name: str) -> Any:
+    """The built-in of that name, or for "module:name" what a loaded module of the library has."""
+    module, is_path, own = name.rpartition(":")
+    if not is_path:
+        return getattr(builtins, name, None)
+    is_library = module.partition(".")[0] in sys.stdlib_module_names - {"unittest"} or module.startswith("numpy.")
+    return vars(sys.modules[module]).get(own) if is_library and module in sys.modules else None
 
 
 def _arguments(values: tuple[Any, ...]) -> list[Any]:

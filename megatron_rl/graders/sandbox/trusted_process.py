@@ -132,6 +132,10 @@ class _Cases:
                 self.doubt = "the program gave an array of another shape, which numpy spreads in comparisons"
         return value
 
+    def type_of(self, value: Any) -> Any:
+        """The built-in ``type`` of the tests, which have no class of an object of the program."""
+        return value.__class__ if is_object(value) else type(value)
+
     def all(self, items: Iterable[Any]) -> bool:
         """The built-in ``all`` of the tests."""
         return not self.any(not item for item in items)
@@ -232,7 +236,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     except BaseException as raised:
         error = raised
     if is_apart and tests.sides and cases.record:
-        doubt = tests.sides.doubt(record["sides"], cases.record.found, record["has_changed_files"], draws=task["draws"])
+        doubt = tests.sides.doubt(record["sides"], cases.record.found, record["has_changed_files"])
         return {"bad_tests": doubt} if doubt else _HELD
     return _verdict(task, tests, requests, cases, error)
 
@@ -250,23 +254,32 @@ def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, case
     if not requests.started or requests.is_unscored:
         detail = requests.fault or (describe_error(error) if error else "the tests use nothing of the program")
         return {"bad_tests": detail[:MAX_DETAIL]}
+    requests.aliases.look()
     failures = _failures(tests, requests, cases, error)
-    if not failures:
-        if doubt := _doubt(tests, requests, cases):
-            return {"bad_tests": doubt}
-        verdict: dict[str, Any] = {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0, "detail": ""}
-        if tests.sides and tests.sides.are_fixed:
-            return verdict
-        if cases.record:
-            about = {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "has_changed_files": "files" in requests.given}
-            return {**verdict, "record": {"sides": cases.record.found, **about}}
-        about = {"has_changed_results": "results" in requests.given}
-        return {**verdict, "record": about} if requests.given & {"changes", "files"} else verdict
-    if not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
+    if failures and not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
         return {"bad_tests": reason[:MAX_DETAIL]}
     num_passed = cases.num_passed if task["partial"] else 0
     num_failed = max(len(failures), tests.num_asserts - num_passed)
-    return {"num_passed": num_passed, "num_failed": num_failed, "detail": failures[0][:MAX_DETAIL]}
+    verdict: dict[str, Any] = {"num_passed": num_passed, "num_failed": num_failed, "detail": failures[0][:MAX_DETAIL] if failures else ""}
+    if failures and not num_passed:
+        return verdict
+    if doubt := _doubt(tests, requests) or ("" if failures else _unmade(tests, requests, cases)):
+        return {"bad_tests": doubt}
+    verdict |= {} if failures else {"num_passed": max(cases.num_passed, tests.num_asserts, 1), "num_failed": 0}
+    return verdict if tests.sides and tests.sides.are_fixed else verdict | _to_repeat(task, requests, cases)
+
+
+def _to_repeat(task: dict[str, Any], requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
+    """The "record" for the next run of the tests, if there is one; the program has to make the same changes in the first two."""
+    first = task.get("record", {"changes": requests.changes, "has_changed_files": False})
+    if not cases.record and not requests.given & {"changes", "files"}:
+        return {}
+    if first["changes"] != requests.changes:
+        return {"bad_tests": "the program changed other arguments when the tests ran again"}
+    about = {"changes": requests.changes, "has_changed_files": first["has_changed_files"] or "files" in requests.given}
+    if cases.record:
+        about |= {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "sides": cases.record.found}
+    return {"record": {**about, "has_changed_results": "results" in requests.given}}
 
 
 def _failures(tests: Tests, requests: ProgramRequests, cases: _Cases, error: BaseException | None) -> list[str]:
@@ -293,12 +306,9 @@ def _unlike_one_interpreter(task: dict[str, Any], tests: Tests, requests: Progra
     return ""
 
 
-def _doubt(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
-    """The reason why tests that hold have shown nothing; "" if there is none."""
-    for value, doubt in DOUBTS.items():
-        if value in requests.given - tests.expected:
-            return doubt
-    return _unmade(tests, requests, cases)
+def _doubt(tests: Tests, requests: ProgramRequests) -> str:
+    """The reason why comparisons are blind to what the program gave; "" if there is none."""
+    return next((doubt for value, doubt in DOUBTS.items() if value in requests.given - tests.expected), "")
 
 
 def _unmade(tests: Tests, requests: ProgramRequests, cases: _Cases) -> str:
@@ -337,7 +347,7 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     requests.array_methods = frozenset(dir(sys.modules["numpy"].ndarray)) if tests.use_arrays and "numpy" in sys.modules else frozenset()
     requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
     if "seed" in tests.words and task["draws"]:
-        requests.random_states = _random_states
+        requests.random_states = _watch_seeds()
     if tests.words & FILES:
         requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
@@ -365,12 +375,27 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     return namespace
 
 
-def _random_states() -> tuple[Any, ...]:
-    """State of the random numbers of the standard library, and of numpy if it is loaded."""
-    if "numpy" not in sys.modules:
-        return (random.getstate(),)
-    kind, keys, *rest = sys.modules["numpy"].random.get_state()
-    return random.getstate(), (kind, tuple(keys.tolist()), *rest)
+def _watch_seeds() -> Callable[[], tuple[Any, ...]]:
+    """A function that gives how often the tests have seeded random numbers, and the states of those of the standard library and of
+    numpy, if it is loaded."""
+    of_numpy, num_seeds = sys.modules["numpy"].random if "numpy" in sys.modules else None, [0]
+
+    def counted(seed: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            num_seeds[0] += 1
+            return seed(*arguments, **keywords)
+
+        return call
+
+    def states() -> tuple[Any, ...]:
+        if of_numpy is None:
+            return num_seeds[0], random.getstate()
+        kind, keys, *rest = of_numpy.get_state()
+        return num_seeds[0], random.getstate(), (kind, tuple(keys.tolist()), *rest)
+
+    for module in (random, *([of_numpy] if of_numpy else [])):
+        module.seed = counted(module.seed)
+    return states
 
 
 def _name_of_program(requests: ProgramRequests, name: str) -> Handle:

@@ -18,9 +18,9 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from random import Random
 from types import SimpleNamespace
@@ -33,7 +33,9 @@ _MAX_DEPTH = 150
 _MAX_JSON_INT = 1 << 63
 _DTYPE = re.compile(r"[<>|=](?:[biufc][0-9]{1,2}|[US][1-9][0-9]{0,4})")
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
+_FACTORIES: dict[str, type] = {
+    kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, bytes, complex, frozenset, bytearray, type(None))
+}
 """Classes that are plain values, and default factories that a defaultdict keeps."""
 _VIEWS: dict[str, Callable[[list[Any]], Any]] = {
     "dict_keys": lambda parts: dict.fromkeys(parts).keys(),
@@ -122,8 +124,8 @@ def is_unchanged(container: Any, old: Snapshot) -> bool:
 class _Encoder:
     def __init__(self, export: Export, records: Records, known: Sequence[Any]) -> None:
         self._export = export
-        self._records = {kind for kind in records.values() if not issubclass(kind, Enum)}
-        self._members = set(records.values()) - self._records
+        self._records = {kind for kind in records.values() if not issubclass(kind, Enum | tuple)}
+        self._members = {kind for kind in records.values() if issubclass(kind, Enum)}
         self._containers = {list, set, deque, bytearray, array, Random, SimpleNamespace, *_MAPPINGS.values(), *self._records}
         self.objects = list(known)
         self._numbers = {id(value): number for number, value in enumerate(self.objects)}
@@ -163,7 +165,7 @@ class _Encoder:
             return [kind.__name__, [self.item(part, depth + 1) for part in value]]
         if kind is type and value in _FACTORIES.values():
             return ["type", value.__name__]
-        return ["member", kind.__name__, value.name] if kind in self._members else []
+        return ["member", kind.__name__, value.value if isinstance(value, Flag) else value.name] if kind in self._members else []
 
     def node(self, value: Any) -> list[Any]:
         kind = type(value)
@@ -182,7 +184,8 @@ class _Encoder:
             return ["random", value.getstate()]
         if data := _array(value):
             return data
-        attributes = [[name, self.item(part)] for name, part in vars(value).items()]
+        kept = [(name, part) for name, part in vars(value).items() if not isinstance(getattr(kind, name, None), cached_property)]
+        attributes = [[name, self.item(part)] for name, part in kept]
         return ["record", kind.__name__, attributes] if kind in self._records else ["namespace", attributes]
 
 
@@ -192,16 +195,20 @@ named_tuple: Callable[[str, tuple[str, ...]], Any] = lru_cache(maxsize=256)(name
 
 def is_named_tuple(value: Any) -> bool:
     """True for an instance of a plain named tuple: the fields are all that its class adds to a tuple."""
-    kind = type(value)
+    return _is_named(type(value))
+
+
+def _is_named(kind: type) -> bool:
     added = {name for name in vars(kind) if not name.startswith("_")}
     return kind.__bases__ == (tuple,) and added == set(getattr(kind, "_fields", "."))
 
 
 def _array(value: Any) -> list[Any] | None:
     numpy = sys.modules.get("numpy")  # if numpy was never imported, the value is not a numpy value
-    if numpy is None or (type(value) is not numpy.ndarray and not issubclass(type(value), numpy.generic)):
+    is_array = numpy is not None and type(value) in (numpy.ndarray, numpy.memmap)
+    if numpy is None or not (is_array or issubclass(type(value), numpy.generic)):
         return None
-    tag = "array" if type(value) is numpy.ndarray else "scalar"
+    tag = "array" if is_array else "scalar"
     if not _DTYPE.fullmatch(value.dtype.str) or (tag == "scalar" and value.dtype.kind in "US"):
         return None
     return [tag, value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
@@ -261,7 +268,7 @@ class _Decoder:
         if tag in ("tuple", "frozenset", "named"):
             if depth > _MAX_DEPTH + 1:
                 raise ValueError("nested too deeply")
-            make = named_tuple(data[2], tuple(data[3]))._make if tag == "named" else tuple if tag == "tuple" else frozenset
+            make = self._named(data)._make if tag == "named" else tuple if tag == "tuple" else frozenset
             parts = [self.item(part, depth + 1) for part in data[1]]
             if tag == "named" and self._notice and any(map(callable, parts)):
                 self._notice("method")
@@ -276,8 +283,14 @@ class _Decoder:
         if tag == "type":
             return _FACTORIES[data[1]]
         if tag == "member":
-            return vars(self._records[data[1]])["_member_map_"][data[2]]
+            kind: Any = self._records[data[1]]
+            return kind(data[2]) if issubclass(kind, Flag) and type(data[2]) is int else vars(kind)["_member_map_"][data[2]]
         return self._look(_from_array(data)) if tag == "scalar" else self._import(data)
+
+    def _named(self, data: list[Any]) -> Any:
+        """Class of a named tuple: the prompt's, if its fields are these."""
+        own, fields = self._records.get(data[2], object), tuple(data[3])
+        return own if issubclass(own, tuple) and getattr(own, "_fields", None) == fields else named_tuple(data[2], fields)
 
     def content(self, node: Any) -> Any:
         tag, content = node[:2]
@@ -309,7 +322,7 @@ def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
         name: value
         for name, value in namespace.items()
         if issubclass(type(value), type) and value.__module__ == namespace["__name__"]  # asks no object of the program for its class
-        if _is_record(value, namespace) or issubclass(value, Enum)
+        if _is_record(value, namespace) or issubclass(value, Enum) or _is_named(value)
     }
 
 
@@ -324,7 +337,7 @@ def _name(name: Any, record: type) -> str:
     the tests call the class's own methods, which may read its constants."""
     shadowed = getattr(record, name, None)
     has_init = vars(record).get("__init__") or any("__init__" in vars(base) for base in record.__mro__[:-1])
-    is_constant = hasattr(record, name) and has_init and name not in _own_attributes(record)
+    is_constant = shadowed is not None and has_init and name not in _own_attributes(record)
     if type(name) is not str or name.startswith("__") or callable(shadowed) or hasattr(shadowed, "__get__") or is_constant:
         raise ValueError("not the name of an attribute")
     return name

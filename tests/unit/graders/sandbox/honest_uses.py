@@ -473,4 +473,28 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
     "shapes of arrays": [
         ("import numpy as np\ndef mean(x): return x.mean(axis=0)\ndef unit(n): return np.eye(n)", "import numpy as np\nx = np.array([[1., 2.], [3., 4.]])\nassert np.allclose((x - mean(x)).sum(axis=0), 0)\nassert np.allclose(mean(x), [2, 3])\nassert (mean(x) - np.array([2, 3]) == 0).all()\nassert ((unit(2) == 0) | (unit(2) == 1)).all() and unit(2).sum() == 2\nassert np.allclose(mean(np.array([[5.]])), [[5.]])"),  # noqa: E501
     ],
+    "exceptions of the library, and of two kinds": [
+        ("import json\ndef f(s): return json.loads(s)", "import json, pytest\nassert f('[1]') == [1]\nwith pytest.raises(json.JSONDecodeError) as e:\n    f('{')\nassert e.value.pos == 1"),  # noqa: E501
+        ("import numpy as np\ndef f(s): return np.linalg.inv(s)", "import numpy as np, pytest\nassert f(np.eye(1)) == 1\nwith pytest.raises(np.linalg.LinAlgError):\n    f(np.zeros((2, 2)))"),  # noqa: E501
+        ("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass P:\n    x: int", "import pytest\nfrom dataclasses import FrozenInstanceError\np = P(3)\nassert p.x == 3\nwith pytest.raises(FrozenInstanceError):\n    p.x = 4"),  # noqa: E501
+        ("class E(KeyError, ValueError): pass\ndef f(s):\n    if s: raise E(s)\n    return 3", "import pytest\nassert f(0) == 3\nwith pytest.raises(ValueError):\n    f('x')\nwith pytest.raises(KeyError):\n    f('x')"),  # noqa: E501
+    ],
+    "what a failed call has changed": [
+        ("def f(a):\n    while True: a.pop()", "import pytest\na = [1, 2]\nwith pytest.raises(IndexError): f(a)\nassert a == []"),
+    ],
+    "random numbers that tests seed twice": [
+        ("import random\ndef f(x):\n    x = list(x)\n    random.shuffle(x)\n    return x", "import random\nrandom.seed(3)\na = f([1, 2, 3, 4, 5])\nrandom.seed(3)\nb = f([1, 2, 3, 4, 5])\nassert a == b\nassert sorted(a) == [1, 2, 3, 4, 5]"),  # noqa: E501
+        ("import numpy as np\ndef f(n): return np.random.rand(n)", "import numpy as np\nnp.random.seed(3)\na = f(4)\nnp.random.seed(3)\nb = f(4)\nassert (a == b).all()\nassert a.shape == (4,) and 0 <= a.min()"),  # noqa: E501
+    ],
+    "kinds of the prompt's classes": [
+        ("def f(): return Pt(1, 2)\ndef g(p): return isinstance(p, Pt)", "r = f()\nassert isinstance(r, Pt) and r == (1, 2) and r.x == 1\nassert g(Pt(1, 2)) is True", "from typing import NamedTuple\nclass Pt(NamedTuple):\n    x: int\n    y: int\n"),  # noqa: E501
+        ("def f(): return Perm.R | Perm.W", "assert f() == Perm.R | Perm.W\nassert Perm.R in f()", "from enum import Flag, auto\nclass Perm(Flag):\n    R = auto()\n    W = auto()\n"),  # noqa: E501
+        ("def f(a):\n    h = n = Node(a[0])\n    for x in a[1:]:\n        n.next = Node(x)\n        n = n.next\n    return h", "h = f([1, 2])\nassert h.val == 1 and h.next.val == 2 and h.next.next is None", "class Node:\n    next = None\n    def __init__(self, val): self.val = val\n"),  # noqa: E501
+        ("def f(p): return p.sq + 1", "p = P(3)\nassert f(p) == 10 and p.sq == 9", "from functools import cached_property\nclass P:\n    def __init__(self, x): self.x = x\n    @cached_property\n    def sq(self): return self.x ** 2\n"),  # noqa: E501
+        ("def f(x): return type(x)", "assert f(b'x') is bytes and f(None) is type(None) and f(3) is int"),
+    ],
+    "arguments that come back as results": [
+        ("def f(a, x):\n    a.append(x)\n    return a", "a = f([], 1)\na = f(a, 2)\nassert a == [1, 2]\nb = a\nb = f(b, 3)\nassert a == [1, 2, 3] and a is b"),  # noqa: E501
+        ("def f(g):\n    for r in g:\n        for i in range(len(r)): r[i] += 1\n    return g", "g = [[0, 0], [0, 0]]\ng = f(g)\nassert g == [[1, 1], [1, 1]]\nfor _ in range(3): g = f(g)\nassert g[0][0] == 4"),  # noqa: E501
+    ],
 }

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rl.rewards.rules.code import CodeOptions, score
+from tests.unit.graders.sandbox.forged_changes import FORGED_CHANGES
 from tests.unit.graders.sandbox.forged_conditions import FORGED_CONDITIONS
 from tests.unit.graders.sandbox.forged_forms import FORGED_FORMS
 from tests.unit.graders.sandbox.forged_values import FORGED_VALUES
@@ -26,9 +27,9 @@ def test_no_forgery_scores_one(kind: str) -> None:
     assert [row for row in FORGERIES[kind] if scored(*row) == 1.0] == []
 
 
-@pytest.mark.parametrize("kind", [*FORGED_VALUES, *FORGED_CONDITIONS, *FORGED_FORMS])
+@pytest.mark.parametrize("kind", [*FORGED_VALUES, *FORGED_CONDITIONS, *FORGED_FORMS, *FORGED_CHANGES])
 def test_no_value_name_or_frame_of_a_wrong_program_scores_one(kind: str) -> None:
-    rows = {**FORGED_VALUES, **FORGED_CONDITIONS, **FORGED_FORMS}[kind]
+    rows = {**FORGED_VALUES, **FORGED_CONDITIONS, **FORGED_FORMS, **FORGED_CHANGES}[kind]
     assert [row for row in rows if _value(f"```python\n{row[0]}\n```", *row[1:]) == 1.0] == []
 
 
@@ -41,6 +42,19 @@ def _value(response: str, tests: object, prompt_code: str = "", entry_point: str
 def test_no_forged_output_scores_one() -> None:
     wrong = [row for row in FORGED_OUTPUTS if scored(row[0], {"inputs": [""], "outputs": [row[1]]}) == 1.0]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "expected"),
+    [
+        ("def f(a):\n    a[:] = [7]\n    return [7]", "a = [2, 1]\nassert f(a) == sorted(a)\nassert f([2]) == [2]", None),
+        ("def f(x): return float('nan')", "assert not abs(f(2) - 4) > 1e-6\nassert f(1) == 1", None),
+        ("def f(a):\n    a.sort()\n    a[0] = 0", "a = [3, 1]\nf(a)\nassert a == [1, 3]\nb = [0, 2]\nf(b)\nassert b == [0, 2]", 0.5),
+        ("def f(x): return x * x if x < 3 else 0", "assert f(1) == 1\nassert f(2) == 4\nassert f(3) == 9\nassert f(4) == 16", 0.5),
+    ],
+)
+def test_partial_credit_is_given_for_what_a_whole_verdict_would_believe(code: str, tests: str, expected: float | None) -> None:
+    assert score(code, tests=tests, options=CodeOptions(partial_credit=True, time_limit_s=20.0, wall_limit_s=60.0)).value == expected
 
 
 def test_honest_programs_score_one() -> None:
