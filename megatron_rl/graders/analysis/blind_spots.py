@@ -122,7 +122,7 @@ def asks_for_nothing(arguments: list[Any], depth: int = 0) -> bool:
     for value in arguments:
         kind = type(value)
         is_zero = kind is int and value == 0 and not depth
-        size = value.size if kind.__module__ == "numpy" else len(value) if kind in _SIZED else not is_zero
+        size = getattr(value, "size", 1) if kind.__module__ == "numpy" else len(value) if kind in _SIZED else not is_zero
         if not size or (kind in (list, tuple) and depth < _MAX_DIMENSIONS and asks_for_nothing([*value], depth + 1)):
             return True
     return False

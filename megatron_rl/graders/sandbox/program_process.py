@@ -73,6 +73,8 @@ class ProgramProcess:
         self._lent: dict[int, Any] = {}
         """Containers that the tests have too, and may change."""
         self._num_lent = 0
+        self._shared: tuple[list[Any], list[Any]] = [], []
+        """Containers of the request that is answered, and what they held before: a call of the tests may be about them."""
         self._records: dict[str, type] = {}
         self._makes = False
         self._depth = sys.getrecursionlimit()
@@ -120,13 +122,13 @@ class ProgramProcess:
         Replies: {"values", "nodes"} with the result, after the containers of the request; {"raise": [name, bases,
         message]}, with the values [args, attributes]; {"end"}; {"fault": text}.
         """
-        known: list[Any] = []
-        before: list[Any] = []
+        shared, known, before = self._shared, list[Any](), list[Any]()
         try:
             self._lent = {number: self._lent[number] for number in request["lent"]}
             lent = [*self._lent.values()]
             values, known = decode(request, self._import, self._records, lent)
             before = [snapshot(value) for value in known]
+            self._shared = known, before
             if request["depth"] != self._depth:
                 sys.setrecursionlimit(request["depth"])
                 self._depth = request["depth"]
@@ -143,6 +145,8 @@ class ProgramProcess:
             if request.get("do") == "next" and isinstance(error, StopIteration):
                 return {"end": True}
             return self._raised(error, known, before)
+        finally:
+            self._shared = shared
 
     def _message(self, values: list[Any], known: list[Any], before: list[Any]) -> dict[str, Any]:
         """Values with the changes of ``known`` containers, of which the tests have all that the message holds from now on."""
@@ -242,16 +246,20 @@ class ProgramProcess:
 
     def call_tests(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call a function of the tests and return its result."""
-        message, containers = encode([arguments, keywords], self._export, self._records)
+        known, before = self._shared
+        message, containers = encode([arguments, keywords], self._export, self._records, known, before)
         with self._turn:
             self._send({**message, "callback": number})
             while "do" in (reply := self._wire.receive()):  # the function may call the program in turn
                 self.reply(reply)
         if "raise" in reply:
+            before[:] = map(snapshot, known)
             name, bases, text = reply["raise"]
             base = getattr(builtins, next((base for base in (name, *bases) if hasattr(builtins, base)), "Exception"))
             raise (base if base.__name__ == name else type(name, (base,), {}))(text)
-        return decode(reply, self._import, self._records, containers)[0][0]
+        result = decode(reply, self._import, self._records, containers)[0][0]
+        before[:] = map(snapshot, known)
+        return result
 
 
 def _call(function: Any, arguments: Any, keywords: Any) -> Any:

@@ -204,7 +204,8 @@ class ProgramRequests:
                 if "callback" not in reply:
                     (result,) = self._results(reply, lent, containers, is_live=what == "enter")
                     return result
-                (given, keywords), received = self._received(reply, [])
+                (given, keywords), received = self._received(reply, containers)
+                self._note_changes(reply, lent, containers)
                 if type(reply["callback"]) is not int or type(given) is not tuple or type(keywords) is not dict:
                     raise ValueError("not a call")
                 function = self._functions[reply["callback"]]
@@ -221,13 +222,7 @@ class ProgramRequests:
 
     def _results(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], *, is_live: bool) -> list[Any]:
         values, containers = self._received(reply, known)
-        _renew(lent, reply["nodes"])
-        changed = [number for number in range(len(known)) if reply["nodes"][number] is not None]
-        if changed:
-            is_late = any(number < len(lent) and lent[number].is_result for number in changed)
-            self.given |= {"changes", "results"} if is_late else {"changes"}
-            for own in (known[number] for number in changed if number >= len(lent) or not lent[number].is_result):
-                self.changes = hash((self.changes, content_of(own, self.records)))
+        changed = self._note_changes(reply, lent, known)
         if self._shares == "none":
             return values
         self._num_lent += len(containers) - len(lent)
@@ -240,6 +235,17 @@ class ProgramRequests:
                 number += self._num_lent - len(containers)
                 self._lent.append(types.SimpleNamespace(container=container, content=content, number=number, is_result=is_result))
         return values
+
+    def _note_changes(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any]) -> list[int]:
+        """Numbers of the ``known`` containers that a message has changed."""
+        _renew(lent, reply["nodes"])
+        changed = [number for number in range(len(known)) if reply["nodes"][number] is not None]
+        if changed:
+            is_late = any(number < len(lent) and lent[number].is_result for number in changed)
+            self.given |= {"changes", "results"} if is_late else {"changes"}
+            if own := [known[number] for number in changed if number >= len(lent) or not lent[number].is_result]:
+                self.changes = hash((self.changes, content_of(own, self.records)))
+        return changed
 
     def _received(self, reply: dict[str, Any], known: list[Any]) -> tuple[list[Any], list[Any]]:
         """(values, containers) of a reply; ``known`` containers are updated in place."""

@@ -297,8 +297,8 @@ def _failures(tests: Tests, requests: ProgramRequests, cases: _Cases, error: Bas
 
 def _unlike_one_interpreter(task: dict[str, Any], tests: Tests, requests: ProgramRequests, error: Any, failure: str) -> str:
     """The reason why tests that fail here may hold where they share the program's interpreter; "" if there is none."""
-    if isinstance(error, AttributeError) and "subclass" in requests.given:
-        return f"{failure}; the program gave a container of its own class, whose attributes stay with it"
+    if isinstance(error, AttributeError | KeyError) and "subclass" in requests.given:
+        return f"{failure}; the program gave a container of its own class, whose attributes and defaults stay with it"
     if isinstance(error, AttributeError | TypeError) and tests.library:
         return f"{failure}; the tests use {min(tests.library)} without importing it"
     if "seed" in tests.words and task["draws"]:

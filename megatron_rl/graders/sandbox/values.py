@@ -297,6 +297,8 @@ class _Decoder:
         if tag in ("list", "set", "deque"):
             return [self.item(part) for part in self._look(content)]
         if tag in _MAPPINGS:
+            if self._notice and node[2] and node[2] not in _FACTORIES:
+                self._notice("subclass")
             found = {self.item(key): self.item(part) for key, part in self._look(content)}
             return self._look(Counter(found)) if tag == "Counter" else found
         if tag == "record":

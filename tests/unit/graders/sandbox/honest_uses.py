@@ -497,4 +497,12 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a, x):\n    a.append(x)\n    return a", "a = f([], 1)\na = f(a, 2)\nassert a == [1, 2]\nb = a\nb = f(b, 3)\nassert a == [1, 2, 3] and a is b"),  # noqa: E501
         ("def f(g):\n    for r in g:\n        for i in range(len(r)): r[i] += 1\n    return g", "g = [[0, 0], [0, 0]]\ng = f(g)\nassert g == [[1, 1], [1, 1]]\nfor _ in range(3): g = f(g)\nassert g[0][0] == 4"),  # noqa: E501
     ],
+    "functions of the tests that get what the tests gave": [
+        ("def walk(n, visit):\n    if n:\n        visit(n)\n        walk(n.left, visit)\n        walk(n.right, visit)", "root = Node(1, Node(2), Node(3))\nseen = []\nwalk(root, seen.append)\nassert seen == [root, root.left, root.right]\nassert [n.val for n in seen] == [1, 2, 3]", "class Node:\n    def __init__(self, val, left=None, right=None):\n        self.val, self.left, self.right = val, left, right\n", "walk"),  # noqa: E501
+        ("def order(ns, key): return sorted(ns, key=key)", "a, b = Node(1), Node(2)\nprio = {a: 5, b: 3}\nassert order([a, b], lambda n: prio[n]) == [b, a]", "class Node:\n    def __init__(self, val, left=None, right=None):\n        self.val, self.left, self.right = val, left, right\n", "order"),  # noqa: E501
+        ("def each(a, g):\n    for x in a: g(x)", "rows = [[1], [2]]\ndef add(r): r.append(0)\neach(rows, add)\nassert rows == [[1, 0], [2, 0]]"),  # noqa: E501
+        ("def f(a, g):\n    a.append(3)\n    g(a)\n    a.append(4)", "rows, seen = [1], []\nf(rows, lambda r: seen.append(list(r)))\nassert seen == [[1, 3]] and rows == [1, 3, 4]"),  # noqa: E501
+        ("def f(a, g):\n    b = list(a)\n    a[:] = [7]\n    g(a)\n    a[:] = b\n    return 3", "a = [3, 1]\nr = f(a, lambda x: None)\nassert r == 3 and a == [3, 1]"),  # noqa: E501
+        ("def f(g): return g(1, 2)", "import numpy as np\nassert f(np.add) == 3"),
+    ],
 }

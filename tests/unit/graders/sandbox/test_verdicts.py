@@ -78,6 +78,8 @@ def test_right_programs_score_one_in_whatever_way_they_use_python(kind: str) -> 
         ("def f(x): return 1", "import io\nassert f(1) == 1\nassert f(io.StringIO()) == 1"),
         ("class E(Exception):\n    code = 3\ndef f(): raise E", "try:\n    f()\nexcept E as e:\n    assert e.code == 3"),
         ("class V: pass", "assert isinstance(V(), V)"),
+        ("class V: pass", "assert type(V()).__name__ == 'V'"),
+        ("from collections import defaultdict\ndef f(): return defaultdict(lambda: 0)", "assert f()['z'] == 0"),
         ("import warnings\ndef f():\n    warnings.warn('x')\n    return 1", "import warnings\nwith warnings.catch_warnings(record=True) as w:\n    assert f() == 1\nassert len(w) == 1"),  # noqa: E501
         ("def f():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError from e", "try:\n    f()\nexcept ValueError as e:\n    assert isinstance(e.__cause__, ZeroDivisionError)"),  # noqa: E501
         ("import os\ndef f(): return os.environ['A']", "import os\nos.environ['A'] = '1'\nassert f() == '1'"),
