@@ -316,7 +316,7 @@ class _Callback:
 
     def __init__(self, process: ProgramProcess, number: int, name: str = "", parameters: Sequence[Any] = ()) -> None:
         self._process, self.number = process, number
-        self.__name__ = self.__qualname__ = name
+        self.__name__, self.__qualname__ = name.rpartition(".")[2], name
         kinds = [inspect.Parameter(each, kind, default=default) for each, kind, *default in parameters]
         self.__signature__ = inspect.Signature(kinds)
         names = tuple(each for each, kind, *_ in parameters if kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD)

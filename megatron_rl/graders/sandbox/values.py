@@ -126,6 +126,7 @@ class _Encoder:
         self._export = export
         self._records = {kind for kind in records.values() if not issubclass(kind, Enum | tuple)}
         self._members = {kind for kind in records.values() if issubclass(kind, Enum)}
+        self._tuples = {kind for kind in records.values() if issubclass(kind, tuple)}
         self._containers = {list, set, deque, bytearray, array, Random, SimpleNamespace, *_MAPPINGS.values(), *self._records}
         self.objects = list(known)
         self._numbers = {id(value): number for number, value in enumerate(self.objects)}
@@ -134,7 +135,7 @@ class _Encoder:
         kind = type(value)
         if value is None or kind in (str, bool, float) or (kind is int and -_MAX_JSON_INT < value < _MAX_JSON_INT):
             return value
-        if kind in (tuple, frozenset) or is_named_tuple(value):
+        if kind in (tuple, frozenset) or kind in self._tuples or is_named_tuple(value):
             if depth > _MAX_DEPTH:
                 raise NotSerializable(f"tuples nested more than {_MAX_DEPTH} deep")
             parts = [self.item(part, depth + 1) for part in value]
@@ -195,10 +196,7 @@ named_tuple: Callable[[str, tuple[str, ...]], Any] = lru_cache(maxsize=256)(name
 
 def is_named_tuple(value: Any) -> bool:
     """True for an instance of a plain named tuple: the fields are all that its class adds to a tuple."""
-    return _is_named(type(value))
-
-
-def _is_named(kind: type) -> bool:
+    kind = type(value)
     added = {name for name in vars(kind) if not name.startswith("_")}
     return kind.__bases__ == (tuple,) and added == set(getattr(kind, "_fields", "."))
 
@@ -324,7 +322,7 @@ def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
         name: value
         for name, value in namespace.items()
         if issubclass(type(value), type) and value.__module__ == namespace["__name__"]  # asks no object of the program for its class
-        if _is_record(value, namespace) or issubclass(value, Enum) or _is_named(value)
+        if _is_record(value, namespace) or issubclass(value, Enum) or (value.__bases__ == (tuple,) and hasattr(value, "_fields"))
     }
 
 

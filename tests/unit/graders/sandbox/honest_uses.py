@@ -492,6 +492,11 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a):\n    h = n = Node(a[0])\n    for x in a[1:]:\n        n.next = Node(x)\n        n = n.next\n    return h", "h = f([1, 2])\nassert h.val == 1 and h.next.val == 2 and h.next.next is None", "class Node:\n    next = None\n    def __init__(self, val): self.val = val\n"),  # noqa: E501
         ("def f(p): return p.sq + 1", "p = P(3)\nassert f(p) == 10 and p.sq == 9", "from functools import cached_property\nclass P:\n    def __init__(self, x): self.x = x\n    @cached_property\n    def sq(self): return self.x ** 2\n"),  # noqa: E501
         ("def f(x): return type(x)", "assert f(b'x') is bytes and f(None) is type(None) and f(3) is int"),
+        ("def f(ps): return max(ps, key=lambda p: p.norm())\ndef g(p): return Pt(-p.x, -p.y)", "assert f([Pt(1, 2), Pt(-3, 4)]) == Pt(-3, 4) and f([Pt(1, 0)]).norm() == 1\nassert g(Pt(1, 2)) == Pt(-1, -2) and g(Pt(3, 3))._asdict() == {'x': -3, 'y': -3}", "from typing import NamedTuple\nclass Pt(NamedTuple):\n    x: int\n    y: int\n    def norm(self): return abs(self.x) + abs(self.y)\n"),  # noqa: E501
+    ],
+    "names that a pattern binds, and a decorated function keeps": [
+        ("def f(x): return {'err': 'bad'} if x < 0 else ('num', x)", "def kind(r):\n    match r:\n        case ('num', n): return n\n        case {'err': text}: return text\nassert kind(f(3)) == 3 and kind(f(-1)) == 'bad'\nassert f(4) == ('num', 4)"),  # noqa: E501
+        ("import functools\ndef memo(g):\n    known = {}\n    @functools.wraps(g)\n    def own(x):\n        if x not in known: known[x] = g(x)\n        return known[x]\n    return own", "def test_memo():\n    calls = []\n    @memo\n    def square(x):\n        calls.append(x)\n        return x * x\n    assert square(3) == 9 and square(3) == 9\n    assert calls == [3]\n    assert square.__name__ == 'square'"),  # noqa: E501
     ],
     "arguments that come back as results": [
         ("def f(a, x):\n    a.append(x)\n    return a", "a = f([], 1)\na = f(a, 2)\nassert a == [1, 2]\nb = a\nb = f(b, 3)\nassert a == [1, 2, 3] and a is b"),  # noqa: E501
