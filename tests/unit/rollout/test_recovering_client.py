@@ -231,6 +231,12 @@ async def whole(client: RecoveringClient, name: str) -> tuple[int, int]:
     return num_tokens, num_cut
 
 
+def write_list(file, text):
+    """Replace the list at once: the client reads it every few milliseconds."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").replace(file)
+
+
 def run_with_list(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: int = 2):
     """Run ``scenario(client, stubs, urls, file, events)`` with one of ``urls`` in the run and a file that is polled."""
     monkeypatch.setattr(recovering_client, "_POLL_S", 0.01)
@@ -241,7 +247,7 @@ def run_with_list(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num
         stubs = [KvServer(10**6, step_tokens=8) for _ in range(num_servers)]
         urls = [await stub.start() for stub in stubs]
         file = tmp_path / "servers.urls"
-        file.write_text(f"# the first\n{urls[0]}/\n\n")
+        write_list(file, f"# the first\n{urls[0]}/\n\n")
 
         def attach(url: str) -> Stub:
             if url not in urls:
@@ -282,7 +288,7 @@ def test_joining_server_gets_weights_before_its_first_request(tmp_path, monkeypa
     async def scenario(client, stubs, urls, file, events):
         first = asyncio.create_task(whole(client, "a"))
         await until(lambda: stubs[0].bodies)
-        file.write_text("\n".join(urls))
+        write_list(file, "\n".join(urls))
         await until(lambda: urls[1] in client.client.live_urls)
         assert events[0] == "weights 1" and "has joined, with weight version 3: 2 serve" in events[1]
         answers = await asyncio.gather(first, *[whole(client, f"b{i}") for i in range(4)])
@@ -294,11 +300,11 @@ def test_joining_server_gets_weights_before_its_first_request(tmp_path, monkeypa
 
 def test_leaving_server_returns_its_requests_with_their_tokens(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
-        file.write_text("\n".join(urls))
+        write_list(file, "\n".join(urls))
         await until(lambda: len(client.client.live_urls) == 2)
         calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
         await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
-        file.write_text(urls[1])
+        write_list(file, urls[1])
         await until(lambda: client.urls == [urls[1]])
         num_sent = len(stubs[0].bodies)
         answers = await asyncio.gather(*calls)
@@ -308,7 +314,7 @@ def test_leaving_server_returns_its_requests_with_their_tokens(tmp_path, monkeyp
         # Aborted responses continued from their tokens: nothing was generated twice.
         continued = [body for body in stubs[1].bodies if len(body["input_ids"][0]) > 1]
         assert len(continued) == 2
-        file.write_text("\n".join(urls))  # the server may rejoin
+        write_list(file, "\n".join(urls))  # the server may rejoin
         stubs[0].bodies.clear()
         await until(lambda: len(client.client.live_urls) == 2)
         await whole(client, "again")
@@ -319,7 +325,7 @@ def test_leaving_server_returns_its_requests_with_their_tokens(tmp_path, monkeyp
 
 def test_requests_may_return_before_their_abort_call_does(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
-        file.write_text("\n".join(urls))
+        write_list(file, "\n".join(urls))
         await until(lambda: len(client.client.live_urls) == 2)
         calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
         await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
@@ -330,7 +336,7 @@ def test_requests_may_return_before_their_abort_call_does(tmp_path, monkeypatch)
             await until(lambda: not leaves.tasks)
 
         monkeypatch.setattr(client.client, "abort", slow)
-        file.write_text(urls[1])
+        write_list(file, urls[1])
         await until(lambda: client.urls == [urls[1]])
         assert [num_cut for _, num_cut in await asyncio.gather(*calls)].count(1) == 2
 
@@ -349,7 +355,7 @@ def test_server_missing_in_a_single_poll_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(recovering_client, "named_urls", halfway)
 
     async def scenario(client, stubs, urls, file, events):
-        file.write_text("\n".join(urls))
+        write_list(file, "\n".join(urls))
         await until(lambda: len(polls) > 12)
         assert sorted(client.client.live_urls) == sorted(urls)
 
@@ -367,7 +373,7 @@ def test_membership_failure_is_reported_once_and_polling_continues(tmp_path, mon
             await leave(url)
 
         monkeypatch.setattr(client, "leave", failing)
-        file.write_text(urls[1])
+        write_list(file, urls[1])
         await until(lambda: client.urls == [urls[1]])
 
     _, events = run_with_list(scenario, tmp_path, monkeypatch)
@@ -377,10 +383,10 @@ def test_membership_failure_is_reported_once_and_polling_continues(tmp_path, mon
 
 def test_last_server_stays_and_failed_joins_are_reported(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
-        file.write_text("http://127.0.0.1:9\n")
+        write_list(file, "http://127.0.0.1:9\n")
         await until(lambda: any("cannot join: no SGLang server answers" in event for event in events))
         await until(lambda: any("lists no server that serves" in event for event in events))
-        file.write_text("not an address\n")
+        write_list(file, "not an address\n")
         await until(lambda: any("servers.urls:1: 'not an address' is not an address" in event for event in events))
         file.unlink()
         await asyncio.sleep(0.05)
