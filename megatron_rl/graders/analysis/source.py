@@ -202,8 +202,6 @@ def _bound(tree: ast.AST) -> set[str]:
             found.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping):
-            found.add(getattr(node, "name", getattr(node, "rest", None)) or "")
     return found
 
 
