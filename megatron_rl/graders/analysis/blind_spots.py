@@ -32,7 +32,7 @@ numpy."""
 WORDS = {"": "nothing", **dict.fromkeys(("nan", "NaN", "NAN"), "nan"), **dict.fromkeys(("inf", "-inf", "Infinity", "-Infinity"), "inf")}
 """Texts that are noticed: empty, or a number for those who read it."""
 NARROW = re.compile(r"\b(?:u?int(?:8|16)|float16|half|dtype)\b")
-_SINGLE = re.compile(r"\b(?:float32|complex64|single)\b")
+_MENTIONED = re.compile(rf"{NARROW.pattern}|\b(?:float32|complex64|single)\b")
 _NOT_FINITE = re.compile(r"nan(?=\b)|inf(?=inity\b|\b)", re.IGNORECASE)
 _INTEGERS = set("eval factorial comb perm prod pow int round ceil floor trunc sum reduce cumsum cumprod loads load open read".split())
 """Functions that may give large integers."""
@@ -45,7 +45,7 @@ _MAX_DIMENSIONS = 64
 def expected_in(text: str, prompt: str, nodes: list[ast.AST], compares_sums: bool) -> set[str]:
     """Values that show in the tests, by their text and all nodes of their source."""
     found = {word.lower() for word in _NOT_FINITE.findall(text)}
-    found |= {"narrow", "rounded"} if NARROW.search(prompt + text) or _SINGLE.search(prompt + text) else set()
+    found |= {"narrow", "rounded"} if _MENTIONED.search(prompt + text) else set()
     found |= set() if any(map(_may_be_large, nodes)) else {"rounded"}
     return found | (set() if compares_sums else {"large"})
 

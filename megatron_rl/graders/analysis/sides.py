@@ -82,12 +82,12 @@ class Sides:
             apart: Of the run in which they do not.
         """
         for site in self.sites:
-            pairs = [(shared.get(self.places[part], [0] * 3), apart.get(self.places[part], [0] * 3)) for part in site.parts]
-            same = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one == other or one[2] == other[2] != 0}
-            same -= {part for part, pair in zip(site.parts, pairs, strict=True) if pair[0][0] == pair[1][0] == 0}
-            differ = {part for part, (one, other) in zip(site.parts, pairs, strict=True) if one[0] or other[0]} - same - self._fixed
+            pairs = {part: (shared.get(self.places[part], [0] * 3), apart.get(self.places[part], [0] * 3)) for part in site.parts}
+            reached = {part: pair for part, pair in pairs.items() if pair[0][0] or pair[1][0]}
+            same = {part for part, (one, other) in reached.items() if one == other or one[2] == other[2] != 0}
+            differ = reached.keys() - same - self._fixed
             differ |= self._of_files.intersection(site.parts) if has_changed_files else set()
-            if site.is_check and pairs[0][0][0] < pairs[0][1][0]:
+            if site.is_check and any(one[0] < other[0] for one, other in pairs.values()):
                 return "the program changed an argument, and so ended a check"
             if not site.is_check and self._is_decided(site, same, differ):
                 return "the program changed an argument or a file on which the check of its result depends"

@@ -182,7 +182,7 @@ def _pairs(call: ast.Call, function: ast.FunctionDef | ast.Lambda) -> Iterator[t
     yield from ((each.arg, value) for each in (own.vararg, own.kwarg) if each for value in values)
 
 
-def edges_of_effects(tree: ast.Module, program: Collection[str]) -> Iterator[Edge]:
+def edges_of_effects(tree: ast.Module, program: set[str]) -> Iterator[Edge]:
     """Ways in which values get to names besides assignments: through exceptions, ``with``, printed text, functions that the program is
     given, and what functions leave in their arguments."""
     functions = functions_of(tree)
@@ -199,7 +199,7 @@ def edges_of_effects(tree: ast.Module, program: Collection[str]) -> Iterator[Edg
             place = (scope_of(node), position(node.body[0])) if isinstance(node, ast.With) else ANYWHERE
             yield from ((name, place, part) for name in names for part in node.body)  # type: ignore[attr-defined]
         if isinstance(node, ast.Call):
-            yield from _effects_of_call(node, functions, {*program})
+            yield from _effects_of_call(node, functions, program)
 
 
 def _effects_of_call(call: ast.Call, functions: dict[str, Any], program: set[str]) -> Iterator[Edge]:

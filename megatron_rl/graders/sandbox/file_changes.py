@@ -5,6 +5,7 @@ import stat
 
 _LOOKED_AT = 1 << 16
 """Bytes of each file that are compared, besides its size and times: a change may come within one tick of the clock."""
+_State = dict[str, tuple[tuple[int, ...], bytes]]
 
 
 class FileChanges:
@@ -15,7 +16,7 @@ class FileChanges:
         self._given = given
         self._folder = os.getcwd()
         self._depth = 0
-        self._before: dict[str, tuple[tuple[int, ...], bytes]] = {}
+        self._before: _State = {}
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -28,9 +29,9 @@ class FileChanges:
             self._given.add("files")
 
 
-def _files(root: str) -> dict[str, tuple[tuple[int, ...], bytes]]:
+def _files(root: str) -> _State:
     """Size, time, number and beginning of each file in the folder and its subfolders."""
-    found: dict[str, tuple[tuple[int, ...], bytes]] = {}
+    found: _State = {}
     for folder, folders, names in os.walk(root):
         for path in (os.path.join(folder, name) for name in (*folders, *names)):
             found[path] = (-1,), b""

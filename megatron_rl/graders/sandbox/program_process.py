@@ -252,13 +252,12 @@ class ProgramProcess:
             self._send({**message, "callback": number})
             while "do" in (reply := self._wire.receive()):  # the function may call the program in turn
                 self.reply(reply)
+        result = None if "raise" in reply else decode(reply, self._import, self._records, containers)[0][0]
+        before[:] = map(snapshot, known)  # the tests have these, and know what they have changed
         if "raise" in reply:
-            before[:] = map(snapshot, known)
             name, bases, text = reply["raise"]
             base = getattr(builtins, next((base for base in (name, *bases) if hasattr(builtins, base)), "Exception"))
             raise (base if base.__name__ == name else type(name, (base,), {}))(text)
-        result = decode(reply, self._import, self._records, containers)[0][0]
-        before[:] = map(snapshot, known)
         return result
 
 

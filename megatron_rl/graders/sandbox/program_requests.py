@@ -122,8 +122,7 @@ class ProgramRequests:
         self.num_requests += 1
         if self.num_requests > self.max_requests:
             raise self.failed("the tests do not end")
-        if self.aliases.known:
-            self.aliases.look()
+        self.aliases.look()
         lent, containers = self._send(what, values)
         before, arguments = self.given.copy(), _arguments(values)
         is_for_nothing = self.asks_for_nothing = asks_for_nothing(arguments)
