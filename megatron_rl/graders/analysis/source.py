@@ -139,9 +139,21 @@ def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
         is_helper = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
         if root in _defined([node]):
             is_after = True
+        elif _is_stub(node):  # also for the response to write
+            continue
         elif not isinstance(node, ast.Expr) and (not is_after or (is_helper and root not in names_of(node))):
             kept.append(node)
     return kept
+
+
+def _is_stub(node: ast.stmt) -> bool:
+    """True for a function of nothing but a docstring, ``pass``, ``...`` or NotImplementedError."""
+    return isinstance(node, ast.FunctionDef) and all(
+        isinstance(each, ast.Pass)
+        or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        or (isinstance(each, ast.Raise) and "NotImplementedError" in names_of(each))
+        for each in node.body
+    )
 
 
 def _prompt_statements(prompt_code: str) -> list[ast.stmt]:

@@ -46,11 +46,17 @@ def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
     return b"" if size else b"".join(parts)
 
 
-def taken(streams: Iterable[io.StringIO]) -> list[str]:
+def text_stream() -> io.TextIOWrapper:
+    """A stream in memory, with the ``buffer`` that standard output has."""
+    return io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogatepass", newline="", write_through=True)
+
+
+def taken(streams: Iterable[io.TextIOWrapper]) -> list[str]:
     """Text of each stream, which is empty afterwards."""
     texts = []
     for stream in streams:
-        texts.append(stream.getvalue())
+        stream.seek(0)
+        texts.append(bytes(stream.buffer.read()).decode(errors="replace"))
         stream.seek(0)
         stream.truncate()
     return texts

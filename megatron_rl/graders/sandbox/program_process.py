@@ -16,6 +16,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import sys
 import threading
 import types
@@ -24,7 +25,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_rl.graders.analysis.source import compose, infer_entry_point, prelude
-from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone, taken
+from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone, taken, text_stream
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, named_tuple, record_classes, snapshot
 
 _MAX_OUTPUT_BYTES = 8 << 20
@@ -79,7 +80,7 @@ class ProgramProcess:
         self._makes = False
         self._depth = sys.getrecursionlimit()
         """Depth of calls that the tests allow."""
-        self._streams: tuple[io.StringIO, ...] = ()
+        self._streams: tuple[io.TextIOWrapper, ...] = ()
         """Standard output and standard error, if the tests read them."""
         self._turn = threading.RLock()
         """Held by the thread that calls a function of the tests."""
@@ -96,6 +97,7 @@ class ProgramProcess:
         set_limit = resource.setrlimit
         # Contest programs raise it; their calls need no stack here.
         resource.setrlimit = lambda what, limits: None if what == resource.RLIMIT_STACK else set_limit(what, limits)
+        shutil.copymode = shutil.copystat = lambda *_, **__: None  # neither can be set here
         stack_size = threading.stack_size
         threading.stack_size = lambda size=0: stack_size(min(size, _MAX_STACK_BYTES))
         while True:
@@ -103,7 +105,7 @@ class ProgramProcess:
 
     def reply(self, request: Any) -> None:
         if request["reads_prints"] and not self._streams:
-            self._streams = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+            self._streams = sys.stdout, sys.stderr = text_stream(), text_stream()
         try:
             self._send(self._answer(request))
         except NotSerializable as error:

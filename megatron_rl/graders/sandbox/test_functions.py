@@ -5,9 +5,7 @@ Of pytest: marks ``parametrize``, ``skip`` and ``xfail``, fixtures of one test, 
 """
 
 import inspect
-import io
 import itertools
-import tempfile
 import unittest
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +14,7 @@ from pathlib import Path
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
-from megatron_rl.graders.sandbox.channel import taken
+from megatron_rl.graders.sandbox.channel import taken, text_stream
 from megatron_rl.graders.sandbox.program_objects import is_object
 
 _MARKS = {"parametrize", "skip", "xfail"}
@@ -36,9 +34,9 @@ class TestRun:
     """
 
     def __init__(self, namespace: Mapping[str, Any], called: frozenset[str]) -> None:
-        self.has_skipped = False
+        self.has_skipped, self._num_folders = False, 0
         self._namespace, self._called = namespace, called
-        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _capsys, "tmp_path": lambda: Path(tempfile.mkdtemp())}
+        self._fixtures: dict[str, Callable[..., Any]] = {"capsys": _capsys, "tmp_path": self._new_folder}
         self._used_by_all: list[str] = []
         for name, value in ((name, value) for name, value in namespace.items() if not is_object(value)):
             # Attributes of pytest from 8.4 on, and before.
@@ -51,6 +49,13 @@ class TestRun:
         if refused := _REFUSED & namespace.keys():
             raise NeedsPytest(min(refused))
         namespace.get("setup_module", lambda: None)()
+
+    def _new_folder(self) -> Path:
+        """A new folder, with the same name in each run of the tests."""
+        self._num_folders += 1
+        folder = Path(f"folder{self._num_folders}").absolute()
+        folder.mkdir()
+        return folder
 
     def run(self, name: str) -> None:
         """Run a test function or all tests of a class."""
@@ -135,6 +140,6 @@ _Captured = namedtuple("_Captured", "out err")
 
 def _capsys() -> Iterator[SimpleNamespace]:
     """Fixture of pytest with what is printed."""
-    streams = io.StringIO(), io.StringIO()
+    streams = text_stream(), text_stream()
     with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
         yield SimpleNamespace(readouterr=lambda: _Captured(*taken(streams)))

@@ -509,4 +509,15 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(a, g):\n    b = list(a)\n    a[:] = [7]\n    g(a)\n    a[:] = b\n    return 3", "a = [3, 1]\nr = f(a, lambda x: None)\nassert r == 3 and a == [3, 1]"),  # noqa: E501
         ("def f(g): return g(1, 2)", "import numpy as np\nassert f(np.add) == 3"),
     ],
+    "changes beside other ways to hold": [
+        ("def f(a):\n    a[:] = dict.fromkeys(a)\n    return a", "a = [1, 2, 1]\nr = f(a)\nassert r is a or r == [1, 2]\nassert a == [1, 2]\nassert f([4, 4]) == [4]"),  # noqa: E501
+        ("import shutil\ndef f(a, b): return str(shutil.copy(a, b))", "def test_a(tmp_path):\n    (tmp_path / 'a').write_text('x')\n    assert f(tmp_path / 'a', tmp_path / 'b') == str(tmp_path / 'b')\n    assert (tmp_path / 'b').read_text() == 'x'"),  # noqa: E501
+    ],
+    "several functions that the prompt begins": [
+        ("def f(s): return len(s)\ndef g(s): return s[::-1]", "assert f('ab') == 2\nassert g('ab') == 'ba'", "def f(s):\n    'x'\ndef g(s):\n    'y'\n", "f"),  # noqa: E501
+        ("def f(s): return len(s)\ndef g(s): return s[::-1]", "assert f('ab') == 2\nassert g('ab') == 'ba'", "def g(s):\n    raise NotImplementedError\ndef f(s):\n    'x'\n", "f"),  # noqa: E501
+    ],
+    "bytes on standard output": [
+        ("import sys\ndef f():\n    print('a', end='')\n    sys.stdout.buffer.write(b'hi\\n')", "def test_a(capsys):\n    f()\n    assert capsys.readouterr().out == 'ahi\\n'"),  # noqa: E501
+    ],
 }
