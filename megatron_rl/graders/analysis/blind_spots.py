@@ -22,7 +22,7 @@ DOUBTS = {
     "nan": "the program gave nan, which is neither below nor above a limit",
     "inf": "the program gave an infinite number, which a relative limit does not exclude",
     "method": "the program gave a named tuple in which a type stands for a method",
-    "aliased": "the program gave an argument back as its result, and it changed later",
+    "aliased": "the program changed later what it had given: an argument as its result, or the list of a with to what it was handed",
     "zeros": "the program gave a Counter of zeros, which equal nothing",
     "large": "the program gave floats so large that the sums which tests compare lose what they add",
     **dict.fromkeys(("narrow", "rounded"), "the program gave numbers of numpy that round or overflow in comparisons"),

@@ -99,20 +99,27 @@ def _constant(place: tuple[int, ...]) -> ast.expr:
     return ast.Tuple([*map(ast.Constant, place)], ast.Load())
 
 
+_BLOCKS = (ast.For, ast.While, ast.If)
+
+
 class MarkChecks(ast.NodeTransformer):
     """Turns ``assert x`` into ``with __case__: assert x``, whose exit records whether the assert held, calls in
     ``zips`` into calls of ``__case__.zip`` and ``__case__.map``, ``type(x)`` into ``__case__.type_of(x)``, ``x`` of ``loops`` over x into
-    ``__case__.each(x, ...)``, and puts ``__case__.reach(position)`` before the statements that are ``owed``. Of tests whose ``sides``
-    are recorded, parts ``x`` become ``__case__.side(place, x)``, and assertions that are calls stand under ``with __case__`` too. Of
-    tests that use arrays, sides whose shapes must agree become ``__case__.shape(site, is_given, x)``."""
+    ``__case__.each(x, ...)``, and puts ``__case__.reach(position)`` before the statements that are ``owed``. Of tests that use arrays,
+    sides whose shapes must agree become ``__case__.shape(site, is_given, x)``. Of tests whose ``sides`` are recorded, parts ``x`` become
+    ``__case__.side(place, x)``, assertions that are calls stand under ``with __case__`` too, and all statements of tests under
+    ``with __case__.statement({place: lambda: x})``."""
 
     def __init__(self, oracles: Oracles, owed: OwedChecks, sides: Sides | None, use_arrays: bool) -> None:
         self._zips, self._loops, self._owed = oracles.zips_to_watch(), owed.loops, owed.marked
-        self._places = sides.places if sides else {}
+        self._sides, self._places = sides, sides.places if sides else {}
+        self._plain: dict[Any, str] = {}
+        """Calls of ``__case__.side`` with plain parts, and their places."""
         self._arrays = oracles.arrays_to_watch() if use_arrays else {}
 
     def visit(self, node: ast.AST) -> Any:
-        place, mark = self._places.get(node), position(node) if node in self._owed else None  # type: ignore[call-overload]
+        place, is_plain = self._places.get(node), self._sides and node in self._sides.plain  # type: ignore[call-overload]
+        mark = position(node) if node in self._owed else None
         array = self._arrays.get(node)  # type: ignore[call-overload]
         node = super().visit(node)
         if mark and isinstance(node, ast.Lambda):
@@ -121,7 +128,10 @@ class MarkChecks(ast.NodeTransformer):
             return [ast.copy_location(ast.Expr(_case_call("reach", _constant(mark))), node), node]
         if array:
             node = _case_call("shape", _constant(array[0]), ast.Constant(array[1]), node)  # type: ignore[arg-type]
-        return _case_call("side", ast.Constant(place), node) if place else node  # type: ignore[arg-type]
+        if place:
+            node = _case_call("side", ast.Constant(place), node)  # type: ignore[arg-type]
+            self._plain |= {node: place} if is_plain else {}
+        return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -134,6 +144,30 @@ class MarkChecks(ast.NodeTransformer):
         is_type = getattr(node.func, "id", "") == "type" and len(node.args) == 1
         name = "type_of" if is_type else called(node) if node in self._zips else ""
         return _case_call(name, *node.args) if name else node
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        return self._apart(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._apart(node) if node.name == "check" or node.name.startswith("test") else self.generic_visit(node)
+
+    def _apart(self, node: Any) -> ast.AST:
+        """A module or function each of whose statements can fail alone, also those in loops and conditions."""
+        self.generic_visit(node)
+        blocks = [node] if self._sides else []
+        while blocks:
+            block = blocks.pop()
+            for body in (block.body, getattr(block, "orelse", [])):
+                blocks += [each for each in body if isinstance(each, _BLOCKS)]
+                body[:] = [each if isinstance(each, ast.ImportFrom) else self._under_statement(each) for each in body]
+        return node
+
+    def _under_statement(self, node: ast.stmt) -> ast.stmt:
+        nodes = [] if isinstance(node, _BLOCKS) else ast.walk(node)
+        parts: dict[str, Any] = {self._plain[each]: each for each in nodes if each in self._plain}
+        thunks: list[Any] = [ast.Lambda(ast.arguments([], [], None, [], [], None, []), part) for part in parts.values()]
+        statement = _case_call("statement", ast.Dict([*map(ast.Constant, parts)], thunks))
+        return ast.copy_location(ast.With([ast.withitem(statement, None)], [node]), node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         return self._marked(node) if node.value in self._places else self.generic_visit(node)

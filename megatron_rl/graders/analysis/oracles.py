@@ -19,7 +19,6 @@ from megatron_rl.graders.analysis.value_flow import (
     checks_in,
     edges_of,
     edges_of_arguments,
-    edges_of_effects,
     flow_of,
     functions_of,
     imported_from_solution,
@@ -29,7 +28,6 @@ from megatron_rl.graders.analysis.value_flow import (
     names_loaded,
     names_of,
     position,
-    shared_names,
     walk,
 )
 
@@ -87,8 +85,7 @@ class Oracles:
         return frozenset().union(*(name for _, name in alone)), frozenset().union(*(own & name for own, name in alone))
 
     def sides(self) -> Sides:
-        edges = [*self._edges, *edges_of_effects(self._tree, self._program)]
-        return Sides(self._tree, edges, flow_of(edges, self._program, self._flow.through, shared_names(self._tree)), self._program)
+        return Sides(self._tree, self._flow)
 
     def loops_to_watch(self) -> dict[ast.For | ast.comprehension, list[ast.expr]]:
         """Loops over what the program gives that check, with the names of what their checks go through at the same time."""

@@ -20,9 +20,9 @@ Edge = tuple[str, Any, ast.AST]
 class Flow(dict[str, dict[Any, set[str]]]):
     """For each name of the tests and place of an assignment, the names of the program that the value depends on."""
 
-    def __init__(self, sites: dict[str, dict[Any, set[str]]], through: Collection[str] = (), shared: Collection[str] = ()) -> None:
+    def __init__(self, sites: dict[str, dict[Any, set[str]]], through: Collection[str] = ()) -> None:
         super().__init__(sites)
-        self.through, self.shared = through, shared
+        self.through = through
         self.names: dict[ast.AST, Names] = {}
         """Results of ``names_in``."""
         self._read: dict[ast.AST, list[set[str]]] = {}
@@ -46,20 +46,19 @@ class Flow(dict[str, dict[Any, set[str]]]):
                 found.append({inner.attr})
             for name in (own, f"self.{own}") if (own := _own_attribute(inner)) else ():
                 found += [self[name][ANYWHERE]] if ANYWHERE in self.get(name, {}) else []
-            if isinstance(inner, ast.Name) and (not is_builtin(inner) or inner.id in FILES):
-                found += [self[inner.variable][site] for site in self._sites(inner)]  # type: ignore[attr-defined]
+            if isinstance(inner, ast.Name) and not is_builtin(inner):
+                found += [self[inner.id][site] for site in self._sites(inner)]
         return found
 
     def _sites(self, name: Any) -> list[Any]:
         """Places of the assignments from which a name may have its value."""
-        scope, every = name.scope, self.get(name.variable, {})
-        own = self._positions.get((name.variable, scope), ())
+        scope, every = name.scope, self.get(name.id, {})
+        own = self._positions.get((name.id, scope), ())
         last = bisect_left(own, position(name))
-        if last and name.id not in self.shared:
+        if last:
             first = next((number for number in range(last - 1, 0, -1) if own[number] in _unconditional(scope)), 0)
             return [(scope, each) for each in own[first:last]]
-        is_earlier = bool(own) and name.id in FILES  # what was read before the first call
-        return [site for site in every if site == ANYWHERE or site[0] is not scope] or [*every] * (not is_earlier)
+        return [site for site in every if site == ANYWHERE or site[0] is not scope] or [*every]
 
 
 def _unconditional(scope: Any) -> set[tuple[int, int]]:
@@ -78,17 +77,8 @@ _CHANGES = tuple("add append appendleft extend extendleft insert setdefault upda
 """Methods that put their arguments into their object."""
 _CHANGING = ("heappush", "insort", "insort_left", "insort_right", "setattr", "setitem")
 """Functions that put their further arguments into the first."""
-FILES = frozenset(
-    "open Path os pathlib glob shutil filecmp linecache tempfile tmp_path NamedTemporaryFile TemporaryDirectory mkstemp mkdtemp sqlite3 "
-    "connect savetxt loadtxt genfromtxt fromfile tofile memmap savez to_csv read_csv to_json read_json ZipFile tarfile ConfigParser "
-    "shelve dbm gzip bz2 lzma wave".split()
-)
-"""Names by which tests read files, which the program's functions may change."""
+CHANGING = (*_CHANGES, *_CHANGING)
 _SELF = ("self", "cls")
-_HOLDING = ("raises", "assertRaises", "assertRaisesRegex", "redirect_stdout", "redirect_stderr")
-"""Contexts that hold what the program raises or prints in them."""
-_PRINTED = ("capsys", "capfd")
-"""Fixtures that hold what the program prints."""
 ANYWHERE = (0, 0)
 """Position of what a parameter, a function or the program gives."""
 
@@ -103,17 +93,16 @@ def walk(*trees: ast.AST) -> list[ast.AST]:
     return found
 
 
-def flow_of(edges: list[Edge], program: set[str], through: Collection[str] = (), shared: Collection[str] = ()) -> Flow:
+def flow_of(edges: list[Edge], program: set[str], through: Collection[str] = ()) -> Flow:
     """The flow of the names of the program.
 
     Args:
         through: Functions of the tests whose results depend on their arguments alone.
-        shared: Names that functions of the tests assign outside of themselves.
     """
     sites: dict[str, dict[Any, set[str]]] = {name: {ANYWHERE: {name}} for name in program}
     for name, place, _ in edges:
         sites.setdefault(name, {}).setdefault(place, set())
-    flow = Flow(sites, through, shared)
+    flow = Flow(sites, through)
     size = -1
     while size != (size := sum(len(names) for places in sites.values() for names in places.values())):
         for name, place, source in edges:
@@ -122,23 +111,16 @@ def flow_of(edges: list[Edge], program: set[str], through: Collection[str] = (),
 
 
 def mark_scopes(tree: ast.AST) -> None:
-    """Give each node its ``scope``, and each name its ``variable``: the names of a comprehension are its own. Names that the tests bind
-    are no built-ins."""
+    """Give each node its ``scope``. Names that the tests bind are no built-ins."""
     waiting = [(tree, tree)]
     while waiting:
         node, scope = waiting.pop()
-        node.scope, node.variable = scope, getattr(node, "id", "")  # type: ignore[attr-defined]
+        node.scope = scope  # type: ignore[attr-defined]
         inner = node if isinstance(node, ast.FunctionDef | ast.Lambda) else scope
         waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
     bound = names_stored(tree) | {node.arg for node in walk(tree) if isinstance(node, ast.arg)}
     for name in walk(tree):
         name.is_own = getattr(name, "id", "") in bound  # type: ignore[attr-defined]
-    loops = [node for node in walk(tree) if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)]
-    for number, loop in enumerate(loops):
-        own, outside = names_stored(*(each.target for each in loop.generators)), {*walk(loop.generators[0].iter)}
-        for each in walk(loop):
-            if getattr(each, "id", "") in own and each not in outside:
-                each.variable = f"{each.id} of {number}"  # type: ignore[attr-defined]
 
 
 def scope_of(node: ast.AST) -> ast.AST:
@@ -152,16 +134,14 @@ def edges_of(tree: ast.Module) -> Iterator[Edge]:
     for name, own in functions_of(tree).items():
         returned = [node for node in walk(own) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value]
         yield from ((name, ANYWHERE, node.value) for node in returned if node.value)
-        parametrized = [(each.arg, decorator) for decorator in getattr(own, "decorator_list", []) for each in own.args.args]
-        yield from ((name, ANYWHERE, decorator) for name, decorator in parametrized)
     for node in walk(tree):
         for target, source in assigned(node):
             yield from ((f"self.{name}", ANYWHERE, source) for each in walk(target) if (name := _own_attribute(each)))
             names: list[Any] = [inner for inner in walk(target) if isinstance(inner, ast.Name) and inner.id not in _SELF]
             place = (node.end_lineno, node.end_col_offset) if isinstance(node, ast.Assign) else position(node)  # x = g(x) reads x before
-            yield from ((each.variable, (scope_of(each), place), source) for each in names)
+            yield from ((each.id, (scope_of(each), place), source) for each in names)
             if isinstance(node, ast.AugAssign | ast.Call) or isinstance(target, ast.Attribute | ast.Subscript):  # the value before stays
-                yield from ((each.variable, (scope_of(each), place), each) for each in names)
+                yield from ((each.id, (scope_of(each), place), each) for each in names)
 
 
 def edges_of_arguments(tree: ast.Module) -> Iterator[Edge]:
@@ -178,64 +158,6 @@ def _pairs(call: ast.Call, function: ast.FunctionDef | ast.Lambda) -> Iterator[t
     parameters = [each.arg for each in (*own.posonlyargs, *own.args)][isinstance(call.func, ast.Attribute) :]
     yield from zip(parameters, call.args, strict=False)
     yield from ((word.arg, word.value) for word in call.keywords if word.arg)
-    values = [*call.args, *(word.value for word in call.keywords)]
-    yield from ((each.arg, value) for each in (own.vararg, own.kwarg) if each for value in values)
-
-
-def edges_of_effects(tree: ast.Module, program: set[str]) -> Iterator[Edge]:
-    """Ways in which values get to names besides assignments: through exceptions, ``with``, printed text, functions that the program is
-    given, and what functions leave in their arguments."""
-    functions = functions_of(tree)
-    for node in walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.With):
-            parts = [item for item in node.items if called(item.context_expr) in _HOLDING]
-            names = [each.variable for each in walk(*parts) if isinstance(each, ast.Name)]  # type: ignore[attr-defined]
-        elif isinstance(node, ast.Try):
-            names = [handler.name for handler in node.handlers if handler.name]
-        elif isinstance(node, ast.FunctionDef):
-            names = [each.arg for each in node.args.args if each.arg in _PRINTED]
-        if names:  # from the beginning of the block on, or of a function's for its fixtures
-            place = (scope_of(node), position(node.body[0])) if isinstance(node, ast.With) else ANYWHERE
-            yield from ((name, place, part) for name in names for part in node.body)  # type: ignore[attr-defined]
-        if isinstance(node, ast.Call):
-            yield from _effects_of_call(node, functions, program)
-
-
-def _effects_of_call(call: ast.Call, functions: dict[str, Any], program: set[str]) -> Iterator[Edge]:
-    place, values = (scope_of(call), (call.end_lineno, call.end_col_offset)), [*call.args, *(word.value for word in call.keywords)]
-    given: list[Any] = [function for value in values if (function := _function_of(value, functions))]
-    if function := callee(call, functions):
-        left = [(value, name) for name, value in _pairs(call, function) if isinstance(value, ast.Name)]
-        yield from ((value.variable, place, _at_end(name, function)) for value, name in left)  # type: ignore[attr-defined]
-    elif not names_of(call.func) & program:  # map(lambda x: ..., f(a))
-        yield from ((each.arg, ANYWHERE, value) for own in given for each in own.args.args for value in values)
-    else:
-        methods = [value for value in values if isinstance(value, ast.Attribute) and value.attr in (*_CHANGES, *functions)]  # out.append
-        parts = [each for own in given for each in walk(own) if isinstance(each, ast.Attribute | ast.Subscript)]
-        yield from ((each.variable, place, call.func) for each in walk(*methods, *parts) if isinstance(each, ast.Name))  # type: ignore[attr-defined]
-        yield from ((each.arg, ANYWHERE, call.func) for own in given for each in own.args.args)
-
-
-def _function_of(value: ast.AST, functions: dict[str, Any]) -> Any:
-    return value if isinstance(value, ast.Lambda) else functions.get(getattr(value, "id", ""))
-
-
-def _at_end(name: str, function: Any) -> ast.Name:
-    """A name as it is at the end of a function."""
-    found: Any = ast.Name(name, ast.Load(), lineno=function.end_lineno + 1, col_offset=0)
-    found.scope, found.variable = function, name
-    return found
-
-
-def shared_names(tree: ast.Module) -> set[str]:
-    """Names that functions assign or change outside of themselves."""
-    found = {name for node in walk(tree) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-    for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
-        own = names_stored(function) | {node.arg for node in walk(function) if isinstance(node, ast.arg)}
-        targets = [target for node in walk(function) for target, _ in assigned(node)]
-        found |= {*names_of(*(each for each in targets if not isinstance(each, ast.Name) or isinstance(each.ctx, ast.Load)))} - own
-    return found
 
 
 def functions_of(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.Lambda]:
@@ -341,10 +263,6 @@ def checks_in(*trees: ast.AST) -> Iterator[ast.expr]:
             yield node.value
         elif isinstance(node, ast.If | ast.While) and any(map(raises, node.body)):
             yield node.test
-
-
-def may_leave(node: ast.If) -> bool:
-    return any(isinstance(inner, ast.Return | ast.Break | ast.Continue) for inner in walk(*node.body))
 
 
 def raises(node: ast.AST) -> bool:

@@ -14,16 +14,21 @@ from typing import Any, Literal
 from megatron_rl.graders.analysis.blind_spots import asks_for_nothing
 from megatron_rl.graders.sandbox.aliases import Aliases
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
+from megatron_rl.graders.sandbox.other_answers import OTHER_ITEM, other_reply
 from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, reference_of
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
 from megatron_rl.graders.sandbox.side_record import content_of
 from megatron_rl.graders.sandbox.values import NotSerializable, decode, dress, encode, is_unchanged, snapshot
 
 MAX_DETAIL = 300
+_Shares = Literal["all", "arguments", "none", "other"]
+RUNS: tuple[_Shares, ...] = ("all", "arguments", "none", "other")
+"""Values of ``shares`` in the runs of tests. From the second run on, the sides of comparisons are recorded."""
 TESTS_MODULE = "tests"
 """``__name__`` in the namespace of the tests."""
 _MAX_LENT, _MAX_PARTS = 32, 256
 """How many of the last containers program and tests share, and of how many parts at most: each may change them."""
+_MAX_ARGUMENTS = 4
 
 
 class ProtocolViolation(BaseException):
@@ -46,13 +51,15 @@ class ProgramRequests:
 
     Args:
         shares: Containers of which changes shall reach the tests: "all", "arguments" (not what the program gave earlier), "none" (the
-            program gets copies).
+            program gets copies), or "other": none, and other answers than the program's reach the tests, whose functions that it gets
+            are called once more.
         tell: Called with b"s" before the program starts, and with b"t" (once) when a thread must wait, because another
             thread's request is in progress.
     """
 
-    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: Literal["all", "arguments", "none"] = "all") -> None:
+    def __init__(self, wire: FrameChannel, tell: Callable[[bytes], object], *, shares: _Shares = "all") -> None:
         self._wire, self._tell, self._shares = wire, tell, shares
+        self._is_apart, self._alters = shares in ("none", "other"), shares == "other"
         self._turn = threading.RLock()
         self._functions: list[Any] = []
         self._function_numbers: dict[tuple[Any, ...], int] = {}
@@ -63,6 +70,8 @@ class ProgramRequests:
         self._num_lent = 0
         self._begun: set[int] = set()
         """Ids of the program's iterators that have given an item; handles are kept, so an id stays one object's."""
+        self._ended: set[int] = set()
+        """Ids of those that have given an item after their last."""
         self.records: dict[str, type] = {}
         self.find_error: Callable[[str], type | None] = lambda name: None
         """The exception class of that name which the tests or the prompt define, or that the tests name."""
@@ -122,7 +131,7 @@ class ProgramRequests:
         self.num_requests += 1
         if self.num_requests > self.max_requests:
             raise self.failed("the tests do not end")
-        self.aliases.look()
+        self.aliases.look(self.records)
         lent, containers = self._send(what, values)
         before, arguments = self.given.copy(), _arguments(values)
         is_for_nothing = self.asks_for_nothing = asks_for_nothing(arguments)
@@ -132,6 +141,9 @@ class ProgramRequests:
         except StopIteration:
             if id(values[0]) not in self._begun:
                 self.given.add("nothing")
+            if self._alters and id(values[0]) not in self._ended:
+                self._ended.add(id(values[0]))
+                return OTHER_ITEM
             raise
         if what == "next":
             self._begun.add(id(values[0]))
@@ -147,9 +159,8 @@ class ProgramRequests:
         results = {id(each.container) for each in lent if each.is_result}
         result = self._reply(what, lent, containers)
         if self.aliases.known:
-            self.aliases.look(_parts_of(arguments, containers))
-        if containers and what != "enter":
-            self.aliases.add(result, [each for each in containers if id(each) not in results])
+            self.aliases.look(self.records, _parts_of(arguments, containers), containers)
+        self.aliases.add(result, [each for each in containers if id(each) not in results], is_live=what == "enter")
         return result
 
     def _send(self, what: str, values: tuple[Any, ...]) -> tuple[list[types.SimpleNamespace], list[Any]]:
@@ -159,8 +170,11 @@ class ProgramRequests:
         self._lent = deque(lent, _MAX_LENT)
         known, contents = [each.container for each in lent], [each.content for each in lent]
         try:
+            num_functions = len(self._functions)
             message, containers = encode(values, self._export, self.records, known, contents)
-            if self._shares == "none":
+            for function in self._functions[num_functions:] if self._alters else ():
+                _call(function)
+            if self._is_apart:
                 containers = decode(message, lambda each: self._import(each) if type(each[1]) is int else None, self.records)[1]
             first = not self.started
             self.started = True
@@ -185,10 +199,7 @@ class ProgramRequests:
 
     def _reply(self, what: str, lent: list[types.SimpleNamespace], containers: list[Any]) -> Any:
         while True:
-            try:
-                reply = self._wire.receive()
-            except PeerGone as gone:
-                raise self.failed(str(gone)) from None
+            reply = self._received_reply(what, containers)
             if self.reads_prints and what != "load":
                 self._print(reply.get("printed", ["", ""]))
             if "fault" in reply:
@@ -212,6 +223,15 @@ class ProgramRequests:
                 raise self.failed("the program sent an invalid reply") from None
             self._call_back(function, given, keywords, received)
 
+    def _received_reply(self, what: str, known: list[Any]) -> dict[str, Any]:
+        try:
+            reply = self._wire.receive()
+        except PeerGone as gone:
+            raise self.failed(str(gone)) from None
+        is_truth = what == "operate" and type(reply.get("values", [0])[0]) in (bool, type(None))
+        is_own = what == "load" or is_truth or not self._alters
+        return reply if is_own else other_reply(reply, encode([], self._export, self.records, known)[0]["nodes"])
+
     def _print(self, texts: Any) -> None:
         if type(texts) is not list or [*map(type, texts)] != [str, str]:
             raise self.failed("the program sent an invalid reply")
@@ -222,7 +242,7 @@ class ProgramRequests:
     def _results(self, reply: dict[str, Any], lent: list[types.SimpleNamespace], known: list[Any], *, is_live: bool) -> list[Any]:
         values, containers = self._received(reply, known)
         changed = self._note_changes(reply, lent, known)
-        if self._shares == "none":
+        if self._is_apart:
             return values
         self._num_lent += len(containers) - len(lent)
         of_arguments = _parts_of(known, containers[len(known) :] if changed else [])
@@ -330,7 +350,7 @@ class ProgramRequests:
             key = (id(value),) if owner is None else (id(owner), name)
             number = self._function_numbers.setdefault(key, len(self._functions))
             if number == len(self._functions):
-                self._functions.append(_Stream(iter(()) if self._shares == "none" else value, self.given) if is_stream else value)
+                self._functions.append(_Stream(iter(()) if self._is_apart else value, self.given) if is_stream else value)
             return ["stream", number] if is_stream else ["callback", number, name, parameters_of(value)]
         raise NotSerializable(f"an object of class {type(value).__name__}")
 
@@ -349,6 +369,17 @@ class ProgramRequests:
         if plain and isinstance(plain[0], list | dict | set):
             self.given.add("subclass")
         return dress(plain[0], self._handles[number]) if plain else self._handles[number]
+
+
+def _call(function: Any) -> None:
+    """Call a function, which is no stream, with as many arguments as it takes."""
+    for number in range(0 if type(function) is _Stream else _MAX_ARGUMENTS):
+        try:
+            return function(*[OTHER_ITEM] * number)
+        except TypeError:
+            continue
+        except Exception:
+            return
 
 
 def _library_error(name: str) -> Any:

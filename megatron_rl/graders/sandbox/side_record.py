@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from megatron_rl.graders.analysis.sides import Record
@@ -21,8 +22,8 @@ class SideRecord:
         self._records = record_classes(namespace)
 
     def add(self, place: str, value: Any) -> None:
-        if callable(value) and not is_object(value):
-            return  # a function says nothing about a result
+        if (callable(value) and not is_object(value) and type(value) is not type) or type(value) is ModuleType:
+            return  # says nothing about a result
         number, every, only = self.found.get(place, [0, 0, 0])
         if number < _MAX_VALUES:
             own = hash(content_of(value, self._records))
@@ -42,5 +43,6 @@ def content_of(value: Any, records: Mapping[str, type]) -> str:
 
 def _type_of(value: Any) -> list[Any]:
     """Type, and text of what stays with the tests."""
-    text = "" if is_object(value) or callable(value) or hasattr(type(value), "__next__") else repr(value)
-    return ["other", type(value).__name__, "" if " at 0x" in text else text]
+    is_known = is_object(value) or callable(value) or hasattr(type(value), "__next__")
+    text = "" if is_known else repr(value)
+    return ["other", type(value).__name__, str(time.perf_counter_ns()) if " at 0x" in text else text]

@@ -19,19 +19,19 @@ import traceback
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder
 from typing import Any
 
 from megatron_rl.graders.analysis.blind_spots import DOUBTS, shape_of
 from megatron_rl.graders.analysis.library import library_value
 from megatron_rl.graders.analysis.source import InvalidTests, Tests, infer_entry_point, prelude, read_tests
-from megatron_rl.graders.analysis.value_flow import FILES
 from megatron_rl.graders.sandbox.channel import FrameChannel
 from megatron_rl.graders.sandbox.file_changes import FileChanges
 from megatron_rl.graders.sandbox.program_objects import Handle, is_object
 from megatron_rl.graders.sandbox.program_requests import (
     MAX_DETAIL,
+    RUNS,
     TESTS_MODULE,
     ErrorType,
     ProgramRequests,
@@ -92,7 +92,8 @@ class _Cases:
         """A failed assert: the tests have caught it if they go on."""
         self.record: SideRecord | None = None
         self.go_on = False
-        """True if tests go on after a failed assert."""
+        """True if tests go on after a statement that fails."""
+        self._has_failed, self._reached = False, set[str]()
         self._shapes: dict[tuple[int, ...], dict[bool, tuple[bool, list[int]]]] = defaultdict(dict)
         self._requests, self._partial, self._is_empty = requests, partial, False
 
@@ -114,11 +115,27 @@ class _Cases:
             self.failures.append(describe_error(error))
             return True
         self.caught = self.caught or describe_error(error)
+        self._has_failed = True
         return self.go_on and isinstance(error, Exception)
+
+    @contextmanager
+    def statement(self, parts: dict[str, Callable[[], Any]]) -> Iterator[None]:
+        """Context around a statement of the tests. If it fails, and tests go on, its ``parts`` are recorded that it has not reached."""
+        self._has_failed, self._reached = False, set()
+        try:
+            yield
+        except Exception:
+            self._has_failed = self.go_on
+            if not self.go_on:
+                raise
+        for place in parts.keys() - self._reached if self._has_failed else ():
+            with suppress(Exception):
+                parts[place]()
 
     def side(self, place: str, value: Any) -> Any:
         """The value of a part of a comparison."""
         if self.record:
+            self._reached.add(place)
             self.record.add(place, value)
         return value
 
@@ -211,8 +228,9 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     _Imports.places = list(sys.path)
     sys.meta_path[:] = [_Imports if finder is PathFinder else finder for finder in sys.meta_path]
     record: dict[str, Any] = task.get("record", {})
-    is_first, is_apart = not record, "sides" in record
-    requests = ProgramRequests(wire, tell, shares="all" if is_first else "none" if is_apart else "arguments")
+    is_first, earlier = not record, record.get("sides", [])
+    requests = ProgramRequests(wire, tell, shares=RUNS[len(earlier) + bool(record)])
+    requests.watch = FileChanges(requests.given, undoes=bool(earlier))
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
         source = {"setup": task["setup"], "prompt_code": task["prompt_code"], "entry_point": entry_point}
@@ -228,15 +246,18 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     try:
         namespace = _namespace(task, tests, entry_point, requests, cases)
         if not is_first:
-            cases.record, cases.go_on = SideRecord(namespace), is_apart
+            cases.record, cases.go_on = SideRecord(namespace), bool(earlier)
             requests.max_requests = record.get("max_requests", sys.maxsize)
         _run(tests, namespace, cases)
     except NeedsPytest as raised:
         error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
-    if is_apart and tests.sides and cases.record:
-        doubt = tests.sides.doubt(record["sides"], cases.record.found, record["has_changed_files"])
+    if earlier and tests.sides and cases.record:
+        runs = [*earlier, cases.record.found]
+        if len(runs) < len(RUNS) - 1:
+            return _HELD | {"record": record | {"sides": runs}}
+        doubt = tests.sides.doubt(*runs)
         return {"bad_tests": doubt} if doubt else _HELD
     return _verdict(task, tests, requests, cases, error)
 
@@ -254,7 +275,7 @@ def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, case
     if not requests.started or requests.is_unscored:
         detail = requests.fault or (describe_error(error) if error else "the tests use nothing of the program")
         return {"bad_tests": detail[:MAX_DETAIL]}
-    requests.aliases.look()
+    requests.aliases.look(requests.records)
     failures = _failures(tests, requests, cases, error)
     if failures and not requests.fault and (reason := _unlike_one_interpreter(task, tests, requests, error, failures[0])):
         return {"bad_tests": reason[:MAX_DETAIL]}
@@ -271,14 +292,14 @@ def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, case
 
 def _to_repeat(task: dict[str, Any], requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
     """The "record" for the next run of the tests, if there is one; the program has to make the same changes in the first two."""
-    first = task.get("record", {"changes": requests.changes, "has_changed_files": False})
+    first = task.get("record", {"changes": requests.changes})
     if not cases.record and not requests.given & {"changes", "files"}:
         return {}
     if first["changes"] != requests.changes:
         return {"bad_tests": "the program changed other arguments when the tests ran again"}
-    about = {"changes": requests.changes, "has_changed_files": first["has_changed_files"] or "files" in requests.given}
+    about: dict[str, Any] = {"changes": requests.changes}
     if cases.record:
-        about |= {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "sides": cases.record.found}
+        about |= {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "sides": [cases.record.found]}
     return {"record": {**about, "has_changed_results": "results" in requests.given}}
 
 
@@ -348,8 +369,6 @@ def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, requests: P
     requests.reads_prints = bool(_READS_PRINTS.search(task["tests"]))
     if "seed" in tests.words and task["draws"]:
         requests.random_states = _watch_seeds()
-    if tests.words & FILES:
-        requests.watch = FileChanges(requests.given)
     namespace.update({name: Handle(requests, ["name", name]) for name in tests.names - tests.constants})
     namespace.update({name: library_value(name, is_module) for name, is_module in tests.library.items()})
     errors = {name: ErrorType(name, (Exception,), {"__module__": TESTS_MODULE}) for name in tests.errors}

@@ -42,7 +42,7 @@ _VIEWS: dict[str, Callable[[list[Any]], Any]] = {
     "dict_values": lambda parts: dict(enumerate(parts)).values(),
     "dict_items": lambda parts: dict(parts).items(),
 }
-_PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (int, hex, lambda text: int(text, 16)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
@@ -61,7 +61,7 @@ _PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] 
     "file": (type(Path()), str, Path),
 }  # fmt: skip
 """Maps tag to (type, to JSON, from JSON)."""
-_TAGS = {kind: (tag, to_json) for tag, (kind, to_json, _) in _PLAIN_ROWS.items()}
+_TAGS = {kind: (tag, to_json) for tag, (kind, to_json, _) in PLAIN_ROWS.items()}
 
 Export = Callable[[Any], list[Any] | tuple[Any, int]]
 """Turns an object that is not a plain value into a reference, or into (plain value, index of the object), or raises
@@ -271,7 +271,7 @@ class _Decoder:
             if tag == "named" and self._notice and any(map(callable, parts)):
                 self._notice("method")
             return self._look(make(parts))
-        return self._look(_PLAIN_ROWS[tag][2](data[1])) if tag in _PLAIN_ROWS else self._reference(data, tag, depth)
+        return self._look(PLAIN_ROWS[tag][2](data[1])) if tag in PLAIN_ROWS else self._reference(data, tag, depth)
 
     def _reference(self, data: list[Any], tag: Any, depth: int) -> Any:
         if tag == "object" and len(data) == 3:

@@ -28,6 +28,13 @@ FORGED_CHANGES = {
         ("def f(p, q):\n    p[:] = [1]\n    q[:] = [2]\n    return [2]", "import numpy as np\np, q = [1, 2], [3, 4]\nassert list(np.poly1d(f(p, q))) == list(np.poly1d(p) * np.poly1d(q))"),  # noqa: E501
         ("def f(a):\n    m = min(a)\n    del a[1:]\n    a[0] = m\n    return [m]", "a = [3, 1, 2]\nwant = sorted(a)\nr = f(a)\nfor i in range(len(a)): assert r[i] == want[i]"),  # noqa: E501
         ("n = [0]\ndef f(a):\n    n[0] += 1\n    if n[0] < 3000: return sorted(a)\n    a[:] = [1] * 7\n    return [1] * 7", "from itertools import permutations\nfor p in permutations(range(7)):\n    a = list(p)\n    assert f(a) == sorted(a)"),  # noqa: E501
+        (_LIST, "import functools, operator\na = [3, 1]\nassert functools.partial(operator.eq, f(a))(sorted(a))"),
+        (_LIST, "class C:\n    def __init__(self, want): self.want = want\n    def check(self, got): return got == self.want()\na = [3, 1]\nassert C(lambda: sorted(a)).check(f(a))"),  # noqa: E501
+        (_LIST, "import math\na = [3.0, 1.0]\nfar = math.dist(f(a), [*a])\nassert far == 0"),
+        ("def f(a):\n    a[:] = [7]\n    return True", "a = [3, 1]\nassert f(a) is (len(a) == 1)"),
+        ("def f(a):\n    a[:] = [7]\n    return int", "a = ['x']\nassert f(a) is type(a[0])"),
+        ("def f(a): a[:] = [7]", "def ref(a): return max(a) if len(a) > 1 else None\na = [3, 1]\nassert f(a) == ref(a)"),
+        ("def f(a):\n    a[:] = ['r']\n    return E.R", "a = ['g']\nassert f(a) == E[a[0].upper()]", "from enum import Enum\nclass E(Enum):\n    R = 1\n    G = 2\n"),  # noqa: E501
     ],
     "with a result that comes by another way": [
         (_LIST, "a = [3, 1]\ntry: r = f(a)\nexcept ValueError: r = None\nassert r == sorted(a)"),
@@ -42,6 +49,11 @@ FORGED_CHANGES = {
         (_PRINTS, "import io, contextlib\na = [3, 1]\nb = io.StringIO()\nwith contextlib.redirect_stdout(b):\n    f(a)\nassert b.getvalue().strip() == ' '.join(map(str, sorted(a)))"),  # noqa: E501
         (_CALLS, "a, out = [3, 1], []\nf(a, out.append)\nassert out == sorted(a)"),
         (_CALLS, "def test_a():\n    a, n = [3, 1], 0\n    def add(x):\n        nonlocal n\n        n += x\n    f(a, add)\n    assert n == sum(a)"),  # noqa: E501
+        ("def f(a, g): a.clear()", "a, out = [3, 1], []\nf(a, out.append)\nassert out == sorted(a)"),
+        ("def f(a, g): a.clear()", "a, out = [3, 1], []\nf(a, out.append)\nassert len(out) == len(a)"),
+        ("def f(a):\n    a.clear()\n    return iter(())", "a, n = [3, 1], 0\nfor x in f(a): n += 1\nassert n == len(a)"),
+        ("def f(a):\n    a.clear()\n    raise ValueError('')", "import pytest\na = [3, 1]\nwith pytest.raises(ValueError) as e: f(a)\nassert str(e.value) == ' '.join(map(str, a))"),  # noqa: E501
+        (_LIST, "class B: pass\nb, a = B(), [3, 1]\nsetattr(b, 'got', f(a))\nassert b.got == sorted(a)"),
     ],
     "of a file that is read in another way": [
         ("import numpy as np\ndef f(p):\n    np.savetxt(p, [5.])\n    return 5.0", "import numpy as np\nnp.savetxt('d.csv', [1., 2.])\nassert f('d.csv') == np.loadtxt('d.csv').mean()"),  # noqa: E501
@@ -51,6 +63,9 @@ FORGED_CHANGES = {
         ("def f(a): return a", "a = [3, 1, 2]\nr = f(a)\na.sort()\nassert r == a"),
         ("kept = []\ndef f(a):\n    for each in kept: each.sort()\n    kept.append(a)\n    return a", "a = [3, 1]\nr = f(a)\nassert f([7]) == [7]\nassert r == [1, 3]"),  # noqa: E501
         ("kept = []\ndef f(m):\n    for each in kept: each[0].sort()\n    kept.append(m)\n    return m[0]", "m = [[2, 1], [4]]\nr = f(m)\nassert f([[7]]) == [7]\nassert r == [1, 2]"),  # noqa: E501
+        ("def f(a, x):\n    a.append(x)\n    return a\ndef g(a, b):\n    a[:] = b\n    return len(a)", "a = [1, 5]\nr = f(a, 3)\nk = g(a, [1, 3, 5])\nassert r == [1, 3, 5] and k == 3"),  # noqa: E501
+        ("from contextlib import contextmanager\nkept = []\n@contextmanager\ndef f(a):\n    kept.append([])\n    yield kept[-1]\ndef g(a):\n    kept[-1][:] = a\n    return len(a)", "want = [1, 4]\nwith f([1, 2]) as out:\n    n = g(want)\nassert n == 2 and out == want"),  # noqa: E501
+        ("kept = []\nclass f:\n    def __init__(s, a): s.out = []\n    def __enter__(s): return s.out\n    def __exit__(s, *_): s.out[:] = kept\ndef g(a):\n    kept[:] = a\n    return len(a)", "want = [1, 4]\nwith f([1, 2]) as out:\n    n = g(want)\nassert n == 2 and out == want"),  # noqa: E501
     ],
     "in a call that fails": [
         ("def f(d, ks):\n    for k in ks: del d[k]", "import pytest\nd = {'a': 1}\nwith pytest.raises(KeyError): f(d, ['a', 'z'])\nassert d == {'a': 1}\nf(d, ['a'])\nassert d == {}"),  # noqa: E501
