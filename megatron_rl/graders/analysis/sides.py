@@ -18,11 +18,13 @@ from megatron_rl.graders.analysis.value_flow import (
     Names,
     called,
     checks_in,
+    class_uses,
     is_assertion,
     is_builtin,
     names_in,
     names_loaded,
     names_of,
+    names_stored,
     raises,
     walk,
 )
@@ -60,6 +62,7 @@ class Sides:
         self._open = self.places.keys() - self._fixed
         self.plain = set(filter(_is_plain, self._open))
         """Parts that do not change anything when they are evaluated."""
+        self._caught = _caught(tree, flow)
         self._from_program = {part for part in self._open if names_in(part, flow)}
         steers = (ast.For, ast.While, ast.If, ast.comprehension, ast.BoolOp, ast.IfExp)
         self.are_fixed = all(map(self._is_safe, self.sites)) and not any(isinstance(node, steers) for node in walk(tree))
@@ -83,6 +86,7 @@ class Sides:
             parts = {part for part, count in zip(site.parts, counts, strict=True) if any(count)} - self._fixed
             differ = {part for part in parts if not self._is_same(part, shared, apart)}
             given = {part for part in parts for each in walk(part) if each in self._open and not self._is_same(each, apart, other)}
+            given |= {part for part in parts if names_of(part) & self._caught}
             if site.is_check:
                 if any(one < two for one, two in counts):
                     return "the program changed an argument, and so ended a check"
@@ -96,6 +100,14 @@ class Sides:
     def _is_same(self, part: Any, *runs: Record) -> bool:
         one, other = (run.get(self.places[part], _NEVER) for run in runs)
         return one == other or one[2] == other[2] != 0
+
+
+def _caught(tree: ast.Module, flow: Flow) -> Names:
+    """Names whose values say whether the program raised an exception: assigned where one is caught, or of functions that return there."""
+    caught = [node for node in walk(tree) if isinstance(node, ast.Try | ast.With) and any(names_in(each, flow) for each in node.body)]
+    caught = [node for node in caught if isinstance(node, ast.Try) or any(is_error for is_error, _ in class_uses(*node.items))]
+    returns = [each.scope.name for node in caught for each in walk(node) if isinstance(each, ast.Return)]  # type: ignore[attr-defined]
+    return frozenset(names_stored(*caught)) | {*returns}
 
 
 def _counted(tree: ast.Module) -> Names:
@@ -171,8 +183,9 @@ def _sites_of_call(node: ast.Call, flow: Flow) -> Iterator[Site]:
         base = [getattr(node.func, "value", None)] if is_method and not is_check else getattr(node.func, "args", [])
         named = [word.value for word in node.keywords if word.arg not in _NO_SIDES]
         given = node.args[:2] if is_check or called(node) in _TWO_SIDES else node.args
-        parts = [part for part in (*base, *given, *named) if not (isinstance(part, ast.Constant) and part.value is None)]
-        yield from [Site(parts, True)] if len(parts) > 1 and not any(map(_is_fixed, parts)) else []
+        fixed = [part for part in (*base, *given, *named) if _is_fixed(part)]
+        parts = [part for part in (*base, *given, *named) if part not in fixed]
+        yield from [Site(parts, True)] if len(parts) > 1 and not (is_check and fixed) else []
 
 
 # ----------------------------------------------------------------------------------------------------- known before any run

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megatron_rl.graders.analysis.blind_spots import asks_for_nothing
 from megatron_rl.graders.sandbox.aliases import Aliases
 from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
-from megatron_rl.graders.sandbox.other_answers import OTHER_ITEM, other_reply
+from megatron_rl.graders.sandbox.other_answers import other_reply
 from megatron_rl.graders.sandbox.program_objects import Handle, Iterator, reference_of
 from megatron_rl.graders.sandbox.program_process import describe, parameters_of
 from megatron_rl.graders.sandbox.side_record import content_of
@@ -92,6 +92,8 @@ class ProgramRequests:
         self.changes = 0
         """Hash of all changes of arguments, in their order."""
         self.num_requests, self.max_requests = 0, sys.maxsize
+        self.plus = 0
+        """What other answers are more than the program's (``other_reply``)."""
         self.random_states: Callable[[], Any] = lambda: None
         """How often the tests have seeded random numbers, and their states, from which the program continues."""
         self._sent_states: Any = None
@@ -143,7 +145,7 @@ class ProgramRequests:
                 self.given.add("nothing")
             if self._alters and id(values[0]) not in self._ended:
                 self._ended.add(id(values[0]))
-                return OTHER_ITEM
+                return self.plus
             raise
         if what == "next":
             self._begun.add(id(values[0]))
@@ -173,7 +175,7 @@ class ProgramRequests:
             num_functions = len(self._functions)
             message, containers = encode(values, self._export, self.records, known, contents)
             for function in self._functions[num_functions:] if self._alters else ():
-                _call(function)
+                _call(function, self.plus)
             if self._is_apart:
                 containers = decode(message, lambda each: self._import(each) if type(each[1]) is int else None, self.records)[1]
             first = not self.started
@@ -230,7 +232,7 @@ class ProgramRequests:
             raise self.failed(str(gone)) from None
         is_truth = what == "operate" and type(reply.get("values", [0])[0]) in (bool, type(None))
         is_own = what == "load" or is_truth or not self._alters
-        return reply if is_own else other_reply(reply, encode([], self._export, self.records, known)[0]["nodes"])
+        return reply if is_own else other_reply(reply, encode([], self._export, self.records, known)[0]["nodes"], self.plus)
 
     def _print(self, texts: Any) -> None:
         if type(texts) is not list or [*map(type, texts)] != [str, str]:
@@ -371,11 +373,11 @@ class ProgramRequests:
         return dress(plain[0], self._handles[number]) if plain else self._handles[number]
 
 
-def _call(function: Any) -> None:
+def _call(function: Any, value: int) -> None:
     """Call a function, which is no stream, with as many arguments as it takes."""
     for number in range(0 if type(function) is _Stream else _MAX_ARGUMENTS):
         try:
-            return function(*[OTHER_ITEM] * number)
+            return function(*[value] * number)
         except TypeError:
             continue
         except Exception:

@@ -230,7 +230,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     record: dict[str, Any] = task.get("record", {})
     is_first, earlier = not record, record.get("sides", [])
     requests = ProgramRequests(wire, tell, shares=RUNS[len(earlier) + bool(record)])
-    requests.watch = FileChanges(requests.given, undoes=bool(earlier))
+    requests.watch, requests.plus = FileChanges(requests.given, undoes=bool(earlier)), 3 + hash(task["tests"]) % 20
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
         source = {"setup": task["setup"], "prompt_code": task["prompt_code"], "entry_point": entry_point}

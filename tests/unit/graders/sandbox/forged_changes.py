@@ -53,6 +53,8 @@ FORGED_CHANGES = {
         ("def f(a, g): a.clear()", "a, out = [3, 1], []\nf(a, out.append)\nassert len(out) == len(a)"),
         ("def f(a):\n    a.clear()\n    return iter(())", "a, n = [3, 1], 0\nfor x in f(a): n += 1\nassert n == len(a)"),
         ("def f(a):\n    a.clear()\n    raise ValueError('')", "import pytest\na = [3, 1]\nwith pytest.raises(ValueError) as e: f(a)\nassert str(e.value) == ' '.join(map(str, a))"),  # noqa: E501
+        ("def f(a):\n    a.clear()\n    raise ValueError", "a = [3, 1]\ntry:\n    f(a)\n    ok = True\nexcept ValueError: ok = False\nassert ok == (len(a) == 2)"),  # noqa: E501
+        ("def f(a):\n    a.clear()\n    raise ValueError", "def ok(g, *x):\n    try: g(*x)\n    except ValueError: return False\n    return True\na = [3, 1]\nassert ok(f, a) == (len(a) == 2)"),  # noqa: E501
         (_LIST, "class B: pass\nb, a = B(), [3, 1]\nsetattr(b, 'got', f(a))\nassert b.got == sorted(a)"),
     ],
     "of a file that is read in another way": [

@@ -25,7 +25,7 @@ OTHER_TYPE: list[Any] = [None, time(1), range(3), slice(1), int]
 
 def other(value: Any) -> Any:
     message, _ = encode([value], lambda each: pytest.fail(f"no plain value: {each}"), {})
-    return decode(other_reply(message, []), lambda each: None, {})[0][0]
+    return decode(other_reply(message, [], 7), lambda each: None, {})[0][0]
 
 
 @pytest.mark.parametrize("value", [*SAME_TYPE, *OTHER_TYPE], ids=repr)
@@ -43,10 +43,10 @@ def test_what_the_tests_have_keeps_its_type_and_shape() -> None:
     known = [np.arange(3), [1, 2]]
     sent, _ = encode(known, lambda each: [], {})
     reply = {"values": [[0]], "nodes": [None, ["list", [5]]]}
-    values, containers = decode(other_reply(reply, sent["nodes"]), lambda each: None, {}, known)
+    values, containers = decode(other_reply(reply, sent["nodes"], 7), lambda each: None, {}, known)
     assert values[0] is known[0] and known[0].tolist() == [7, 8, 9] and containers[1] == [12, 19]
 
 
 def test_names_of_keywords_and_attributes_stay() -> None:
     reply = {"callback": 0, "values": [["tuple", [1]], [0]], "nodes": [["dict", [["key", 1]], ""]]}
-    assert decode(other_reply(reply, []), lambda each: None, {})[0] == [(8,), {"key": 8}]
+    assert decode(other_reply(reply, [], 7), lambda each: None, {})[0] == [(8,), {"key": 8}]
