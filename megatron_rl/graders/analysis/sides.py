@@ -85,7 +85,7 @@ class Sides:
             counts = [(shared.get(place, _NEVER)[0], apart.get(place, _NEVER)[0]) for place in map(self.places.__getitem__, site.parts)]
             parts = {part for part, count in zip(site.parts, counts, strict=True) if any(count)} - self._fixed
             differ = {part for part in parts if not self._is_same(part, shared, apart)}
-            given = {part for part in parts for each in walk(part) if each in self._open and not self._is_same(each, apart, other)}
+            given = {part for part in parts for each in walk(part) if each in self._open and self._is_given(each, shared, apart, other)}
             given |= {part for part in parts if names_of(part) & self._caught}
             if site.is_check:
                 if any(one < two for one, two in counts):
@@ -98,8 +98,13 @@ class Sides:
         return ""
 
     def _is_same(self, part: Any, *runs: Record) -> bool:
-        one, other = (run.get(self.places[part], _NEVER) for run in runs)
-        return one == other or one[2] == other[2] != 0
+        pairs = [[run.get(place, _NEVER) for run in runs] for place in (self.places[part], f"{self.places[part]}'")]
+        return all(one == other or one[2] == other[2] != 0 for one, other in pairs)
+
+    def _is_given(self, part: Any, shared: Record, apart: Record, other: Record) -> bool:
+        """True if a part depends on the program's answers, or is not there when they fail."""
+        is_lost = self.places[part] in shared and not {self.places[part]} <= apart.keys() & other.keys()
+        return is_lost or not self._is_same(part, apart, other)
 
 
 def _caught(tree: ast.Module, flow: Flow) -> Names:
@@ -149,9 +154,11 @@ def _sites_of_statement(node: Any, flow: Flow) -> Iterator[Site]:
 def _sites_of_operation(node: ast.AST, flow: Flow) -> Iterator[Site]:
     if isinstance(node, ast.Compare):
         pairs = zip(itertools.pairwise([node.left, *node.comparators]), node.ops, strict=True)
-        yield from (Site([*pair], True) for pair, how in pairs if not (isinstance(how, ast.Is | ast.IsNot) and any(map(_is_named, pair))))
+        yield from (Site([*pair], True) for pair, how in pairs if not (isinstance(how, ast.Is | ast.IsNot) and _says_which(pair, flow)))
     elif isinstance(node, ast.Set):
         yield Site([*node.elts], True)
+    elif called(node) in ("set", "frozenset", "Counter") and isinstance(part := (node.args or [node])[0], ast.List | ast.Tuple):  # type: ignore[attr-defined]
+        yield Site([*part.elts], True)
     elif isinstance(node, ast.BinOp):
         yield Site([node.left, node.right], isinstance(node.op, ast.Sub | ast.BitXor))
     elif isinstance(node, ast.Call) and called(node) not in _PUTTING:
@@ -166,8 +173,10 @@ _TWO_SIDES = ("allclose", "isclose")
 """Functions whose further arguments are no sides."""
 
 
-def _is_named(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
+def _says_which(pair: tuple[ast.expr, ast.expr], flow: Flow) -> bool:
+    """True for the sides of ``f(a) is a`` and ``f(a) is None``: what the object holds is checked elsewhere, or is nothing."""
+    is_plain = [isinstance(each, ast.Name) or (isinstance(each, ast.Call) and bool(names_in(each.func, flow))) for each in pair]
+    return all(is_plain) or any(isinstance(each, ast.Constant) for each in pair)
 
 
 def _decides(node: ast.AST, decided: set[ast.AST]) -> bool:

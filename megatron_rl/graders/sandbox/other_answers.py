@@ -38,11 +38,12 @@ def _other(item: Any, plus: int) -> Any:
         case None | bool():
             return plus if item is None else not item
         case int() | float():
-            return item + (plus if item >= 0 else -plus)
+            changed = item + (plus if item >= 0 else -plus)
+            return changed if abs(changed - item) > 1 else 0.0  # not finite, or too large to change by so little
         case str():
-            return f"~{item.swapcase()}~"
+            return f"{plus}~{item.swapcase()}~{plus}"
         case ["tuple" | "frozenset" | "named" | "dict_keys" | "dict_values" | "dict_items" as tag, parts, *rest]:
-            return [tag, [_other(part, plus) for part in parts], *rest]
+            return [tag, [_other(part, plus) for part in parts] or [plus], *rest]
         case ["object", number, plain]:
             return ["object", number, _other(plain, plus)]
         case ["scalar", *_]:
@@ -86,7 +87,7 @@ def _other_array(data: list[Any], plus: int, keeps_shape: bool = True) -> list[A
     tag, dtype, shape, text = data
     values = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape)
     if values.dtype.kind not in "biufc":
-        return data
+        return data if keeps_shape else ["list", [plus]]
     values = ~values if values.dtype.kind == "b" else (values + plus).astype(dtype)
     values = values if keeps_shape or not shape else numpy.concatenate([values, values[:1]])
     return [tag, dtype, list(values.shape), base64.b64encode(values.tobytes()).decode()]

@@ -92,8 +92,8 @@ class ProgramRequests:
         self.changes = 0
         """Hash of all changes of arguments, in their order."""
         self.num_requests, self.max_requests = 0, sys.maxsize
-        self.plus = 0
-        """What other answers are more than the program's (``other_reply``)."""
+        self.secret = ""
+        """Text that the program does not know, from which other answers are made."""
         self.random_states: Callable[[], Any] = lambda: None
         """How often the tests have seeded random numbers, and their states, from which the program continues."""
         self._sent_states: Any = None
@@ -103,6 +103,11 @@ class ProgramRequests:
         """True if the tests read what the program prints: it is printed here, where they may have redirected it."""
         self.has_printed = False
         self.watch: AbstractContextManager[None] = nullcontext()  # around each request
+
+    @property
+    def plus(self) -> int:
+        """Number by which this request's answer changes (``other_reply``)."""
+        return 3 + hash((self.secret, self.num_requests)) % 29
 
     def failed(self, text: str) -> ProtocolViolation:
         self.fault = self.fault or text or "the program sent an invalid reply"

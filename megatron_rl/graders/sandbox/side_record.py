@@ -19,9 +19,21 @@ class SideRecord:
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.found: Record = {}
+        self._held: list[tuple[str, Any]] = []
         self._records = record_classes(namespace)
 
+    def end_statement(self) -> None:
+        """Record what its parts are worth now, each with a mark: a call may have changed one after it was read."""
+        held, self._held = self._held, []
+        for place, value in held:
+            self._add(f"{place}'", value)
+
     def add(self, place: str, value: Any) -> None:
+        self._add(place, value)
+        if type(value) not in (int, float, str, bool, type(None)):
+            self._held.append((place, value))
+
+    def _add(self, place: str, value: Any) -> None:
         if (callable(value) and not is_object(value) and type(value) is not type) or type(value) is ModuleType:
             return  # says nothing about a result
         number, every, only = self.found.get(place, [0, 0, 0])
@@ -42,7 +54,7 @@ def content_of(value: Any, records: Mapping[str, type]) -> str:
 
 
 def _type_of(value: Any) -> list[Any]:
-    """Type, and text of what stays with the tests."""
-    is_known = is_object(value) or callable(value) or hasattr(type(value), "__next__")
-    text = "" if is_known else repr(value)
-    return ["other", type(value).__name__, str(time.perf_counter_ns()) if " at 0x" in text else text]
+    """Type, and text of what stays with the tests, which differs in each run if it is not known."""
+    text = "" if is_object(value) or callable(value) else repr(value)
+    is_unknown = " at 0x" in text or (hasattr(type(value), "__next__") and not is_object(value))
+    return ["other", type(value).__name__, str(time.perf_counter_ns()) if is_unknown else text]

@@ -90,7 +90,7 @@ class _Cases:
         self.reach = self.reached.add
         self.caught = ""
         """A failed assert: the tests have caught it if they go on."""
-        self.record: SideRecord | None = None
+        self.record = SideRecord({})
         self.go_on = False
         """True if tests go on after a statement that fails."""
         self._has_failed, self._reached = False, set[str]()
@@ -101,6 +101,7 @@ class _Cases:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        self.record.end_statement()
         is_empty, self._is_empty = self._is_empty, False
         if "nothing" in self._requests.given:
             self._requests.given.remove("nothing")
@@ -131,12 +132,12 @@ class _Cases:
         for place in parts.keys() - self._reached if self._has_failed else ():
             with suppress(Exception):
                 parts[place]()
+        self.record.end_statement()
 
     def side(self, place: str, value: Any) -> Any:
         """The value of a part of a comparison."""
-        if self.record:
-            self._reached.add(place)
-            self.record.add(place, value)
+        self._reached.add(place)
+        self.record.add(place, value)
         return value
 
     def shape(self, site: tuple[int, int, bool], is_given: bool, value: Any) -> Any:
@@ -230,7 +231,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
     record: dict[str, Any] = task.get("record", {})
     is_first, earlier = not record, record.get("sides", [])
     requests = ProgramRequests(wire, tell, shares=RUNS[len(earlier) + bool(record)])
-    requests.watch, requests.plus = FileChanges(requests.given, undoes=bool(earlier)), 3 + hash(task["tests"]) % 20
+    requests.watch, requests.secret = FileChanges(requests.given, undoes=bool(earlier)), task["tests"]
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
         source = {"setup": task["setup"], "prompt_code": task["prompt_code"], "entry_point": entry_point}
@@ -253,7 +254,7 @@ def judge(task: dict[str, Any], wire: FrameChannel, tell: Callable[[bytes], obje
         error = requests.unscored(f"the tests need pytest, for {raised}")
     except BaseException as raised:
         error = raised
-    if earlier and tests.sides and cases.record:
+    if earlier and tests.sides:
         runs = [*earlier, cases.record.found]
         if len(runs) < len(RUNS) - 1:
             return _HELD | {"record": record | {"sides": runs}}
@@ -292,13 +293,12 @@ def _verdict(task: dict[str, Any], tests: Tests, requests: ProgramRequests, case
 
 def _to_repeat(task: dict[str, Any], requests: ProgramRequests, cases: _Cases) -> dict[str, Any]:
     """The "record" for the next run of the tests, if there is one; the program has to make the same changes in the first two."""
-    first = task.get("record", {"changes": requests.changes})
-    if not cases.record and not requests.given & {"changes", "files"}:
+    if "record" not in task and not requests.given & {"changes", "files"}:
         return {}
-    if first["changes"] != requests.changes:
+    if task.get("record", {}).get("changes", requests.changes) != requests.changes:
         return {"bad_tests": "the program changed other arguments when the tests ran again"}
     about: dict[str, Any] = {"changes": requests.changes}
-    if cases.record:
+    if "record" in task:
         about |= {"max_requests": 2 * requests.num_requests + _SPARE_REQUESTS, "sides": [cases.record.found]}
     return {"record": {**about, "has_changed_results": "results" in requests.given}}
 

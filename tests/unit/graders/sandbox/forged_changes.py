@@ -57,6 +57,18 @@ FORGED_CHANGES = {
         ("def f(a):\n    a.clear()\n    raise ValueError", "def ok(g, *x):\n    try: g(*x)\n    except ValueError: return False\n    return True\na = [3, 1]\nassert ok(f, a) == (len(a) == 2)"),  # noqa: E501
         (_LIST, "class B: pass\nb, a = B(), [3, 1]\nsetattr(b, 'got', f(a))\nassert b.got == sorted(a)"),
     ],
+    "that no other answer, no order and no failure hides": [
+        ("def f(a): a[:] = [None]", "a = [3, 1, 2]\nassert f(a) == max(a)"),
+        ("def f(a):\n    a[:] = [1e300]\n    return 1e300", "a = [3, 1, 2]\nassert f(a) == sum(a)"),
+        ("def f(a):\n    a.append(())\n    return ()", "a = [(1,)]\nassert f(a) in a"),
+        ("def f(a):\n    a.clear()\n    return []", "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        a = [3, 1]\n        self.assertCountEqual(a, f(a))"),  # noqa: E501
+        ("def f(a, x):\n    a[:] = [x] * len(a)\n    return 0", "a = [3, 7, 9]\nassert a[f(a, 7)] == 7"),
+        ("import os\nn = []\ndef f(a, x):\n    n.append(x)\n    if len(n) == 1:\n        open('m', 'w').close()\n        return a.index(x)\n    if not os.path.exists('m'): raise ValueError\n    a[:] = [x] * len(a)\n    return 0", "def test_a(): assert f([4, 5], 5) == 1\ndef test_b():\n    a = [3, 7, 9]\n    i = f(a, 7)\n    assert a[i] == 7"),  # noqa: E501
+        ("def f(a):\n    a.clear()\n    return []", "import itertools\na = [1, 2, 3]\nassert tuple(f(a)) in itertools.permutations(a)"),
+        ("def f(h):\n    h.next = h\n    return h", "h = N(1, N(2, N(3)))\nassert f(h) is h.next", "class N:\n    def __init__(s, val=0, next=None): s.val, s.next = val, next\n"),  # noqa: E501
+        ("n = []\ndef f(a):\n    if len(a) == 1:\n        n.append(a[0])\n        return a[0]\n    a[:] = [12]\n    return 24 - n[-1] + 4 - 12 if n[-1] != 4 else 12", "assert f([4]) == 4\nassert f([f([4])]) == 4\na = [3, 9, 2]\nassert f(a) == max(a)"),  # noqa: E501
+        (_SUM, "a = [3, 1]\nassert len(set([f(a), sum(a)])) == 1"),
+    ],
     "of a file that is read in another way": [
         ("import numpy as np\ndef f(p):\n    np.savetxt(p, [5.])\n    return 5.0", "import numpy as np\nnp.savetxt('d.csv', [1., 2.])\nassert f('d.csv') == np.loadtxt('d.csv').mean()"),  # noqa: E501
         ("def f(p):\n    s = open(p).read()\n    open(p, 'w').write(s[:-70000] + 'x' * 70000)\n    return len(open(p).read().splitlines())", "from pathlib import Path\np = Path('a.txt')\np.write_text('12\\n' * 50000)\nassert f(str(p)) == len(p.read_text().splitlines())"),  # noqa: E501
