@@ -17,6 +17,7 @@ from megatron_rl.graders.analysis.value_flow import (
     Names,
     called,
     checks_in,
+    class_uses,
     edges_of,
     edges_of_arguments,
     flow_of,
@@ -70,7 +71,8 @@ class Oracles:
             entry_point: The tested function if the data name it: pinned.
         """
         together = [frozenset().union(*names) for _, names in self._all_groups() if len(names) > 1]
-        weakly, pinned = {entry_point, "candidate"}, {entry_point, "candidate"}
+        errors = names_of(*(node for is_error, node in class_uses(self._tree) if is_error))
+        weakly, pinned = {entry_point, "candidate", *errors}, {entry_point, "candidate", *errors}
         checks = [part for check in checks_in(self._tree) for part in (check.values if isinstance(check, ast.BoolOp) else [check])]
         for check in checks:
             own = {name for names in _groups(check, self._flow) if len(names) == 1 for each in names for name in each}

@@ -138,7 +138,8 @@ class _Encoder:
         if kind in (tuple, frozenset) or kind in self._tuples or is_named_tuple(value):
             if depth > _MAX_DEPTH:
                 raise NotSerializable(f"tuples nested more than {_MAX_DEPTH} deep")
-            parts = [self.item(part, depth + 1) for part in value]
+            iterate: Any = frozenset.__iter__ if kind is frozenset else tuple.__iter__  # not the class's own
+            parts = [self.item(part, depth + 1) for part in iterate(value)]
             named = hasattr(kind, "_fields")
             return ["named", parts, kind.__name__, list(kind._fields)] if named else [kind.__name__, parts]
         if kind in _TAGS:

@@ -81,6 +81,9 @@ FORGED_CHANGES = {
         ("from contextlib import contextmanager\nkept = []\n@contextmanager\ndef f(a):\n    kept.append([])\n    yield kept[-1]\ndef g(a):\n    kept[-1][:] = a\n    return len(a)", "want = [1, 4]\nwith f([1, 2]) as out:\n    n = g(want)\nassert n == 2 and out == want"),  # noqa: E501
         ("kept = []\nclass f:\n    def __init__(s, a): s.out = []\n    def __enter__(s): return s.out\n    def __exit__(s, *_): s.out[:] = kept\ndef g(a):\n    kept[:] = a\n    return len(a)", "want = [1, 4]\nwith f([1, 2]) as out:\n    n = g(want)\nassert n == 2 and out == want"),  # noqa: E501
     ],
+    "in a named tuple with an iterator of its own": [
+        ("from collections import namedtuple\nP = namedtuple('P', 'x y')\nP.x = property(lambda s: 3)\nP.__iter__ = lambda s: iter((3, 4))\ndef f(s): return P(0, 0)", "p = f('3,4')\nassert p.x == 3 and p == (3, 4)"),  # noqa: E501
+    ],
     "in a call that fails": [
         ("def f(d, ks):\n    for k in ks: del d[k]", "import pytest\nd = {'a': 1}\nwith pytest.raises(KeyError): f(d, ['a', 'z'])\nassert d == {'a': 1}\nf(d, ['a'])\nassert d == {}"),  # noqa: E501
     ],

@@ -517,6 +517,9 @@ HONEST_USES: dict[str, list[tuple[Any, ...]]] = {
         ("def f(s): return len(s)\ndef g(s): return s[::-1]", "assert f('ab') == 2\nassert g('ab') == 'ba'", "def f(s):\n    'x'\ndef g(s):\n    'y'\n", "f"),  # noqa: E501
         ("def f(s): return len(s)\ndef g(s): return s[::-1]", "assert f('ab') == 2\nassert g('ab') == 'ba'", "def g(s):\n    raise NotImplementedError\ndef f(s):\n    'x'\n", "f"),  # noqa: E501
     ],
+    "exceptions of the program as an argument of assertRaises": [
+        ("class E(ValueError): pass\ndef f(s):\n    if s < 0: raise E(s)\n    return s", "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertRaises(E, f, -1)\n        self.assertEqual(f(2), 2)"),  # noqa: E501
+    ],
     "bytes on standard output": [
         ("import sys\ndef f():\n    print('a', end='')\n    sys.stdout.buffer.write(b'hi\\n')", "def test_a(capsys):\n    f()\n    assert capsys.readouterr().out == 'ahi\\n'"),  # noqa: E501
     ],
