@@ -103,7 +103,7 @@ class Sides:
 
     def _is_given(self, part: Any, shared: Record, apart: Record, other: Record) -> bool:
         """True if a part depends on the program's answers, or is not there when they fail."""
-        is_lost = self.places[part] in shared and not {self.places[part]} <= apart.keys() & other.keys()
+        is_lost = self.places[part] in shared and not all(self.places[part] in run for run in (apart, other))
         return is_lost or not self._is_same(part, apart, other)
 
 

@@ -45,7 +45,6 @@ class Aliases:
     def add(self, result: Any, arguments: list[Any], *, is_live: bool) -> None:
         """Keep those of the containers ``arguments`` that a result is, or holds; or the result that ``with`` gives."""
         if is_live:
-            self.known += [(result, snapshot(result), True)] if type(result) in (list, dict, set, deque, bytearray) else []
-            return
+            arguments = [result] if type(result) in (list, dict, set, deque, bytearray) else []
         parts = {id(part) for part in (result, *(result if type(result) in (list, tuple) else ()))}
-        self.known += [(each, snapshot(each), False) for each in arguments if id(each) in parts]
+        self.known += [(each, snapshot(each), is_live) for each in arguments if id(each) in parts]

@@ -32,16 +32,16 @@ class FileChanges:
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._before = self._files()
+            self._before = self._state()
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if not self._depth and (after := self._files()) != self._before:
+        if not self._depth and (after := self._state()) != self._before:
             self._given.add("files")
             if self._size < 0:
                 _undo(after, self._before)
 
-    def _files(self) -> _State:
+    def _state(self) -> _State:
         changed_at = os.stat(self._folder).st_mtime_ns
         if changed_at == self._empty_at:
             return {}

@@ -9,7 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_rl.graders.analysis.blind_spots import asks_for_nothing
 from megatron_rl.graders.sandbox.aliases import Aliases
@@ -22,7 +22,7 @@ from megatron_rl.graders.sandbox.values import NotSerializable, decode, dress, e
 
 MAX_DETAIL = 300
 _Shares = Literal["all", "arguments", "none", "other"]
-RUNS: tuple[_Shares, ...] = ("all", "arguments", "none", "other")
+RUNS: tuple[_Shares, ...] = get_args(_Shares)
 """Values of ``shares`` in the runs of tests. From the second run on, the sides of comparisons are recorded."""
 TESTS_MODULE = "tests"
 """``__name__`` in the namespace of the tests."""
@@ -167,7 +167,8 @@ class ProgramRequests:
         result = self._reply(what, lent, containers)
         if self.aliases.known:
             self.aliases.look(self.records, _parts_of(arguments, containers), containers)
-        self.aliases.add(result, [each for each in containers if id(each) not in results], is_live=what == "enter")
+        if containers or what == "enter":
+            self.aliases.add(result, [each for each in containers if id(each) not in results], is_live=what == "enter")
         return result
 
     def _send(self, what: str, values: tuple[Any, ...]) -> tuple[list[types.SimpleNamespace], list[Any]]:
@@ -235,9 +236,9 @@ class ProgramRequests:
             reply = self._wire.receive()
         except PeerGone as gone:
             raise self.failed(str(gone)) from None
-        is_truth = what == "operate" and type(reply.get("values", [0])[0]) in (bool, type(None))
-        is_own = what == "load" or is_truth or not self._alters
-        return reply if is_own else other_reply(reply, encode([], self._export, self.records, known)[0]["nodes"], self.plus)
+        if not self._alters or what == "load" or (what == "operate" and type(reply.get("values", [0])[0]) in (bool, type(None))):
+            return reply  # what an operator says of itself has one form
+        return other_reply(reply, encode([], self._export, self.records, known)[0]["nodes"], self.plus)
 
     def _print(self, texts: Any) -> None:
         if type(texts) is not list or [*map(type, texts)] != [str, str]:
